@@ -1,0 +1,1 @@
+"""Quire: an inference and serving engine for language models."""

@@ -1,0 +1,38 @@
+"""One step as tensors: what a model's forward gets, and all it gets. Built by `runtime` from the device rows.
+
+Layers and kernels read it; nobody writes it. Host-side integers ride along so that nothing has to wait for the
+device to learn a shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PagedInputs:
+    """Where one paged group's bytes lie in this step."""
+
+    page_table: Tensor  # [rows, max_pages] int32; entries past a row's pages are 0
+    slots: Tensor  # [tokens] int64: page * page_tokens + offset, where each new token's entry is written
+
+
+@dataclass(slots=True)
+class StateInputs:
+    """Which slot holds each row's live state. A row whose start is 0 finds zeros there."""
+
+    slots: Tensor  # [rows] int64
+
+
+@dataclass(slots=True)
+class Step:
+    tokens: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    query_starts: Tensor  # [rows + 1] int32: row r's tokens are query_starts[r] : query_starts[r + 1]
+    seq_lens: Tensor  # [rows] int32: length of each row once this step is done
+    logits_index: Tensor  # [samples] int64: tokens whose hidden state is sampled from
+    groups: dict[str, PagedInputs | StateInputs]
+    counts: list[int] = field(default_factory=list)  # host copy: tokens per row, so query_starts is its running sum
+    len_bounds: list[int] = field(default_factory=list)  # host upper bounds of seq_lens (exact without drafts)

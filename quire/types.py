@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 
 class QuireError(Exception):
-    """What happened, why, and what to do, in one line. `code` is for machines; a front end maps it to its own status."""
+    """What happened, why, and what to do, in one line. `code` is for machines: a front end maps it to a status."""
 
     def __init__(self, code: str, what: str, hint: str = "", param: str | None = None):
         super().__init__(what)

@@ -1,0 +1,541 @@
+"""Who owns which bytes of the cache: pools, the prefix tree, leases and the host swap space, for all groups at once.
+
+The scheduler calls it while it plans (`admit`, `reserve`, `snapshot`, `swap_out`, `swap_in`) and while it commits
+(`commit`, `release`, `settle`). It moves no bytes: what must move is appended to the plan, and the runtime moves it
+in plan order. It imports no torch, so that it can be tested and simulated in milliseconds.
+
+What is released while steps are in flight goes to limbo first and is free only when the step it names has committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from quire.cache.claims import Claims
+from quire.cache.lease import TOKEN_BYTES, Lease, Snapshot, token_bytes
+from quire.cache.pool import Pool
+from quire.cache.tree import ABSENT, Node, PrefixTree
+from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, SamplingParams, Status
+
+_PLAIN = SamplingParams()
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest prefix every group can offer: its length, and the node of each of its pages."""
+
+    length: int = 0
+    nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Why a prompt was or was not served from the cache."""
+
+    num_tokens: int
+    cached_len: int  # tokens that would come from the cache now
+    diverged_at: int | None  # first token at which it leaves everything that is cached; None: it does not
+    reason: str
+
+
+@dataclass(slots=True)
+class CacheStats:
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_units: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    copied_on_write: int = 0
+
+
+class CacheIndex:
+    def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None = None,
+                 *, prefix_cache: bool = True):  # fmt: skip
+        assert len({spec.page_tokens for spec in specs}) == 1, "page_tokens is one number per model"
+        self.specs = specs
+        self.page_tokens = specs[0].page_tokens
+        self.prefix_cache = prefix_cache
+        self.stats = CacheStats()
+        self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
+        self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
+        self.windowed = [g for g in self.paged if specs[g].window is not None]
+        self.pools = [Pool(n) for n in num_units]
+        self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(specs)]
+        self.can_swap = num_host_units is not None and all(n > 1 for n in num_host_units)
+        leaf_first = [g in self.paged and g not in self.windowed for g in range(len(specs))]
+        self.tree = PrefixTree(len(specs), leaf_first)
+        self._num_idle = [0] * len(specs)  # units only the tree holds: free for the taking, once evicted
+        self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
+        self._settled = 0
+        self._leases: set[Lease] = set()  # those that hold something, for check()
+        self.claims = Claims(self.page_tokens)
+        self.capacity_tokens = self._capacity_tokens()
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def available(self, group: int) -> int:
+        return self.pools[group].num_free + self._num_idle[group]
+
+    @property
+    def settled(self) -> int:
+        """The last step that is known to have committed."""
+        return self._settled
+
+    def reservable(self, request: Request) -> int:
+        """How many tokens this request could have state for, with all that is free now."""
+        lease: Lease = request.lease
+        pages = min((len(lease.units[g]) + self.available(g) for g in self.paged), default=1 << 40)
+        return pages * self.page_tokens
+
+    def match(self, request: Request, limit: int | None = None) -> Match:
+        """What the cache offers this request now, at most `limit` tokens (by default all but the last of them)."""
+        lease: Lease = request.lease
+        last = len(request.tokens) - 1 if limit is None else limit
+        max_pages = last // self.page_tokens
+        if not self._may_share(request) or max_pages == 0:
+            return Match()
+        nodes: list[Node] = []
+        best = 0
+        runs = [0] * len(self.specs)  # per windowed group: pages present without a gap, up to here
+        for index in range(max_pages):
+            lease.extend_keys(request.tokens, index + 1)
+            node = self.tree.get(lease.keys[index])
+            if node is None or not self._extends_full_groups(node):
+                break
+            nodes.append(node)
+            for group in self.windowed:
+                runs[group] = runs[group] + 1 if node.units[group] != ABSENT else 0
+            if self._offers(node, index + 1, runs):
+                best = index + 1
+        return Match(best * self.page_tokens, nodes[:best])
+
+    def explain(self, tokens: list[int], salt: bytes = b"") -> Explanation:
+        """Where a prompt leaves what is cached: the answer to "why was this not a hit?"."""
+        request = Request("explain", list(tokens), len(tokens), _PLAIN, len(tokens) + 1, salt=salt)
+        request.lease = lease = Lease.empty(salt, self.page_tokens, len(self.specs))
+        cached = self.match(request).length
+        lease.extend_keys(tokens, len(tokens) // self.page_tokens)
+        node: Node | None = None
+        known = 0
+        for key in lease.keys:
+            found = self.tree.get(key)
+            if found is None:
+                break
+            node, known = found, known + 1
+        start = known * self.page_tokens
+        tail = token_bytes(tokens[start : start + self.page_tokens])
+        diverged = start + self.tree.diverging_child(lease.root, node, tail, TOKEN_BYTES)
+        if cached >= len(tokens) - self.page_tokens and cached > 0:
+            return Explanation(len(tokens), cached, None if diverged >= len(tokens) else diverged, "cached")
+        if not self.prefix_cache:
+            return Explanation(len(tokens), 0, 0, "the prefix cache is switched off")
+        if diverged == 0:
+            return Explanation(len(tokens), 0, 0, "nothing cached begins like this")
+        if diverged >= len(tokens):
+            return Explanation(len(tokens), cached, None, "known, but part of it was evicted or not yet computed")
+        return Explanation(len(tokens), cached, diverged, f"diverged at token {diverged}")
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, plan: Plan, margin: int) -> bool:
+        """Give a waiting request its head start and room for all its tokens, with `margin` units to spare.
+
+        On success `request.computed` is what came from the cache. On failure nothing has changed.
+        """
+        lease: Lease = request.lease
+        match = self.match(request)
+        source = self._fork_source(request, match)
+        for group in self.paged:
+            self._share_matched(lease, group, match)
+        if not self._has_room(lease, len(request.tokens), margin):
+            self._unshare(lease)
+            return False
+        if match.nodes:
+            for node in reversed(match.nodes):
+                self.tree.touch(node)
+            match.nodes[-1].hits += 1
+        self._leases.add(lease)
+        request.computed = match.length
+        lease.num_inserted = match.length // self.page_tokens
+        lease.num_dropped = 0
+        for group in self.state:
+            slot = self._take(group)
+            lease.units[group] = [slot]
+            if match.nodes:
+                plan.copies.append(Copy(CopyKind.DEVICE, group, match.nodes[-1].units[group], slot))
+            else:
+                plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
+        for group in self.paged:
+            if group not in self.windowed:  # a window's pages are taken as it moves on
+                lease.units[group].extend(self._take(group) for _ in range(self._num_missing(lease, group, request)))
+        if source is not None:
+            self._copy_tail(request, source, plan)
+        self.stats.lookups += 1
+        self.stats.lookup_tokens += len(request.tokens)
+        self.stats.hit_tokens += request.computed
+        if self._may_share(request):
+            self.claims.announce(request)
+        return True
+
+    def reserve(self, request: Request, length: int, plan: Plan) -> bool:
+        """Room for `length` tokens, in every group or in none."""
+        lease: Lease = request.lease
+        need = -(-length // self.page_tokens)
+        for group in self.paged:
+            if need - len(lease.units[group]) > self.available(group):
+                return False
+        for group in self.paged:
+            units = lease.units[group]
+            first = len(units)
+            if first < need:
+                units.extend(self._take(group) for _ in range(need - first))
+                plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
+        return True
+
+    def write_tables(self, request: Request, plan: Plan) -> None:
+        """The request took a row: tell the device where everything it already holds lies."""
+        lease: Lease = request.lease
+        for group, units in enumerate(lease.units):
+            if units:
+                plan.page_writes.append(PageWrite(group, request.row, 0, [max(0, unit) for unit in units]))
+
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Catch-up chunks of recurrent models end where a snapshot is due."""
+        for group in self.state:
+            interval = self.specs[group].snapshot_tokens
+            end = min(end, (start // interval + 1) * interval)
+            tail = self.claims.tail_start(request)
+            if start < tail < end:
+                end = tail
+        return end
+
+    def snapshot(self, request: Request, length: int, plan: Plan) -> None:
+        """If a snapshot is due at `length`, have this step take it. Without room there is none: it is only a cache."""
+        if not self.state or not self.prefix_cache or length % self.page_tokens:
+            return
+        interval = self.specs[self.state[0]].snapshot_tokens
+        if length % interval and length != self.claims.tail_start(request):
+            return
+        if any(self.available(group) < 1 for group in self.state):
+            return
+        lease: Lease = request.lease
+        slots = {group: self._take(group) for group in self.state}
+        for group, slot in slots.items():
+            plan.snapshots.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], slot))
+        lease.snapshots.append(Snapshot(length, slots))
+
+    def swap_out(self, request: Request, plan: Plan) -> bool:
+        """Move what a victim holds to the host; False, with nothing changed, when the host has no room."""
+        lease: Lease = request.lease
+        if not self.can_swap:
+            return False
+        num_pages = -(-request.computed // self.page_tokens)
+        wanted = [units[:num_pages] if g in self.paged else units for g, units in enumerate(lease.units)]
+        counts = [sum(unit != ABSENT for unit in units) for units in wanted]
+        if any(count > pool.num_free for count, pool in zip(counts, self.host_pools, strict=True)):
+            return False
+        host: list[list[int]] = []
+        for group, units in enumerate(wanted):
+            moved = []
+            for unit in units:
+                target = ABSENT if unit == ABSENT else self.host_pools[group].take()
+                moved.append(target)
+                if unit != ABSENT:
+                    plan.copies.append(Copy(CopyKind.OUT, group, unit, target))
+                    self.stats.swapped_out += 1
+            host.append(moved)
+        num_inserted, num_dropped = lease.num_inserted, lease.num_dropped
+        self.release(request, plan.step)
+        lease.host, lease.num_inserted, lease.num_dropped = host, num_inserted, num_dropped
+        self._leases.add(lease)
+        return True
+
+    def swap_in(self, request: Request, plan: Plan, margin: int) -> bool:
+        """Bring a swapped request back: what the tree still has is shared, the rest is copied from the host."""
+        lease: Lease = request.lease
+        match = self.match(request, limit=request.computed)
+        if self.state:
+            match = Match()  # its live state is newer than any snapshot, and is on the host anyway
+        for group in self.paged:
+            self._share_matched(lease, group, match)
+        if not self._has_room(lease, len(request.tokens), margin):
+            self._unshare(lease)
+            return False
+        num_matched = match.length // self.page_tokens
+        for group, sources in enumerate(lease.host):
+            kept = num_matched if group in self.paged else 0
+            for index, source in enumerate(sources):
+                if index >= kept:
+                    unit = ABSENT if source == ABSENT else self._take(group)
+                    lease.units[group].append(unit)
+                    if source != ABSENT:
+                        plan.copies.append(Copy(CopyKind.IN, group, source, unit))
+                        self.stats.swapped_in += 1
+        self._drop_host(lease, plan.step)
+        self._leases.add(lease)
+        return True
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def commit(self, request: Request, fence: int) -> list[bytes]:
+        """Tokens up to `request.computed` are in the cache for sure: offer full pages and snapshots to the tree.
+
+        Returns the keys that are now there for others, so that requests held for them can go on.
+        """
+        lease: Lease = request.lease
+        full = request.computed // self.page_tokens
+        arrived: list[bytes] = []
+        if self.prefix_cache and full > lease.num_inserted:
+            lease.extend_keys(request.tokens, full)
+            if self.paged:
+                for index in range(lease.num_inserted, full):
+                    self._insert_page(request, index)
+            arrived = self.claims.arrived(request, lease.keys[lease.num_inserted : full])
+            lease.num_inserted = full
+        while lease.snapshots and lease.snapshots[0].length <= request.computed:
+            self._insert_snapshot(request, lease.snapshots.pop(0))
+        if self.windowed:
+            self._drop_outside_window(request, fence)
+        if lease.leads_tail:
+            arrived += self.claims.tail_arrived(request)
+        return arrived
+
+    def rollback(self, request: Request, length: int, fence: int) -> None:
+        """Give back tail pages beyond `length` tokens (rejected drafts, a step that never ran)."""
+        lease: Lease = request.lease
+        keep = -(-length // self.page_tokens)
+        for group in self.paged:
+            for unit in lease.units[group][keep:]:
+                if unit != ABSENT:
+                    self._retire(group, unit, fence)
+            del lease.units[group][keep:]
+        for snapshot in [s for s in lease.snapshots if s.length > length]:
+            lease.snapshots.remove(snapshot)
+            self._retire_snapshot(snapshot, fence)
+
+    def release(self, request: Request, fence: int) -> list[bytes]:
+        """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""
+        lease: Lease = request.lease
+        for group, units in enumerate(lease.units):
+            for unit in units:
+                if unit != ABSENT:
+                    self._retire(group, unit, fence)
+            units.clear()
+        for snapshot in lease.snapshots:
+            self._retire_snapshot(snapshot, fence)
+        lease.snapshots.clear()
+        self._drop_host(lease, fence)
+        lease.num_inserted = lease.num_dropped = 0
+        self._leases.discard(lease)
+        return self.claims.withdraw(request)
+
+    def settle(self, step: int) -> None:
+        """Every step up to this one has committed and its copies are done: what waited for it is free."""
+        self._settled = max(self._settled, step)
+        limbo = self._limbo
+        while limbo and limbo[0][0] <= self._settled:
+            _, on_host, group, unit = limbo.popleft()
+            self._drop(on_host, group, unit)
+
+    def pin(self, request_tokens: list[int], salt: bytes = b"", *, pinned: bool = True) -> int:
+        """Soft-pin (or unpin) the cached part of these tokens; returns how many tokens that is."""
+        request = Request("pin", list(request_tokens), len(request_tokens), _PLAIN, len(request_tokens) + 1, salt=salt)
+        request.lease = Lease.empty(salt, self.page_tokens, len(self.specs))
+        match = self.match(request, limit=len(request_tokens))
+        if match.nodes:
+            self.tree.pin(match.nodes[-1], 1 if pinned else -1)
+            for node in match.nodes:
+                self.tree.reoffer(node, lambda group, unit: self.pools[group].refs(unit) == 1)
+        return match.length
+
+    def check(self) -> None:
+        """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
+        self.tree.check()
+        owners: list[dict[int, int]] = [{} for _ in self.specs]
+        host_owners: list[dict[int, int]] = [{} for _ in self.specs]
+
+        def own(table: list[dict[int, int]], group: int, unit: int) -> None:
+            if unit != ABSENT:
+                table[group][unit] = table[group].get(unit, 0) + 1
+
+        for lease in self._leases:
+            for group in range(len(self.specs)):
+                for unit in lease.units[group]:
+                    own(owners, group, unit)
+                for unit in lease.host[group] if lease.host else ():
+                    own(host_owners, group, unit)
+            for snapshot in lease.snapshots:
+                for group, slot in snapshot.slots.items():
+                    own(owners, group, slot)
+        for _, on_host, group, unit in self._limbo:
+            own(host_owners if on_host else owners, group, unit)
+        idle = [0] * len(self.specs)
+        for node in self.tree.nodes():
+            for group, unit in enumerate(node.units):
+                own(owners, group, unit)
+                idle[group] += unit != ABSENT and self.pools[group].refs(unit) == 1
+        for group in range(len(self.specs)):
+            self.pools[group].check(owners[group])
+            self.host_pools[group].check(host_owners[group])
+            assert idle[group] == self._num_idle[group], f"group {group}: idle count is off"
+        assert all(fence > self._settled for fence, *_ in self._limbo), "something overstayed in limbo"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _capacity_tokens(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
+        return min(units) * self.page_tokens if units else 1 << 62
+
+    def _extends_full_groups(self, node: Node) -> bool:
+        return all(node.units[g] != ABSENT for g in self.paged if g not in self.windowed)
+
+    def _offers(self, node: Node, num_pages: int, runs: list[int]) -> bool:
+        """Can every group go on from exactly here? A window needs its last window, a state its snapshot."""
+        for group in self.windowed:
+            window = self.specs[group].window or 0
+            if runs[group] < min(num_pages, -(-(window - 1) // self.page_tokens)):
+                return False
+        return all(node.units[group] != ABSENT for group in self.state)
+
+    def _share_matched(self, lease: Lease, group: int, match: Match) -> None:
+        """References to the matched pages; those a window no longer reaches are left out."""
+        first = 0
+        if group in self.windowed:
+            first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
+        for index, node in enumerate(match.nodes):
+            unit = node.units[group] if index >= first else ABSENT
+            if unit != ABSENT and self.pools[group].share(unit) == 2:
+                self._num_idle[group] -= 1
+            lease.units[group].append(unit)
+
+    def _unshare(self, lease: Lease) -> None:
+        for group in self.paged:
+            for unit in lease.units[group]:
+                if unit != ABSENT:
+                    self._drop(False, group, unit)
+            lease.units[group].clear()
+
+    def _has_room(self, lease: Lease, num_tokens: int, margin: int) -> bool:
+        need = -(-num_tokens // self.page_tokens)
+        for group in self.paged:
+            wanted = need - len(lease.units[group])
+            if group in self.windowed:  # older pages come back while it catches up
+                wanted = min(wanted, self._window_pages(group))
+            if wanted + margin > self.available(group):
+                return False
+        return all(self.available(group) >= 1 for group in self.state)
+
+    def _window_pages(self, group: int) -> int:
+        return -(-(self.specs[group].window or 0) // self.page_tokens) + 1
+
+    def _take(self, group: int) -> int:
+        pool = self.pools[group]
+        if not pool.num_free:
+            unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
+            assert unit != ABSENT, "asked for more units than available() promised"
+            self._num_idle[group] -= 1
+            self.stats.evicted_units += 1
+            pool.drop(unit)
+        return pool.take()
+
+    def _retire(self, group: int, unit: int, fence: int, *, on_host: bool = False) -> None:
+        if self._limbo:
+            fence = max(fence, self._limbo[-1][0])  # in order, at worst a step late
+        if fence <= self._settled:
+            self._drop(on_host, group, unit)
+        else:
+            self._limbo.append((fence, on_host, group, unit))
+
+    def _retire_snapshot(self, snapshot: Snapshot, fence: int) -> None:
+        for group, slot in snapshot.slots.items():
+            self._retire(group, slot, fence)
+
+    def _drop(self, on_host: bool, group: int, unit: int) -> None:
+        if on_host:
+            self.host_pools[group].drop(unit)
+        elif self.pools[group].drop(unit) == 1:
+            node = self.tree.holder(group, unit)
+            if node is not None:  # the tree is the last one to hold it
+                self._num_idle[group] += 1
+                self.tree.touch(node)
+                self.tree.offer(node, group)
+
+    def _drop_host(self, lease: Lease, fence: int) -> None:
+        for group, units in enumerate(lease.host):
+            for unit in units:
+                if unit != ABSENT:
+                    self._retire(group, unit, fence, on_host=True)
+        lease.host = []
+
+    def _may_share(self, request: Request) -> bool:
+        """Prompt logprobs need every position computed, so such a request takes no head start."""
+        return self.prefix_cache and request.params.prompt_logprobs is None
+
+    def _num_missing(self, lease: Lease, group: int, request: Request) -> int:
+        return max(0, -(-len(request.tokens) // self.page_tokens) - len(lease.units[group]))
+
+    def _fork_source(self, request: Request, match: Match) -> Request | None:
+        """A running request with the very same prompt, whose last, partly filled page can be copied."""
+        tail = self.claims.tail_start(request)
+        if self.state or not self._may_share(request) or len(request.tokens) != request.prompt_len:
+            return None
+        if match.length != tail or request.prompt_len - 1 == tail:
+            return None
+        leader = self.claims.tail_leader(request)
+        if leader is None or leader.status is not Status.RUNNING or leader.computed < request.prompt_len - 1:
+            return None
+        still_there = all(leader.lease.units[g][tail // self.page_tokens] != ABSENT for g in self.paged)
+        return leader if still_there else None
+
+    def _copy_tail(self, request: Request, source: Request, plan: Plan) -> None:
+        """Copy-on-write: the page that both would write to is copied, everything before it is shared."""
+        index = self.claims.tail_start(request) // self.page_tokens
+        lease: Lease = request.lease
+        for group in self.paged:
+            units = lease.units[group]
+            if len(units) == index:
+                units.append(self._take(group))
+            plan.copies.append(Copy(CopyKind.DEVICE, group, source.lease.units[group][index], units[index]))
+        request.computed = request.prompt_len - 1
+        self.stats.copied_on_write += 1
+
+    def _insert_page(self, request: Request, index: int) -> None:
+        lease: Lease = request.lease
+        units = {g: lease.units[g][index] for g in self.paged if lease.units[g][index] != ABSENT}
+        if units:
+            node = self._node(request, index + 1)
+            for group, unit in units.items():
+                if node.units[group] == ABSENT:  # else someone computed the same page before; ours stays private
+                    self.pools[group].share(unit)
+                    self.tree.attach(node, group, unit)
+
+    def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
+        node = self._node(request, snapshot.length // self.page_tokens)
+        for group, slot in snapshot.slots.items():
+            if node.units[group] == ABSENT:
+                self.pools[group].share(slot)
+                self.tree.attach(node, group, slot)
+            self._drop(False, group, slot)
+
+    def _node(self, request: Request, depth: int) -> Node:
+        size = self.page_tokens
+        lease: Lease = request.lease
+        lease.extend_keys(request.tokens, depth)
+        return self.tree.ensure(
+            lease.root, lease.keys, depth, lambda i: token_bytes(request.tokens[i * size : (i + 1) * size])
+        )
+
+    def _drop_outside_window(self, request: Request, fence: int) -> None:
+        """Pages no later token can see go back; a step in flight may still read them, hence the fence."""
+        lease: Lease = request.lease
+        for group in self.windowed:
+            units = lease.units[group]
+            first_seen = max(0, request.computed - (self.specs[group].window or 0) + 1) // self.page_tokens
+            for index in range(min(first_seen, len(units)) - 1, -1, -1):
+                if units[index] == ABSENT:
+                    break
+                self._retire(group, units[index], fence)
+                units[index] = ABSENT

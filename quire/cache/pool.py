@@ -1,0 +1,56 @@
+"""One group's units: pages of a paged group, or slots of a state group, counted by reference.
+
+A unit is free, or referenced by leases and at most once by the prefix tree. Unit 0 is never handed out: padded
+tokens and absent pages point at it. `CacheIndex` is the only caller.
+"""
+
+from __future__ import annotations
+
+FREE = 0
+
+
+class Pool:
+    def __init__(self, num_units: int):
+        if num_units < 2:
+            raise ValueError("a pool needs at least one unit beside the scratch unit")
+        self.num_units = num_units
+        self._refs = [FREE] * num_units
+        self._free = list(range(num_units - 1, 0, -1))  # a stack: low numbers first, recently used ones again
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def refs(self, unit: int) -> int:
+        return self._refs[unit]
+
+    def take(self) -> int:
+        """A free unit with one reference. The caller made sure there is one."""
+        unit = self._free.pop()
+        self._refs[unit] = 1
+        return unit
+
+    def share(self, unit: int) -> int:
+        """One more reference; returns how many there are now."""
+        assert self._refs[unit] > FREE, f"unit {unit} is free and can't be shared"
+        self._refs[unit] += 1
+        return self._refs[unit]
+
+    def drop(self, unit: int) -> int:
+        """One reference less; returns how many are left."""
+        left = self._refs[unit] - 1
+        assert left >= FREE, f"unit {unit} was dropped once too often"
+        self._refs[unit] = left
+        if left == FREE:
+            self._free.append(unit)
+        return left
+
+    def check(self, owners: dict[int, int]) -> None:
+        """`owners` says how many references each unit should have; every unit is free or owned, never both."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a unit is in the free list twice"
+        assert 0 not in free and 0 not in owners, "the scratch unit was handed out"
+        for unit in range(1, self.num_units):
+            expected = owners.get(unit, FREE)
+            assert self._refs[unit] == expected, f"unit {unit}: {self._refs[unit]} references, {expected} owners"
+            assert (unit in free) == (expected == FREE), f"unit {unit}: free list and references disagree"

@@ -1,0 +1,136 @@
+"""The step loop: plan step N+1 while the device runs step N, commit N, send the news.
+
+`Engine.turn` is one turn of the loop and never waits for anything but the tokens of the oldest step in flight. `LLM`
+turns it by hand; `EngineThread` turns it in a thread of its own, fed through an inbox. One engine, one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.engine.recovery import Bisection
+from quire.engine.scheduler import Scheduler
+from quire.engine.trace import NO_TRACE, Tracer
+from quire.engine.workers import DeviceLost, Ticket, Workers
+from quire.types import Delta, Plan, QuireError, Request
+
+FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, workers: Workers, *, depth: int = 1, tracer: Tracer = NO_TRACE,
+                 fill_masks: FillMasks | None = None):  # fmt: skip
+        self.scheduler = scheduler
+        self.tracer = tracer
+        self._workers = workers
+        self._depth = depth
+        self._fill_masks = fill_masks or _fill_masks
+        self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
+        self._bisection = Bisection()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._inflight)
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.tracer.begin_request(request)
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def turn(self) -> list[Delta]:
+        """One turn of the loop: at most one step started, at most one committed."""
+        current: Plan | None = None
+        deltas: list[Delta] = []
+        try:
+            depth = 1 if self._bisection.active else self._depth
+            clock, span = self.scheduler.clock, self.tracer.span
+            ticket: Ticket | None = None
+            forward: Any = None
+            started = 0.0
+            if len(self._inflight) < depth:
+                with span("plan"):
+                    current = self.scheduler.plan()
+                if current is None and not self._inflight and self._bisection.active:
+                    self._bisection.skip()  # nobody of this group can run now
+                    self.scheduler.restrict(self._bisection.group)
+            if current is not None:
+                started = clock()
+                with span("forward", current):
+                    forward = self._workers.forward(current)
+                if not current.may_mask:
+                    with span("sample", current):
+                        ticket = self._workers.sample(forward)
+            if self._inflight and (current is None or len(self._inflight) >= depth - 1):
+                deltas = self._commit_oldest()
+            if current is not None:
+                if ticket is None:  # a mask needs the tokens just committed
+                    with span("mask", current):
+                        masks = self._fill_masks(current, self.scheduler.requests)
+                    with span("sample", current):
+                        ticket = self._workers.sample(forward, masks)
+                self._inflight.append((current, ticket, started))
+        except (DeviceLost, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:
+            self._recover(current, error)  # what was committed before stays, and is sent
+        deltas += self.scheduler.take_ended()
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.tracer.end_request(delta)
+        return deltas
+
+    def _commit_oldest(self) -> list[Delta]:
+        plan, ticket, started = self._inflight[0]
+        with self.tracer.span("wait", plan):
+            output = ticket.wait()
+        self._inflight.popleft()
+        self.scheduler.observe(plan, self.scheduler.clock() - started)
+        with self.tracer.span("commit", plan):
+            deltas = self.scheduler.commit(plan, output)
+        if self._bisection.active:
+            self._bisection.passed({r.id: r.computed for r in self.scheduler.requests.values()})
+            self.scheduler.restrict(self._bisection.group)
+        self.tracer.step(plan, self.scheduler)
+        return deltas
+
+    def _recover(self, current: Plan | None, error: Exception) -> None:
+        """A step failed as a whole: drop what is in flight, fall back, and look for the one who caused it."""
+        plans = [plan for plan, _, _ in self._inflight] + ([current] if current is not None else [])
+        self._inflight.clear()
+        if not plans:
+            raise error  # the scheduler itself failed: no request is to blame
+        touched = self.scheduler.abandon(plans)
+        culprit = self._bisection.failed(touched) if touched else None
+        self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
+        if culprit is not None:
+            what = f"This request made a step fail ({type(error).__name__}: {error})."
+            self.scheduler.fail(culprit, QuireError("step_failed", what, "Other requests were not affected."))
+        self.scheduler.restrict(self._bisection.group)
+
+    def run_until_idle(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        while self.has_work:
+            deltas += self.turn()
+        return deltas
+
+    def close(self) -> None:
+        self._workers.close()
+        self.tracer.close()
+
+
+def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
+    """One bit per allowed token for each row whose request has a grammar and samples in this step."""
+    masks = {}
+    for index, row in enumerate(plan.rows):
+        request = requests.get(row.request_id)
+        if row.wants_sample and request is not None and request.grammar is not None:
+            masks[index] = request.grammar.mask(request.tokens[request.prompt_len :])
+    return masks

@@ -1,0 +1,73 @@
+"""Requests that wait: a heap by the order policy, with removal in constant time and a running count of tokens.
+
+A request that was pushed back keeps its place, because its key does not change. Deadlines have a heap of their own,
+so that a step never walks over everyone who waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from quire.engine.policies import Order, OrderKey
+from quire.types import Request, Status
+
+
+class WaitQueue:
+    def __init__(self, order: Order):
+        self._order = order
+        self._heap: list[tuple[OrderKey, int, Request]] = []
+        self._members: dict[str, Request] = {}
+        self._ticket = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members.values())
+
+    def push(self, request: Request) -> None:
+        assert request.id not in self._members
+        self._ticket += 1
+        heapq.heappush(self._heap, (self._order(request), self._ticket, request))
+        self._members[request.id] = request
+        self.num_tokens += len(request.tokens)
+
+    def peek(self) -> Request | None:
+        while self._heap and self._members.get(self._heap[0][2].id) is not self._heap[0][2]:
+            heapq.heappop(self._heap)  # removed earlier
+        return self._heap[0][2] if self._heap else None
+
+    def remove(self, request: Request) -> None:
+        """Whoever is at the head goes at once; others leave their heap entry behind to be skipped."""
+        if self._members.pop(request.id, None) is not None:
+            self.num_tokens -= len(request.tokens)
+            if self._heap[0][2] is request:
+                heapq.heappop(self._heap)
+            elif len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+                self._heap = [entry for entry in self._heap if self._members.get(entry[2].id) is entry[2]]
+                heapq.heapify(self._heap)
+
+    def check(self) -> None:
+        live = [entry[2] for entry in self._heap if self._members.get(entry[2].id) is entry[2]]
+        assert {id(r) for r in live} == {id(r) for r in self._members.values()}
+        assert self.num_tokens == sum(len(r.tokens) for r in self._members.values())
+        assert all(r.status in (Status.WAITING, Status.SWAPPED) for r in self._members.values())
+
+
+class Deadlines:
+    """Which requests have run out of time; asked once a step."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request: Request) -> None:
+        if request.deadline is not None:
+            heapq.heappush(self._heap, (request.deadline, request.id))
+
+    def expired(self, now: float) -> list[str]:
+        out = []
+        while self._heap and self._heap[0][0] <= now:
+            out.append(heapq.heappop(self._heap)[1])
+        return out

@@ -1,0 +1,53 @@
+"""Finding the one request that breaks a step: halve the suspects until the culprit is alone.
+
+After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
+a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
+fails is the culprit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+
+class Bisection:
+    def __init__(self) -> None:
+        self._groups: deque[list[str]] = deque()
+        self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
+
+    @property
+    def active(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def group(self) -> set[str] | None:
+        """Who may run now; None: everyone."""
+        return set(self._groups[0]) if self._groups else None
+
+    def failed(self, touched: Mapping[str, int]) -> str | None:
+        """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""
+        suspects = sorted(touched)
+        if self._groups:
+            suspects = [i for i in self._groups.popleft() if i in touched] or suspects
+        for suspect in suspects:
+            self._targets[suspect] = max(touched[suspect], self._targets.get(suspect, 0))
+        if len(suspects) == 1:
+            self._targets.pop(suspects[0])
+            return suspects[0]
+        half = len(suspects) // 2
+        self._groups.extendleft(part for part in (suspects[half:], suspects[:half]) if part)
+        return None
+
+    def passed(self, computed: Mapping[str, int]) -> None:
+        """A step committed; `computed` says how far everyone who has not ended is now."""
+        if self._groups and all(
+            suspect not in computed or computed[suspect] >= self._targets[suspect] for suspect in self._groups[0]
+        ):
+            self.skip()
+
+    def skip(self) -> None:
+        """Go on with the next group: this one is cleared, or none of it can run now."""
+        if self._groups:
+            for suspect in self._groups.popleft():
+                self._targets.pop(suspect, None)

@@ -1,0 +1,464 @@
+"""Who runs next: turns waiting requests into plans, and step outputs into tokens, ends and freed room.
+
+There are no phases: a request has `expected_len` tokens and `planned` of them have state; each step gives some requests
+some tokens to catch up with. `plan` moves `planned`, `commit` moves `computed`; a failed step therefore leaves no lie.
+The engine's loop is the only caller, from one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.cache.index import CacheIndex
+from quire.cache.lease import Lease
+from quire.engine.policies import (
+    ORDERS,
+    Admission,
+    Chunking,
+    LastInOrder,
+    Order,
+    QueueBounds,
+    StepTarget,
+    TokenBudget,
+    Victims,
+)
+from quire.engine.queue import Deadlines, WaitQueue
+from quire.types import (
+    Delta,
+    FinishReason,
+    Plan,
+    PlanRow,
+    QuireError,
+    Request,
+    RowInit,
+    Status,
+    StepOutput,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler must keep to; resolved from the config and the machine before it is built."""
+
+    max_rows: int
+    max_batch_tokens: int
+    chunk_tokens: int
+    max_waiting: int = 16384
+    max_waiting_tokens: int = 64_000_000
+    preemption: str = "auto"  # auto and swap: to the host while it has room; recompute: always drop
+    order: str = "priority"
+    step_target_seconds: float | None = None
+    depth: int = 1
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    recomputes: int = 0
+    ended: int = 0
+
+
+class Scheduler:
+    def __init__(self, cache: CacheIndex, limits: Limits, *, clock: Callable[[], float] = time.monotonic,
+                 order: Order | None = None, chunking: Chunking | None = None, admission: Admission | None = None,
+                 victims: Victims | None = None):  # fmt: skip
+        self.cache = cache
+        self.limits = limits
+        self.stats = SchedulerStats()
+        self.clock = clock
+        self._order = order or ORDERS[limits.order]
+        self._chunking = chunking or _chunking(limits)
+        self._admission = admission or QueueBounds(limits.max_waiting, limits.max_waiting_tokens)
+        self._victims = victims or LastInOrder(self._order)
+        self.requests: dict[str, Request] = {}  # every request that has not ended
+        self.waiting = WaitQueue(self._order)
+        self.running: list[Request] = []  # RUNNING and DRAINING, in order
+        self._held: dict[bytes, list[Request]] = {}  # key -> requests that wait for that page
+        self._deadlines = Deadlines()
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self._row_limbo: deque[tuple[int, int]] = deque()  # (fence, row)
+        self._freed_rows: list[int] = []  # to be told to the device with the next plan
+        self._last_step = 0
+        self._ended: list[Delta] = []  # ends that no commit will report
+        self._only: set[str] | None = None  # while a failed step is being bisected: who may run
+
+    # -- what comes in --------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a validated request. Raises when the queue is full; then nothing has changed."""
+        if request.id in self.requests:
+            raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.", "Use a fresh id.")
+        if len(request.tokens) >= self.cache.capacity_tokens:
+            raise QuireError(
+                "prompt_too_long",
+                f"The prompt has {len(request.tokens)} tokens, the cache holds {self.cache.capacity_tokens}.",
+                "Shorten the prompt, or give the cache more memory.",
+            )
+        self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
+        request.max_len = min(request.max_len, self.cache.capacity_tokens)
+        request.lease = Lease.empty(request.salt, self.cache.page_tokens, len(self.cache.specs))
+        self.requests[request.id] = request
+        self.waiting.push(request)
+        self._deadlines.add(request)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request in whatever state it is; unknown or ended ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._ended.append(self._end(request, reason))
+
+    def fail(self, request_id: str, error: QuireError) -> None:
+        """End one request with its own error; nobody else notices."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            delta = self._end(request, FinishReason.ERROR)
+            delta.error, delta.error_code = str(error), error.code
+            self._ended.append(delta)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._ended)
+
+    def take_ended(self) -> list[Delta]:
+        """Ends that happened outside a commit: cancelled, out of time, failed."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when nothing can be planned before something commits."""
+        for request_id in self._deadlines.expired(self.clock()):
+            self.cancel(request_id, FinishReason.DEADLINE)
+        plan = Plan(self._last_step + 1)
+        pressed = self._preempt_drained(plan)
+        decodes: list[Request] = []
+        catch_ups: list[Request] = []
+        for request in self.running:
+            if self._may_run(request):
+                (decodes if request.expected_len - request.planned == 1 else catch_ups).append(request)
+        budget = self._chunking.budget(len(decodes))
+        for request in decodes + catch_ups:
+            if budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # became a victim a moment ago
+            end, preempted = self._make_room(request, budget, plan)
+            pressed = pressed or preempted
+            if end > request.planned:
+                budget -= self._plan_row(request, end, plan)
+        if not pressed:  # who was just pushed out must not be replaced by a newcomer
+            self._admit(budget, plan)
+        if not plan.rows and not plan.copies and not plan.added:
+            return None
+        plan.freed, self._freed_rows = self._freed_rows, []
+        self._last_step = plan.step
+        self.stats.steps += 1
+        self.stats.computed_tokens += plan.num_tokens
+        return plan
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """How long a step took, for policies that learn from it."""
+        self._chunking.observe(plan.num_tokens, seconds)
+
+    def _may_run(self, request: Request) -> bool:
+        if request.status is not Status.RUNNING or request.expected_len <= request.planned:
+            return False
+        if request.expected_len >= request.max_len and request.pending:
+            return False  # the sample in flight is its last
+        if self.limits.depth > 2 and request.pending:
+            return False  # with several stages a row that awaits its sample is in one step only
+        return self._only is None or request.id in self._only
+
+    def _make_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
+        """How far this request may be computed in this step, and whether someone had to give way for it."""
+        end = self._chunk_end(request, budget)
+        if self.cache.reserve(request, end, plan):
+            return end, False
+        fits = self.cache.reservable(request)
+        if fits > request.planned:
+            end = min(end, fits)
+            end = self.cache.chunk_end(request, request.planned, end)
+            self.cache.reserve(request, end, plan)
+            return end, False
+        rivals = [r for r in self.running if r.status is Status.RUNNING and r is not request]
+        victim = self._victims.choose(rivals, request) or request
+        self._preempt(victim, plan)
+        if victim is not request and self.cache.reserve(request, end, plan):
+            return end, True
+        return request.planned, True
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        start = request.planned
+        count = min(request.expected_len - start, budget, self.limits.chunk_tokens)
+        return self.cache.chunk_end(request, start, start + count)
+
+    def _plan_row(self, request: Request, end: int, plan: Plan) -> int:
+        start = request.planned
+        wants_sample = end == request.expected_len
+        plan.rows.append(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
+        plan.may_mask = plan.may_mask or request.grammar is not None
+        request.planned = end
+        request.inflight += 1
+        if wants_sample:
+            request.pending += 1
+        self.cache.snapshot(request, end, plan)
+        return end - start
+
+    def _admit(self, budget: int, plan: Plan) -> None:
+        while budget > 0:
+            request = self._next_waiting()
+            if request is None:
+                return
+            if request.status is Status.WAITING and self._hold(request):
+                continue
+            margin = len(self.running)  # each running request will soon want a page
+            take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
+            if not self._free_rows or not take(request, plan, margin):
+                self._push_out_for(request, plan)
+                return
+            self.waiting.remove(request)
+            self._start(request, plan)
+            end = self._chunk_end(request, budget)
+            if not self.cache.reserve(request, end, plan):
+                end = min(end, self.cache.reservable(request))
+                self.cache.reserve(request, end, plan)
+            if end > request.planned:
+                budget -= self._plan_row(request, end, plan)
+
+    def _next_waiting(self) -> Request | None:
+        if self._only is None:
+            return self.waiting.peek()
+        return min((r for r in self.waiting if r.id in self._only), key=self._order, default=None)
+
+    def _push_out_for(self, request: Request, plan: Plan) -> None:
+        """No room for the next in line: one of strictly lower priority gives way, an equal never does."""
+        lower = [r for r in self.running if r.status is Status.RUNNING and r.priority > request.priority]
+        victim = self._victims.choose(lower, request)
+        if victim is not None:
+            self._preempt(victim, plan)
+
+    def _hold(self, request: Request) -> bool:
+        """Put a request aside while another computes the same prompt."""
+        if not self.cache.prefix_cache or request.params.prompt_logprobs is not None or self._only is not None:
+            return False
+        key = self.cache.claims.wait_for(request, self.cache.match(request).length)
+        if key is None:
+            return False
+        self.waiting.remove(request)
+        request.status = Status.HELD
+        self._held.setdefault(key, []).append(request)
+        return True
+
+    def _wake(self, keys: list[bytes]) -> None:
+        for key in keys:
+            for request in self._held.pop(key, ()):
+                if request.status is Status.HELD:
+                    request.status = Status.WAITING
+                    self.waiting.push(request)
+
+    def _start(self, request: Request, plan: Plan) -> None:
+        """A request takes a row; the device is told everything about it."""
+        request.row = self._free_rows.pop()
+        request.planned = request.computed
+        request.status = Status.RUNNING
+        if not request.admitted_at:
+            request.admitted_at = self.clock()
+            request.cached_len = request.computed
+        insort(self.running, request, key=self._order)
+        plan.added.append(
+            RowInit(request.id, request.row, list(request.tokens), request.prompt_len, request.computed,
+                    request.params, tuple(request.stop_ids), request.seed, request.sample_index)
+        )  # fmt: skip
+        self.cache.write_tables(request, plan)
+
+    # -- giving way -----------------------------------------------------------------------------------------------
+
+    def _preempt(self, victim: Request, plan: Plan) -> None:
+        """Push a request out: at once if none of its steps is in flight, else when they have committed."""
+        victim.status = Status.DRAINING
+        victim.preemptions += 1
+        self.stats.preemptions += 1
+        if victim.inflight == 0:
+            self._push_out(victim, plan)
+
+    def _preempt_drained(self, plan: Plan) -> bool:
+        draining = [r for r in self.running if r.status is Status.DRAINING]
+        for victim in draining:
+            if victim.inflight == 0:
+                self._push_out(victim, plan)
+        return bool(draining)
+
+    def _push_out(self, victim: Request, plan: Plan) -> None:
+        self._leave_row(victim, self._last_step)
+        self._wake(self.cache.claims.withdraw(victim))
+        worth_it = self.limits.preemption != "recompute" and victim.computed >= victim.prompt_len
+        if worth_it and self.cache.swap_out(victim, plan):
+            victim.status = Status.SWAPPED
+            self.stats.swaps += 1
+        else:
+            self._drop_state(victim)
+            self.stats.recomputes += 1
+        self.waiting.push(victim)
+
+    def _drop_state(self, request: Request) -> None:
+        """Back to the start: its pages stay in the prefix tree as long as nobody needs their room."""
+        self._wake(self.cache.release(request, self._last_step))
+        request.status = Status.WAITING
+        request.computed = request.planned = request.pending = request.inflight = 0
+
+    def _leave_row(self, request: Request, fence: int) -> None:
+        if request.row < 0:
+            return
+        self.running.remove(request)
+        self._freed_rows.append(request.row)
+        self._row_limbo.append((fence, request.row))
+        request.row = -1
+        self._settle_rows(0)
+
+    def _settle_rows(self, step: int) -> None:
+        settled = max(step, self.cache.settled)
+        while self._row_limbo and self._row_limbo[0][0] <= settled:
+            self._free_rows.append(self._row_limbo.popleft()[1])
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, output: StepOutput) -> list[Delta]:
+        """A step's results are on the host: move `computed`, append tokens, end who is done."""
+        deltas = []
+        for index, row in enumerate(plan.rows):
+            request = self.requests.get(row.request_id)
+            if request is None or request.row != row.row:
+                continue  # it ended while this step was in flight: what the step sampled for it is dropped
+            request.inflight -= 1
+            request.computed += row.count
+            delta = Delta(request.id)
+            if index in output.prompt_logprobs:
+                delta.prompt_logprobs = output.prompt_logprobs[index]
+            reason = None
+            if index in output.bad_rows:
+                delta.error_code = "bad_logits"
+                delta.error = "The model produced logits that are not finite. Check the weights and the dtype."
+                reason = FinishReason.ERROR
+            elif row.wants_sample:
+                request.pending -= 1
+                reason = self._append(request, delta, output.tokens[index], output.logprobs.get(index))
+            if reason is not None:
+                self._finish(delta, request, reason)
+            else:
+                self._wake(self.cache.commit(request, self._last_step))
+            if delta.token_ids or delta.prompt_logprobs or reason is not None:
+                deltas.append(delta)
+        self.cache.settle(plan.step)
+        self._settle_rows(plan.step)
+        return deltas
+
+    def _append(self, request: Request, delta: Delta, tokens: list[int],
+                logprobs: list[TokenLogprobs] | None) -> FinishReason | None:  # fmt: skip
+        if not request.first_token_at:
+            request.first_token_at = self.clock()
+        for place, token in enumerate(tokens):
+            request.tokens.append(token)
+            delta.token_ids.append(token)
+            self.stats.sampled_tokens += 1
+            if logprobs is not None:
+                delta.logprobs = (delta.logprobs or []) + [logprobs[place]]
+            if token in request.stop_ids and request.num_sampled >= request.params.min_tokens:
+                return FinishReason.STOP
+            if len(request.tokens) >= request.max_len:
+                return FinishReason.LENGTH
+        return None
+
+    def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
+        """End a request in a commit; its full pages are worth keeping for whoever comes next, unless they are bad."""
+        if reason is not FinishReason.ERROR:
+            self._wake(self.cache.commit(request, self._last_step))
+        end = self._end(request, reason)
+        delta.finish_reason, delta.usage, delta.timing = reason, end.usage, end.timing
+
+    def _end(self, request: Request, reason: FinishReason) -> Delta:
+        if request.status in (Status.WAITING, Status.SWAPPED):
+            self.waiting.remove(request)
+        self._leave_row(request, self._last_step)
+        self._wake(self.cache.release(request, self._last_step))
+        request.status = Status.ENDED
+        del self.requests[request.id]
+        self.stats.ended += 1
+        now = self.clock()
+        timing = Timing(
+            queue=(request.admitted_at or now) - request.arrival,
+            first_token=(request.first_token_at - request.arrival) if request.first_token_at else 0.0,
+            total=now - request.arrival,
+        )
+        usage = Usage(request.prompt_len, request.cached_len, request.num_sampled)
+        return Delta(request.id, finish_reason=reason, usage=usage, timing=timing)
+
+    # -- when a step fails ----------------------------------------------------------------------------------------
+
+    def abandon(self, plans: list[Plan]) -> dict[str, int]:
+        """These steps never committed and never will: everyone they touched falls back to what is committed.
+
+        Their full pages are in the prefix tree, so falling back costs at most the tail of each. Returns who was
+        touched, and how many tokens of theirs would have been computed.
+        """
+        reached: dict[str, int] = {}
+        touched = {row.request_id for plan in plans for row in plan.rows}
+        touched |= {row.request_id for plan in plans for row in plan.added}
+        moved = {(c.group, c.target) for plan in plans for c in plan.copies if c.kind.value == "out"}
+        for request in list(self.requests.values()):
+            lost_swap = request.status is Status.SWAPPED and any(
+                (group, unit) in moved for group, units in enumerate(request.lease.host) for unit in units
+            )
+            if lost_swap:
+                self.waiting.remove(request)
+            elif request.row < 0 or (request.id not in touched and request.inflight == 0):
+                continue
+            reached[request.id] = min(request.planned, len(request.tokens))
+            self._leave_row(request, self._last_step)
+            self._drop_state(request)
+            self.waiting.push(request)
+        for plan in plans:
+            self._freed_rows.extend(plan.freed)
+        self.cache.settle(self._last_step)
+        self._settle_rows(self._last_step)
+        return reached
+
+    def restrict(self, only: set[str] | None) -> None:
+        """While a failed step is bisected only these may run; None lifts it."""
+        self._only = only
+
+    # -- integrity ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.cache.check()
+        self.waiting.check()
+        held = [r for requests in self._held.values() for r in requests if r.status is Status.HELD]
+        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
+        assert places == set(self.requests), f"lost or doubled: {places ^ set(self.requests)}"
+        assert len(self.waiting) + len(self.running) + len(held) == len(self.requests)
+        rows = [r.row for r in self.running]
+        everywhere = rows + self._free_rows + [row for _, row in self._row_limbo]
+        assert sorted(everywhere) == list(range(self.limits.max_rows)), "a row was lost or given out twice"
+        for request in self.running:
+            assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
+            assert request.inflight >= request.pending >= 0
+        for request in self.waiting:
+            assert request.row < 0 and request.inflight == 0 and request.pending == 0
+            assert request.status is Status.SWAPPED or request.lease.is_empty
+
+
+def _chunking(limits: Limits) -> Chunking:
+    if limits.step_target_seconds is not None:
+        return StepTarget(limits.max_batch_tokens, limits.step_target_seconds)
+    return TokenBudget(limits.max_batch_tokens)

@@ -1,0 +1,99 @@
+"""A trace of a run in Chrome's trace-event format, which Perfetto opens: what the host did when, step by step.
+
+Events are written as they happen, one JSON object a line inside an array that viewers also accept unfinished, so a
+killed process still leaves a readable file. `NO_TRACE` costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.types import Delta, Plan, QuireError, Request
+
+
+class Tracer:
+    """Records nothing. The base of the real one, and what everyone gets by default."""
+
+    def span(self, name: str, plan: Plan | None = None) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def note(self, name: str, **details: Any) -> None:
+        pass
+
+    def step(self, plan: Plan, scheduler: Any) -> None:
+        pass
+
+    def begin_request(self, request: Request) -> None:
+        pass
+
+    def end_request(self, delta: Delta) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_NOTHING = nullcontext()
+NO_TRACE = Tracer()
+
+
+class FileTracer(Tracer):
+    def __init__(self, path: str | Path):
+        try:
+            self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        except OSError as error:
+            hint = "Choose a file that can be written."
+            raise QuireError(
+                "bad_trace_file", f"The trace can't be written to {path}: {error.strerror}.", hint
+            ) from error
+        self._start = time.perf_counter()
+        self._file.write("[\n")
+        self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": "quire"}})
+
+    @contextmanager
+    def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:
+        begin = self._now()
+        try:
+            yield
+        finally:
+            args = {"step": plan.step, "rows": len(plan.rows), "tokens": plan.num_tokens} if plan else {}
+            self._emit({"name": name, "ph": "X", "ts": begin, "dur": self._now() - begin, "tid": 1, "args": args})
+
+    def note(self, name: str, **details: Any) -> None:
+        self._emit({"name": name, "ph": "i", "ts": self._now(), "tid": 1, "s": "p", "args": details})
+
+    def step(self, plan: Plan, scheduler: Any) -> None:
+        ts = self._now()
+        queues = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
+        free = {f"group {g}": scheduler.cache.available(g) for g in range(len(scheduler.cache.specs))}
+        self._emit({"name": "requests", "ph": "C", "ts": ts, "args": queues})
+        self._emit({"name": "batch tokens", "ph": "C", "ts": ts, "args": {"tokens": plan.num_tokens}})
+        self._emit({"name": "free cache units", "ph": "C", "ts": ts, "args": free})
+
+    def begin_request(self, request: Request) -> None:
+        event = {"name": "request", "cat": "request", "ph": "b", "id": request.id, "ts": self._now(), "tid": 2}
+        self._emit({**event, "args": {"prompt_tokens": request.prompt_len}})
+
+    def end_request(self, delta: Delta) -> None:
+        event = {"name": "request", "cat": "request", "ph": "e", "id": delta.request_id, "ts": self._now(), "tid": 2}
+        reason = delta.finish_reason.value if delta.finish_reason else ""
+        self._emit({**event, "args": {"finish_reason": reason}})
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps({"name": "end", "ph": "i", "ts": self._now(), "pid": os.getpid(), "s": "p"}))
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _now(self) -> float:
+        return (time.perf_counter() - self._start) * 1e6  # microseconds
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps({"pid": os.getpid(), **event}) + ",\n")

@@ -1,0 +1,34 @@
+"""The seam between deciding and computing: what the engine's loop asks of whoever runs the steps.
+
+`runtime` implements it for one device in this process; a test device that finishes late and a group of ranks behind a
+wire implement the same three methods. Steps run in the order they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from quire.types import Plan, StepOutput
+
+
+class Ticket(Protocol):
+    def wait(self) -> StepOutput:
+        """Block until the step's tokens are on the host. The only place where the host waits."""
+        ...
+
+
+class Workers(Protocol):
+    def forward(self, plan: Plan) -> Any:
+        """Start the forward pass of a step; returns at once where the device allows it."""
+        ...
+
+    def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
+        """Sample from that forward. `masks`: plan index -> one bit per token id, set where the token is allowed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceLost(Exception):
+    """The device is in a state no retry can mend; the process must be replaced."""

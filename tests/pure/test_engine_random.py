@@ -1,0 +1,86 @@
+"""Ten thousand random moves against the shadow device, with every invariant checked after each."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.pure.shadow import MIXES, Rig, random_prompt, reference_output
+
+SEED = int(os.environ.get("QUIRE_TEST_SEED", "7"))
+MOVES = 600  # for each of the combinations below: more than ten thousand in all
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("preemption", ["auto", "recompute"])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_random_moves(mix: str, preemption: str, depth: int) -> None:
+    print(f"seed {SEED}")
+    rng = random.Random(f"{SEED}/{mix}/{preemption}/{depth}")
+    rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]))
+    pool: list[list[int]] = []
+    expected: dict[str, list[int]] = {}
+    ended_early: set[str] = set()
+    for _ in range(MOVES):
+        move = rng.random()
+        if move < 0.25 and len(rig.scheduler.requests) < 40:
+            prompt, seed = random_prompt(rng, pool), rng.randrange(100)
+            if len(prompt) > 60:
+                continue
+            max_tokens = rng.randint(1, 20)
+            stop = frozenset(rng.sample(range(50), 2))
+            deadline = rig.now + rng.random() if rng.random() < 0.05 else None
+            for index in range(rng.choice([1, 1, 1, 3])):
+                name = rig.add(prompt, max_tokens=max_tokens, seed=seed + index, stop=stop, deadline=deadline,
+                               priority=rng.choice([0, 0, 1]), salt=rng.choice([b"", b"", b"x"]))  # fmt: skip
+                expected[name] = reference_output(prompt, seed + index, max_tokens, stop)
+        elif move < 0.29 and rig.scheduler.requests:
+            name = rng.choice(list(rig.scheduler.requests))
+            rig.engine.cancel(name)
+            ended_early.add(name)
+        elif move < 0.31 and pool:
+            rig.cache.pin(rng.choice(pool), pinned=rng.random() < 0.5)
+        else:
+            rig.now += rng.random() * 0.01
+            rig.turn()
+        rig.scheduler.check()
+    rig.finish()
+    for name, tokens in rig.outputs.items():
+        if rig.reasons[name] in ("cancelled", "deadline"):
+            assert tokens == expected[name][: len(tokens)]
+        else:
+            assert tokens == expected[name], name
+            assert name not in ended_early or rig.reasons[name] in ("stop", "length")
+    assert set(rig.reasons) == set(expected), "a request never ended"
+    for group in range(len(rig.cache.specs)):  # nothing is held once everyone has ended
+        assert rig.cache.available(group) == rig.cache.pools[group].num_units - 1
+    if preemption == "auto" and mix == "full":
+        assert rig.scheduler.stats.swaps > 0
+    if mix in ("full", "full+window"):
+        assert rig.scheduler.stats.preemptions > 0 and rig.cache.stats.evicted_units > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_failures(depth: int) -> None:
+    """Steps that fail take down only the request that makes them fail; the others lose nothing."""
+    print(f"seed {SEED}")
+    rng = random.Random(f"{SEED}/failures/{depth}")
+    for mix in MIXES:
+        rig = Rig(mix, depth=depth, late=depth == 2, poison={49})
+        pool: list[list[int]] = []
+        expected = {}
+        for _ in range(30):
+            prompt, seed = random_prompt(rng, pool), rng.randrange(100)
+            name = rig.add(prompt, seed=seed, max_tokens=10)
+            expected[name] = (prompt, reference_output(prompt, seed, 10, frozenset()))
+            for _ in range(rng.randint(0, 3)):
+                rig.turn()
+                rig.scheduler.check()
+        rig.finish()
+        for name, (prompt, tokens) in expected.items():
+            poisoned = 49 in prompt or 49 in tokens[:-1]  # the last token is never computed
+            assert (rig.reasons[name] == "error") == poisoned, name
+            assert rig.outputs[name] == tokens[: len(rig.outputs[name])]
+            assert poisoned or rig.outputs[name] == tokens

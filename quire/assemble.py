@@ -1,0 +1,198 @@
+"""Wires the rooms together: from a config to an engine that runs, with its edge. `LLM` and `AsyncLLM` call it.
+
+This is the one place that knows every room. Defaults that depend on the machine (rows, batch tokens, depth, threads)
+are decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.cache.index import CacheIndex
+from quire.cache.memory import MemoryPlan, plan_memory
+from quire.config import Config
+from quire.edge import Edge
+from quire.engine.loop import Engine
+from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.trace import NO_TRACE, FileTracer
+from quire.files.gguf import open_gguf
+from quire.files.progress import Progress, QuietProgress
+from quire.files.source import ModelFiles, resolve_model
+from quire.models.loader import build_model, load_model, read_config, resolve_dtype
+from quire.models.memory import available_memory
+from quire.models.registry import Model
+from quire.runtime.rows import DeviceRows
+from quire.runtime.runner import Runner
+from quire.runtime.store import CacheStore
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.text.template import ChatTemplate, template_for
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError
+
+CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
+CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything a front end holds."""
+
+    engine: Engine
+    edge: Edge
+    memory: MemoryPlan
+    files: ModelFiles
+    dtype: str
+
+
+def assemble(config: Config, progress: Progress | None = None) -> Assembly:
+    device = pick_device(config.engine.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.engine.threads or len(os.sched_getaffinity(0)))
+    files = find_files(config, progress)
+    tokenizer = load_tokenizer(files)
+    template = _lazy_template(tokenizer, config.model.chat_template)
+    loaded = load_model(
+        files,
+        dtype=config.model.dtype,
+        device=device,
+        max_model_len=config.model.max_model_len,
+        page_tokens=config.cache.page_tokens,
+        random_weights=config.model.random_weights,
+        progress=progress or QuietProgress(),
+    )
+    engine, memory = build_engine(loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes)
+    eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
+    edge = Edge(
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=loaded.model.vocab_size,
+        max_len=memory.capacity_tokens,
+        eos_ids=eos_ids,
+        defaults=loaded.generation_defaults,
+        clock=engine.scheduler.clock,
+    )
+    return Assembly(engine, edge, memory, files, loaded.dtype)
+
+
+def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
+                 weights: int = 0) -> tuple[Engine, MemoryPlan]:  # fmt: skip
+    """An engine around a model that is already loaded."""
+    limits = resolve_limits(config, device)
+    memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    host = list(memory.num_host_units) if memory.num_host_units else None
+    specs, units = list(model.specs), list(memory.num_units)
+    cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
+    runner = Runner(
+        model,
+        CacheStore(specs, units, host, device),
+        DeviceRows(limits.max_rows, max_model_len, specs, device),
+        SamplingRows(limits.max_rows, model.vocab_size, device),
+        Sampler(model.vocab_size, device),
+    )
+    tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
+    return Engine(Scheduler(cache, limits), runner, depth=limits.depth, tracer=tracer), memory
+
+
+def resolve_limits(config: Config, device: torch.device) -> Limits:
+    chosen = CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
+    scheduler = config.scheduler
+    max_rows = scheduler.max_rows or chosen["max_rows"]
+    max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
+    if max_batch_tokens < max_rows:
+        what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
+        raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
+    target = scheduler.step_target_ms
+    return Limits(
+        max_rows=max_rows,
+        max_batch_tokens=max_batch_tokens,
+        chunk_tokens=min(scheduler.chunk_tokens or max_batch_tokens, max_batch_tokens),
+        max_waiting=scheduler.max_waiting,
+        max_waiting_tokens=scheduler.max_waiting_tokens,
+        preemption=scheduler.preemption,
+        order=scheduler.order,
+        step_target_seconds=None if target is None else target / 1000,
+        depth=config.engine.depth or chosen["depth"],
+    )
+
+
+def memory_report(config: Config) -> MemoryPlan:
+    """The memory plan for a model whose files are here, without loading it."""
+    device = pick_device(config.engine.device)
+    files = find_files(config, None)
+    hf_config = read_config(files)
+    dtype = resolve_dtype(config.model.dtype, device, hf_config)
+    model, _ = build_model(hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    limits = resolve_limits(config, device)
+    max_model_len = config.model.max_model_len or model.max_positions
+    free = available_memory(device) - weights
+    return _memory(model, config, limits, device, free, weights, max_model_len)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise QuireError("no_device", "No CUDA device is usable here.", "Use --device cpu, or see `quire doctor`.")
+    return torch.device("cuda", 0)
+
+
+def find_files(config: Config, progress: Progress | None) -> ModelFiles:
+    model = config.model
+    return resolve_model(
+        model.model,
+        revision=model.revision,
+        token=model.hub_token,
+        offline=model.offline,
+        random_weights=model.random_weights,
+        progress=progress,
+    )
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
+    """None for a folder without one, such as a bare config.json: it is then driven by token ids."""
+    if files.kind == "gguf":
+        return Tokenizer.from_gguf(open_gguf(files.path).metadata)
+    if not (Path(files.path) / "tokenizer.json").exists():
+        return None
+    return Tokenizer.from_folder(Path(files.path))
+
+
+def _lazy_template(tokenizer: Tokenizer | None, override: str | None) -> Any:
+    """Compiled when the first conversation comes, so that raw prompts do not pay for it."""
+    made: list[ChatTemplate] = []
+
+    def template() -> ChatTemplate:
+        if tokenizer is None:
+            raise QuireError("no_tokenizer", "This model has no tokenizer.", "Send token ids instead of messages.")
+        if not made:
+            made.append(template_for(tokenizer, override))
+        return made[0]
+
+    if override is not None:
+        template()  # a wrong path is an error at start, not at the first request
+    return template
+
+
+def _memory(model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int,
+            max_model_len: int) -> MemoryPlan:  # fmt: skip
+    width = model.activation_elements * limits.max_batch_tokens
+    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
+    item = 4 if device.type == "cpu" else 2
+    return plan_memory(
+        list(model.specs),
+        config.cache,
+        device=device.type,
+        available=available,
+        host_available=available_memory(torch.device("cpu")),
+        weights=weights,
+        activations=width * item + logits * 4,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+    )

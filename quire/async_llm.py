@@ -1,0 +1,102 @@
+"""`AsyncLLM`: the same as `LLM` for programs with an event loop. The engine runs in its own thread.
+
+Requests may come from any task or thread; an awaiting task that is cancelled, or a stream that is closed, cancels its
+request. Tokenizing happens off the event loop, and nothing here ever blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from quire.assemble import assemble
+from quire.config import Config
+from quire.edge import Chunk, Edge, Output, Prompt, Reply
+from quire.engine.thread import EngineThread
+from quire.types import Delta, QuireError, Request, SamplingParams
+
+
+class AsyncLLM:
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **knobs: Any):
+        from quire.llm import make_config
+
+        self.config = make_config(model, config, knobs)
+        self._parts = assemble(self.config)
+        self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
+        self._thread = EngineThread(self._parts.engine, self._deliver)
+
+    @property
+    def edge(self) -> Edge:
+        return self._parts.edge
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._parts.edge.tokenizer
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Output:
+        """One prompt to its end. Options: priority, timeout, request_id, salt."""
+        output: Output | None = None
+        async for chunk in self.stream(prompt, params, **options):
+            if chunk.output is not None and (output is None or chunk.index == 0):
+                output = chunk.output  # samples may end in any order; the first one carries them all
+        assert output is not None
+        return output
+
+    async def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, *,
+                   template_kwargs: dict[str, Any] | None = None, **options: Any) -> Output:  # fmt: skip
+        tokens = await asyncio.to_thread(self.edge.encode_chat, list(messages), **(template_kwargs or {}))
+        return await self.generate(tokens, params, **options)
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Chunk]:
+        """Text as it comes, from all n samples. Leaving the loop early cancels the request."""
+        tokens = await asyncio.to_thread(self.edge.encode, prompt)
+        requests = self.edge.requests(tokens, params or SamplingParams(), **options)
+        reply = Reply(self.edge, requests)
+        news: asyncio.Queue[Delta] = asyncio.Queue()
+        try:
+            self._submit(requests, news)
+            while not reply.done:
+                chunk, stop = reply.push(await news.get())
+                if stop is not None:
+                    self._thread.cancel(stop)
+                if reply.done:
+                    _ = reply.output  # now the first sample carries the others
+                if chunk is not None:
+                    yield chunk
+        finally:
+            for request in requests:
+                if self._sinks.pop(request.id, None) is not None:
+                    self._thread.cancel(request.id)
+
+    def _submit(self, requests: list[Request], news: asyncio.Queue[Delta]) -> None:
+        loop = asyncio.get_running_loop()
+        for request in requests:
+            if request.id in self._sinks:
+                raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.")
+        for request in requests:
+            self._sinks[request.id] = (loop, news)
+            self._thread.submit(request)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Called in the engine's thread."""
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is None:
+                continue
+            if delta.finish_reason is not None:
+                self._sinks.pop(delta.request_id, None)
+            loop, news = sink
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.put_nowait, delta)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

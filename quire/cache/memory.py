@@ -1,0 +1,141 @@
+"""The memory plan: how many pages, slots and host units fit, worked out on paper before anything is allocated.
+
+Pure arithmetic from cache specs, sizes and limits; no dummy run. `assemble` builds the cache from it and
+`quire doctor` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quire.config import CacheConfig
+from quire.types import CacheSpec, QuireError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
+GIB = 1 << 30
+LAPTOP_CACHE = 2 * GIB  # on a CPU memory is shared with everything else a person runs
+LAPTOP_HOST = 1 * GIB
+HOST_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    device: str
+    available: int  # bytes free on the device once the weights are there
+    weights: int
+    activations: int
+    rows: int
+    specs: tuple[CacheSpec, ...]
+    num_units: tuple[int, ...]  # per group, the scratch unit included
+    num_host_units: tuple[int, ...] | None
+    capacity_tokens: int  # the longest sequence that fits
+    max_model_len: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def cache(self) -> int:
+        return sum(unit_bytes(s) * n for s, n in zip(self.specs, self.num_units, strict=True))
+
+    @property
+    def host(self) -> int:
+        return sum(unit_bytes(s) * n for s, n in zip(self.specs, self.num_host_units or (), strict=False))
+
+    def lines(self) -> list[str]:
+        rows = [
+            ("weights", self.weights, ""),
+            ("activations", self.activations, "estimate for the largest step"),
+            ("rows", self.rows, "tokens and page tables of running requests"),
+        ]
+        for spec, count in zip(self.specs, self.num_units, strict=True):
+            unit = "pages" if spec.kind == "paged" else "slots"
+            what = f"{count - 1} {unit} of {_bytes(unit_bytes(spec))}"
+            if spec.kind == "paged":
+                what += f", {(count - 1) * spec.page_tokens} tokens"
+            rows.append((f"cache '{spec.group}'", unit_bytes(spec) * count, what))
+        rows.append(("host swap", self.host, "for preempted requests, taken when used"))
+        lines = [f"{name:<18} {_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+        lines.append(f"{'available':<18} {_bytes(self.available):>10}  on {self.device}")
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        groups = [
+            {"group": s.group, "kind": s.kind, "units": n - 1, "unit_bytes": unit_bytes(s), "layers": len(s.layers),
+             "window": s.window}
+            for s, n in zip(self.specs, self.num_units, strict=True)
+        ]  # fmt: skip
+        plain = {k: v for k, v in asdict(self).items() if k not in ("specs", "num_units", "num_host_units")}
+        return {**plain, "groups": groups, "cache": self.cache, "host": self.host}
+
+
+def unit_bytes(spec: CacheSpec) -> int:
+    return spec.unit_elements * DTYPE_BYTES[spec.dtype]
+
+
+def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, available: int, host_available: int,
+                weights: int, activations: int, max_rows: int, max_model_len: int) -> MemoryPlan:  # fmt: skip
+    """`available` is what is free once the weights are loaded."""
+    notes: list[str] = []
+    rows = max_rows * (max_model_len + 1) * 4 + max_rows * 4 * sum(
+        -(-max_model_len // s.page_tokens) if s.kind == "paged" else 1 for s in specs
+    )
+    page = sum(unit_bytes(s) for s in specs if s.kind == "paged")
+    slot = sum(unit_bytes(s) for s in specs if s.kind == "state")
+    num_slots = 1 + 2 * max_rows + 8 if slot else 0  # one live slot a row, and as many snapshots
+    num_pages = config.num_pages or 0
+    if page and not num_pages:
+        budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len)
+        num_pages = (budget - num_slots * slot) // page
+    size = specs[0].page_tokens
+    if page and num_pages < 3:
+        raise QuireError(
+            "out_of_memory",
+            f"The cache has no room: {_bytes(max(0, available))} are free on {device}, one page of {size} tokens "
+            f"takes {_bytes(page)}.",
+            "Free memory, choose a smaller model, or lower max_rows and max_batch_tokens.",
+        )
+    windowed_only = all(s.window is not None for s in specs if s.kind == "paged")
+    capacity = max_model_len if windowed_only else (num_pages - 1) * size
+    if capacity < max_model_len:
+        notes.append(f"the cache holds {capacity} tokens, so no sequence can reach max_model_len={max_model_len}")
+    for spec in specs:
+        need = -(-(spec.window or 0) // size) + 3
+        if spec.kind == "paged" and spec.window is not None and num_pages < min(need, -(-max_model_len // size) + 1):
+            what = f"A window of {spec.window} tokens needs {need} pages, there are {num_pages}."
+            raise QuireError("out_of_memory", what, "Give the cache more memory.")
+    host = _host_units(specs, config, device, host_available, page, slot, num_pages, max_rows)
+    units = tuple(num_pages if s.kind == "paged" else num_slots for s in specs)
+    return MemoryPlan(device, available, weights, activations, rows, tuple(specs), units, host,
+                      min(capacity, max_model_len), max_model_len, tuple(notes))  # fmt: skip
+
+
+def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int) -> int:
+    if config.cache_memory is not None:
+        return config.cache_memory
+    budget = int(free * config.memory_fraction)
+    if device == "cpu":
+        one_sequence = sum(unit_bytes(s) for s in specs) * (-(-max_model_len // specs[0].page_tokens) + 2)
+        budget = min(budget, max(LAPTOP_CACHE, one_sequence))
+    return budget
+
+
+def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, available: int, page: int, slot: int,
+                num_pages: int, max_rows: int) -> tuple[int, ...] | None:  # fmt: skip
+    """Room for victims, at most as much as the device itself has."""
+    budget = config.host_memory
+    if budget is None:
+        budget = int(available * HOST_SHARE)
+        if device == "cpu":
+            budget = min(budget, LAPTOP_HOST)
+    num_slots = min(max_rows + 1, budget // (2 * slot)) if slot else 0
+    pages = min(num_pages, (budget - num_slots * slot) // page) if page else 0
+    units = tuple(pages if s.kind == "paged" else num_slots for s in specs)
+    return units if all(n >= 2 for n in units) else None
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

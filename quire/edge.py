@@ -1,0 +1,215 @@
+"""The edge: where prompts become requests and token ids become text, the same for every front end.
+
+Everything a person or client sends is validated here, once; past it types are trusted. `Edge` makes requests,
+`Reply` gathers the deltas of the n samples of one prompt. No torch and no engine in here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.text.resolve import resolve_params
+from quire.text.stream import TextStream
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.types import (
+    Delta,
+    FinishReason,
+    QuireError,
+    Request,
+    SamplingParams,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+MAX_PROMPT_CHARS = 64_000_000
+
+
+@dataclass(slots=True)
+class Output:
+    """What became of one prompt. With n > 1 this is the first sample, and `samples` has all n."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    error: str | None = None
+    error_code: str | None = None
+    samples: list[Output] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """News of a stream: new text and ids; with the last one the whole output of that sample."""
+
+    text: str
+    token_ids: list[int]
+    index: int = 0  # which of n
+    finish_reason: str | None = None
+    output: Output | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    tokenizer: Tokenizer | None
+    template: Callable[[], ChatTemplate]
+    vocab_size: int
+    max_len: int  # the longest sequence the model and the cache take
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, Any]  # the model's own sampling parameters
+    clock: Callable[[], float] = time.monotonic
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Text, token ids or messages to token ids, within the model's limits."""
+        if isinstance(prompt, str):
+            if len(prompt) > MAX_PROMPT_CHARS:
+                raise QuireError("prompt_too_long", f"The prompt has {len(prompt)} characters.", "Shorten it.")
+            tokens = self._need_tokenizer().encode(prompt)
+        elif prompt and isinstance(prompt[0], dict):
+            tokens = self.encode_chat(list(prompt))  # type: ignore[arg-type]
+        else:
+            tokens = self._check_ids(prompt)
+        if not tokens:
+            raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
+        if len(tokens) >= self.max_len:
+            raise QuireError(
+                "prompt_too_long",
+                f"The prompt has {len(tokens)} tokens, the model's limit is {self.max_len} for prompt and output.",
+                "Shorten the prompt, or raise max_model_len if the model allows it.",
+                "prompt",
+            )
+        return tokens
+
+    def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
+        text = self.template().render(messages, **template_kwargs)
+        return self._need_tokenizer().encode(text, add_special=False)  # the template writes BOS itself
+
+    def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
+                 timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
+        """The n requests of one prompt, ready for the engine."""
+        params = params.resolve(self.defaults)
+        if self.tokenizer is not None:
+            params = resolve_params(params, self.tokenizer)
+        elif params.stop or params.bad_words or params.dry_multiplier:
+            raise QuireError("no_tokenizer", "Stop strings, bad words and DRY need a tokenizer, this model has none.")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+            if any(not 0 <= i < self.vocab_size for i in ids):
+                what = f"{name} names a token outside the vocabulary (0 to {self.vocab_size - 1})."
+                raise QuireError("invalid_parameter", what, param=name)
+        if timeout is not None and not timeout > 0:
+            raise QuireError("invalid_parameter", f"timeout={timeout!r} must be above 0 seconds.", param="timeout")
+        name = request_id or f"req-{secrets.token_hex(8)}"
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        now = self.clock()
+        left = self.max_len - len(tokens)
+        max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+        return [
+            Request(
+                id=name if params.n == 1 else f"{name}/{index}",
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                params=params,
+                max_len=len(tokens) + max_tokens,
+                stop_ids=stop_ids,
+                seed=seed,
+                sample_index=index,
+                priority=priority,
+                arrival=now,
+                deadline=None if timeout is None else now + timeout,
+                salt=salt,
+            )
+            for index in range(params.n)
+        ]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise QuireError("no_tokenizer", "This model has no tokenizer.", "Send token ids instead of text.")
+        return self.tokenizer
+
+    def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                what = f"{token!r} is no token id of this model (0 to {self.vocab_size - 1})."
+                raise QuireError("invalid_prompt", what, "Send text, messages or token ids.", "prompt")
+        return list(prompt)
+
+
+class Reply:
+    """The samples of one prompt as they come in: deltas in, chunks out."""
+
+    def __init__(self, edge: Edge, requests: list[Request]):
+        self.ids = [r.id for r in requests]
+        self._requests = list(requests)
+        self._outputs = [Output(r.id, r.tokens[: r.prompt_len]) for r in requests]
+        for output, request in zip(self._outputs, requests, strict=True):
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = [None]
+        self._streams = [
+            TextStream(edge.tokenizer, r.params, r.stop_ids) if edge.tokenizer is not None else None for r in requests
+        ]
+        self._open = len(requests)
+
+    @property
+    def done(self) -> bool:
+        return self._open == 0
+
+    @property
+    def output(self) -> Output:
+        first = self._outputs[0]
+        if len(self._outputs) > 1:
+            first.samples = [replace(first, samples=[]), *self._outputs[1:]]
+        return first
+
+    def push(self, delta: Delta) -> tuple[Chunk | None, str | None]:
+        """One delta's news, and the id of the request to cancel when a stop string has ended its text."""
+        index = self.ids.index(delta.request_id)
+        output, stream = self._outputs[index], self._streams[index]
+        if output.finish_reason:
+            return None, None  # it ended here already; the engine just heard of it
+        new_ids, text = delta.token_ids, ""
+        if stream is not None and new_ids:
+            before = stream.num_tokens_used
+            text = stream.push(new_ids)
+            new_ids = new_ids[: stream.num_tokens_used - before]
+        output.token_ids += new_ids
+        if delta.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + delta.logprobs[: len(new_ids)]
+        if delta.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            output.prompt_logprobs += delta.prompt_logprobs
+        stopped_here = stream is not None and stream.stopped and delta.finish_reason is None
+        reason = FinishReason.STOP if stopped_here else delta.finish_reason
+        if stream is not None and stream.stopped and delta.finish_reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
+        if reason is not None and stream is not None:
+            text += stream.finish()
+        output.text += text
+        if reason is None:
+            return Chunk(text, new_ids, index), None
+        self._close(index, reason, delta)
+        return Chunk(text, new_ids, index, reason.value, output), delta.request_id if stopped_here else None
+
+    def _close(self, index: int, reason: FinishReason, delta: Delta) -> None:
+        output, request = self._outputs[index], self._requests[index]
+        output.finish_reason = reason.value
+        output.error, output.error_code = delta.error, delta.error_code
+        output.usage = delta.usage or Usage(request.prompt_len, request.cached_len, 0)
+        output.usage.completion_tokens = len(output.token_ids)
+        output.timing = delta.timing or Timing(
+            queue=request.admitted_at - request.arrival, first_token=request.first_token_at - request.arrival
+        )
+        if delta.timing is None:
+            output.timing.total = max(0.0, time.monotonic() - request.arrival)
+        self._open -= 1

@@ -1,0 +1,222 @@
+"""`LLM`: a model in this process, for scripts and notebooks. Prompts in, outputs out, in the same order.
+
+It turns the engine's loop by hand in the calling thread; several threads may share one LLM. `AsyncLLM` is the same
+for programs with an event loop. Neither knows about HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from quire.assemble import Assembly, assemble, memory_report
+from quire.async_llm import AsyncLLM
+from quire.config import Config
+from quire.config_build import build_config, override_config
+from quire.edge import Chunk, Edge, Output, Prompt, Reply
+from quire.files.progress import Progress
+from quire.types import QuireError, Request, SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "Chunk", "Output", "make_config", "memory_report"]
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def make_config(model: str | None, config: Config | None, knobs: dict[str, Any]) -> Config:
+    """A given config, or defaults and the environment; then the arguments. Unknown names are errors."""
+    base = config if config is not None else build_config(file=None, env=os.environ, flags={}, search=False)
+    return override_config(base, {**knobs, **({} if model is None else {"model": model})})
+
+
+class LLM:
+    def __init__(self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None,
+                 **knobs: Any):  # fmt: skip
+        """`model` and `knobs` are leaves of the config tree: LLM("smollm2", dtype="float32", max_model_len=2048)."""
+        self.config = make_config(model, config, knobs)
+        self._parts: Assembly = assemble(self.config, progress)
+        self._engine = self._parts.engine
+        self._lock = threading.RLock()
+        self._replies: dict[str, _Open] = {}  # request id -> where its news go
+        self._closed = False
+
+    # -- what people call -----------------------------------------------------------------------------------------
+
+    def generate(self, prompts: str | Sequence[Any], params: Params = None, *, progress: bool = False,
+                 priority: int = 0, timeout: float | None = None) -> list[Output]:  # fmt: skip
+        """Complete one prompt or many: strings, lists of token ids, or conversations."""
+        many = _as_list(prompts)
+        each = _params_for(params, len(many))
+        todo = deque(
+            self.edge.requests(self.edge.encode(prompt), p, priority=priority, timeout=timeout)
+            for prompt, p in zip(many, each, strict=True)
+        )
+        replies = [Reply(self.edge, requests) for requests in todo]
+        opened = [_Open(reply) for reply in replies]
+        waiting = deque(zip(opened, todo, strict=True))
+        with _bar(len(many), progress) as advance:
+            try:
+                while waiting or not all(reply.done for reply in replies):
+                    self._submit(waiting)
+                    advance(sum(reply.done for reply in replies), sum(r.num_tokens for r in opened))
+                    self._turn()
+                advance(len(replies), sum(r.num_tokens for r in opened))
+            finally:
+                self._forget(opened)
+        return [reply.output for reply in replies]
+
+    def chat(self, messages: Sequence[Any], params: Params = None, *, progress: bool = False,
+             **template_kwargs: Any) -> list[Output]:  # fmt: skip
+        """Answer one conversation (a list of messages) or several; keyword arguments go to the chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts = [self.edge.encode_chat(list(c), **template_kwargs) for c in conversations]
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+               timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip
+        """Text as it comes. Closing the iterator cancels the request."""
+        tokens = self.edge.encode(prompt)
+        requests = self.edge.requests(tokens, params or SamplingParams(), priority=priority, timeout=timeout)
+        opened = _Open(Reply(self.edge, requests))
+        return self._stream(opened, requests)
+
+    def _stream(self, opened: _Open, requests: list[Request]) -> Generator[Chunk, None, None]:
+        waiting = deque([(opened, requests)])
+        try:
+            while waiting or opened.chunks or not opened.reply.done:
+                self._submit(waiting)
+                while opened.chunks:
+                    yield opened.chunks.popleft()
+                if not opened.reply.done:
+                    self._turn()
+        finally:
+            self._forget([opened])
+
+    @property
+    def edge(self) -> Edge:
+        return self._parts.edge
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._parts.edge.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and output together."""
+        return self._parts.edge.max_len
+
+    @property
+    def memory(self) -> Any:
+        return self._parts.memory
+
+    @property
+    def engine(self) -> Any:
+        """For measurements and tests: statistics, the scheduler, the cache index."""
+        return self._engine
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- turning the loop -----------------------------------------------------------------------------------------
+
+    def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:
+        """Hand over as many as the queue takes; the rest wait here."""
+        with self._lock:
+            while waiting:
+                opened, requests = waiting[0]
+                while requests:
+                    try:
+                        self._engine.add(requests[0])
+                    except QuireError as error:
+                        if error.code == "queue_full" and self._engine.has_work:
+                            return
+                        raise
+                    self._replies[requests[0].id] = opened
+                    requests.pop(0)
+                waiting.popleft()
+
+    def _turn(self) -> None:
+        with self._lock:
+            for delta in self._engine.turn():
+                opened = self._replies.get(delta.request_id)
+                if opened is not None:
+                    stop = opened.take(delta)
+                    if stop is not None:
+                        self._engine.cancel(stop)
+                    if delta.finish_reason is not None:
+                        del self._replies[delta.request_id]
+
+    def _forget(self, opened: list[_Open]) -> None:
+        """Whatever is not done by now is not wanted any more."""
+        mine = {id(o) for o in opened}
+        with self._lock:
+            for request_id in [i for i, o in self._replies.items() if id(o) in mine]:
+                self._engine.cancel(request_id)
+                del self._replies[request_id]
+
+
+class _Open:
+    """A reply under way, with the news nobody has read yet."""
+
+    def __init__(self, reply: Reply):
+        self.reply = reply
+        self.chunks: deque[Chunk] = deque()
+        self.num_tokens = 0
+
+    def take(self, delta: Any) -> str | None:
+        chunk, stop = self.reply.push(delta)
+        if chunk is not None:
+            self.chunks.append(chunk)
+            self.num_tokens += len(chunk.token_ids)
+        return stop
+
+
+def _as_list(prompts: str | Sequence[Any]) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], (int, dict)):
+        return [prompts]  # one prompt as token ids, or one conversation
+    return list(prompts)
+
+
+def _params_for(params: Params, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        what = f"{len(params)} sampling parameters were given for {count} prompts."
+        raise QuireError("invalid_parameter", what, "Give one for all, or one for each.", "params")
+    return list(params)
+
+
+class _bar:
+    """A progress bar on stderr: prompts done, tokens so far."""
+
+    def __init__(self, total: int, shown: bool):
+        self._total, self._shown = total, shown
+
+    def __enter__(self) -> Any:
+        if not self._shown:
+            return lambda done, tokens: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"),
+                   TimeElapsedColumn())  # fmt: skip
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._bar.start()
+        task = self._bar.add_task("", total=self._total, tokens=0)
+        return lambda done, tokens: self._bar.update(task, completed=done, tokens=tokens)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._shown:
+            self._bar.stop()

@@ -1,0 +1,135 @@
+"""One rank's execution of plans: rows and copies first, then the forward pass, then sampling.
+
+Implements the engine's `Workers` seam for a device in this process. It decides nothing: whatever changes on the
+device comes out of the plan, in plan order, so a device that runs late runs the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.step import Step
+from quire.models.registry import Model
+from quire.runtime.rows import DeviceRows
+from quire.runtime.store import CacheStore
+from quire.sampling.batch import Batch
+from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Histories, Sampled, Sampler, to_host
+from quire.types import Plan, StepOutput
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward pass under way: what sampling needs of it."""
+
+    plan: Plan
+    step: Step | None  # None: the plan only moves things
+    rows: Tensor | None  # [samples]
+    logits: Tensor | None  # [samples, vocab] float32
+    prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
+
+
+class Runner:
+    def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler):
+        self._model = model
+        self._store = store
+        self._rows = rows
+        self._sampling = sampling
+        self._sampler = sampler
+        self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many alternatives)
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> Forward:
+        self._apply(plan)
+        if not plan.rows:
+            return Forward(plan, None, None, None, {})
+        step, samples = self._rows.gather(plan)
+        hidden = self._model.forward(step, self._store.tensors)  # [tokens, width]
+        self._store.apply(plan.snapshots)
+        logits = self._model.logits(hidden[step.logits_index]) if len(samples) else None
+        return Forward(plan, step, samples, logits, self._prompt_logprobs(plan, hidden))
+
+    @torch.inference_mode()
+    def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
+        if forward.logits is None or forward.rows is None or forward.step is None:
+            return Ready(forward)
+        sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
+        batch = self._sampling.gather([row.row for row in sampling_rows])
+        bounds = [row.start + row.count for row in sampling_rows]
+        histories = Histories(self._rows.tokens, forward.rows, self._rows.computed[forward.rows], bounds)
+        mask = self._unpack(forward.plan, masks) if masks else None
+        sampled = self._sampler.sample(forward.logits, batch, histories, mask)
+        self._rows.append(forward.rows, sampled.tokens)
+        return Ready(forward, sampled, batch)
+
+    def close(self) -> None:
+        pass
+
+    def _apply(self, plan: Plan) -> None:
+        for row in plan.freed:
+            self._sampling.clear(row)
+            self._prompt_top.pop(row, None)
+        for init in plan.added:
+            self._sampling.set(init)
+            if init.params.prompt_logprobs is not None:
+                self._prompt_top[init.row] = (init.prompt_len, init.params.prompt_logprobs)
+        self._store.apply(plan.copies)
+        self._rows.apply(plan.added, plan.page_writes)
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, tuple[Logprobs, int]]:
+        """For rows that asked: how likely each prompt token of this chunk was, given those before it."""
+        found = {}
+        begin = 0
+        for index, row in enumerate(plan.rows):
+            wanted = self._prompt_top.get(row.row)
+            if wanted is not None:
+                prompt_len, num_top = wanted
+                count = min(row.count, prompt_len - 1 - row.start)  # the last prompt token predicts the first sample
+                if count > 0:
+                    targets = self._rows.tokens[row.row, row.start + 1 : row.start + 1 + count].long()
+                    scored = prompt_logprobs(self._model.logits, hidden[begin : begin + count], targets, num_top)
+                    found[index] = (scored, num_top)
+            begin += row.count
+        return found
+
+    def _unpack(self, plan: Plan, masks: Mapping[int, bytes]) -> Tensor:
+        """[samples, ceil(vocab / 32)] int32, one bit a token; rows without a mask allow everything."""
+        num_words = -(-self._model.vocab_size // 32)
+        words = torch.full((sum(row.wants_sample for row in plan.rows), num_words), -1, dtype=torch.int32)
+        place = 0
+        for index, row in enumerate(plan.rows):
+            if row.wants_sample:
+                if index in masks:
+                    bits = bytearray(masks[index].ljust(4 * num_words, b"\0"))
+                    words[place] = torch.frombuffer(bits, dtype=torch.int32)
+                place += 1
+        return words.to(self._rows.device)
+
+
+class Ready:
+    """A ticket whose results are read from the device when someone waits for them."""
+
+    def __init__(self, forward: Forward, sampled: Sampled | None = None, batch: Batch | None = None):
+        self._forward = forward
+        self._sampled = sampled
+        self._batch = batch
+
+    def wait(self) -> StepOutput:
+        plan = self._forward.plan
+        output = StepOutput(plan.step, [[] for _ in plan.rows])
+        for index, (scored, num_top) in self._forward.prompt.items():
+            output.prompt_logprobs[index] = to_records(scored, num_top)
+        if self._sampled is None or self._batch is None:
+            return output
+        host = to_host(self._sampled, self._batch)
+        places = [index for index, row in enumerate(plan.rows) if row.wants_sample]
+        for index, token in zip(places, host.tokens, strict=True):
+            output.tokens[index] = [token]
+        output.bad_rows = [places[sample] for sample in host.bad]
+        output.logprobs = {places[sample]: [record] for sample, record in host.logprobs.items()}
+        return output

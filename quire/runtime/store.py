@@ -1,0 +1,61 @@
+"""The cache's bytes on one device, with the host space beside them, and the copies a plan asks for.
+
+`CacheIndex` decides which unit belongs to whom; this only holds the units. A device tensor is allocated zeroed and
+only ever receives finite values, so that what attention masks out can't be NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.types import CacheSpec, Copy, CopyKind
+
+
+class CacheStore:
+    def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
+                 device: torch.device):  # fmt: skip
+        self.specs = specs
+        pin = device.type == "cuda"
+        self._device = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), device=device)
+                        for s, n in zip(specs, num_units, strict=True)]  # fmt: skip
+        host = num_host_units or [0] * len(specs)
+        self._host = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), pin_memory=pin)
+                      for s, n in zip(specs, host, strict=True)]  # fmt: skip
+        self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
+
+    def apply(self, copies: list[Copy]) -> None:
+        """Run copies in order. Neighbours of one kind and group go together unless one reads what another wrote."""
+        run: list[Copy] = []
+        for copy in copies:
+            follows = run and (copy.kind, copy.group) == (run[0].kind, run[0].group)
+            if run and (not follows or any(copy.source == earlier.target for earlier in run)):
+                self._apply_run(run)
+                run = []
+            run.append(copy)
+        if run:
+            self._apply_run(run)
+
+    def _apply_run(self, run: list[Copy]) -> None:
+        kind, group = run[0].kind, run[0].group
+        dim = 2 if self.specs[group].kind == "paged" else 1  # where units are counted
+        device, host = self._device[group], self._host[group]
+        targets = torch.tensor([c.target for c in run])
+        if kind is CopyKind.ZERO:
+            device.index_fill_(dim, targets.to(device.device), 0)
+            return
+        source = host if kind is CopyKind.IN else device
+        target = host if kind is CopyKind.OUT else device
+        sources = torch.tensor([c.source for c in run])
+        moved = source.index_select(dim, sources.to(source.device)).to(target.device)
+        target.index_copy_(dim, targets.to(target.device), moved)
+
+
+def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:
+    if spec.kind == "paged":
+        return (len(spec.layers), spec.planes, num_units, spec.page_tokens, *spec.shape)
+    return (len(spec.layers), num_units, *spec.shape)
+
+
+def _dtype(spec: CacheSpec) -> torch.dtype:
+    return getattr(torch, spec.dtype)

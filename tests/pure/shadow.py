@@ -70,8 +70,12 @@ class ShadowDevice:
         self.specs = cache.specs
         self.late = late
         self.poison = poison or set()  # a token id that makes every step fail that contains it
-        self.pages = [[[None] * spec.page_tokens for _ in range(pool.num_units)] if spec.kind == "paged"
-                      else [None] * pool.num_units for spec, pool in zip(cache.specs, cache.pools, strict=True)]  # fmt: skip
+        self.pages = [
+            [[None] * spec.page_tokens for _ in range(pool.num_units)]
+            if spec.kind == "paged"
+            else [None] * pool.num_units
+            for spec, pool in zip(cache.specs, cache.pools, strict=True)
+        ]
         self.host = [[None] * pool.num_units for pool in cache.host_pools]
         self.rows: dict[int, Row] = {}
         self.queue: list[ShadowTicket] = []

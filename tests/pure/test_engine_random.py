@@ -9,7 +9,7 @@ import pytest
 
 from tests.pure.shadow import MIXES, Rig, random_prompt, reference_output
 
-SEED = int(os.environ.get("QUIRE_TEST_SEED", "7"))
+SEED = int(os.environ.get("TEST_SEED", "7"))
 MOVES = 600  # for each of the combinations below: more than ten thousand in all
 
 

@@ -1,0 +1,50 @@
+"""`quire pull MODEL`: fetch a model now, so that later starts need no network.
+
+The progress goes to stderr, the result to stdout: one line, or one JSON object.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from pathlib import Path
+from typing import Any
+
+from quire.cli.output import write_json, write_text
+from quire.config_build import config_from_args
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "pull",
+        usage="quire pull MODEL [options]",
+        help="fetch a model",
+        description="Fetch a built-in model or a hub model into the cache, and print where it lies.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="built-in name, owner/name, owner/name:QUANT, owner/name/x.gguf")
+    # The same knobs as everywhere, so they suppress their defaults: a file or the environment may set them too.
+    parser.add_argument("--revision", default=SUPPRESS, metavar="TEXT", help="hub revision (branch, tag or commit)")
+    parser.add_argument("--hub-token", default=SUPPRESS, metavar="TEXT", help="hub access token (default: HF_TOKEN)")
+    offline_help = "never touch the network; only say what is already here"
+    parser.add_argument("--offline", action=BooleanOptionalAction, default=SUPPRESS, help=offline_help)
+    parser.add_argument("--config", dest="config_file", type=Path, metavar="FILE", help="settings in TOML")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: Namespace) -> int:
+    from quire.files.progress import format_bytes
+    from quire.files.source import resolve_model
+
+    model = config_from_args(args).model
+    found = resolve_model(model.model, revision=model.revision, token=model.hub_token, offline=model.offline)
+    num_bytes = _num_bytes(found.path)
+    if args.json:
+        facts = {"model": found.name, "kind": found.kind, "path": str(found.path), "bytes": num_bytes}
+        write_json({**facts, "source": found.source})
+    else:
+        write_text(f"{found.name}: {found.path} ({format_bytes(num_bytes)})\n")
+    return 0
+
+
+def _num_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

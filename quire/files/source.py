@@ -1,0 +1,176 @@
+"""Finds a model's files from what a person typed: a built-in name, a folder, a GGUF file or a hub id.
+
+`llm` and the commands call `resolve_model` and get a folder or a GGUF file that is on this disk. Networks and archives
+are imported only when something must be fetched, so a warm start stays quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.files.builtin import BUILT_IN, fetch_builtin
+from quire.files.progress import Progress, default_progress
+from quire.files.safetensors import list_shards
+from quire.files.settings import HubSettings
+from quire.types import QuireError
+
+MAX_CONFIG_BYTES = 16 << 20
+GGUF_MAGIC = b"GGUF"
+_PICKLES = ("*.bin", "*.pth", "*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    kind: Literal["folder", "gguf"]
+    path: Path  # the folder, or the GGUF file
+    name: str  # what to call the model: "smollm2", "owner/name", or the folder's or file's own name
+    config: dict[str, Any] | None  # config.json; None for a GGUF, which carries its own
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    source: str = ""  # where it came from, for people
+
+
+def resolve_model(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    random_weights: bool = False,
+    progress: Progress | None = None,
+) -> ModelFiles:
+    """The files of `model`, fetched first if they must be. With `random_weights` a folder needs only config.json."""
+    model = os.fspath(model)
+    if not model or "\0" in model:
+        raise QuireError("model_not_found", "No model was named.", _known_names(), param="model")
+    progress = progress or default_progress()
+    if model in BUILT_IN or _is_local(model):
+        if revision is not None:
+            what = f"revision={revision!r} makes no sense for {model}, which is not a hub id."
+            raise QuireError("invalid_parameter", what, "Leave it out.", param="revision")
+        if model in BUILT_IN:
+            return _from_builtin(model, token, offline, progress)
+        return _from_path(Path(os.path.expanduser(model)), random_weights)
+    return _from_hub(model, revision, token, offline, random_weights, progress)
+
+
+def _known_names() -> str:
+    return f"Give a built-in name ({', '.join(BUILT_IN)}), a folder, a GGUF file or a hub id such as owner/name."
+
+
+def _is_local(model: str) -> bool:
+    """Something on this disk, or written as only a path would be."""
+    return model.startswith(("/", ".", "~")) or os.path.isabs(model) or os.path.lexists(model)
+
+
+def _from_builtin(model: str, token: str | None, offline: bool, progress: Progress) -> ModelFiles:
+    built_in = BUILT_IN[model]
+    path = fetch_builtin(built_in, HubSettings.from_environment(token, offline), progress)
+    return ModelFiles("gguf", path, model, None, source=f"built-in model {built_in.title} ({built_in.license})")
+
+
+def _from_hub(
+    model: str, revision: str | None, token: str | None, offline: bool, random_weights: bool, progress: Progress
+) -> ModelFiles:
+    from quire.files.hub import fetch_repo, parse_hub_id
+
+    ref = parse_hub_id(model)
+    if ref is None or (ref.file is None and model.endswith(".gguf")):
+        raise _unknown(model)
+    settings = HubSettings.from_environment(token, offline)
+    path, commit = fetch_repo(ref, revision, settings, progress, with_weights=not random_weights)
+    source = f"hub model {ref.repo} at commit {commit}"
+    if path.is_dir():
+        return _read_folder(path, model, source, random_weights)
+    return _read_gguf(path, model, source)
+
+
+def _unknown(model: str) -> QuireError:
+    near = difflib.get_close_matches(model.lower(), BUILT_IN, n=1, cutoff=0.5)
+    if near:
+        hint = f"Did you mean {near[0]}?"
+    elif model.endswith(".gguf"):
+        hint = "Check the path."
+    else:
+        hint = _known_names()
+    return QuireError(
+        "model_not_found", f"There is no model, file or folder named {model!r:.200}.", hint, param="model"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On this disk
+
+
+def _from_path(path: Path, random_weights: bool) -> ModelFiles:
+    try:
+        if path.name == "config.json" and path.is_file():
+            path = path.parent
+        if path.is_dir():
+            path = _lone_gguf(path, random_weights) or path
+        if path.is_dir():
+            return _read_folder(path, path.resolve().name, f"folder {path}", random_weights)
+        if not path.exists():
+            raise QuireError("model_not_found", f"{path} does not exist.", "Check the path.", param="model")
+        return _read_gguf(path, path.stem, f"file {path}")
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror or error}."
+        raise QuireError("model_not_found", what, "Check the path and its permissions.", param="model") from None
+
+
+def _lone_gguf(folder: Path, random_weights: bool) -> Path | None:
+    """The GGUF file of a folder that is not a safetensors model."""
+    if (folder / "config.json").is_file() and (random_weights or next(folder.glob("*.safetensors"), None)):
+        return None
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) > 1:
+        names = ", ".join(gguf.name for gguf in ggufs[:12])
+        raise QuireError("not_a_model", f"{folder} holds {len(ggufs)} GGUF files.", f"Name one of them: {names}.")
+    return ggufs[0] if ggufs else None
+
+
+def _read_gguf(path: Path, name: str, source: str) -> ModelFiles:
+    """A glance at the first bytes; `open_gguf` checks the rest."""
+    if not path.is_file():
+        raise QuireError("not_a_model", f"{path} is neither a file nor a folder.", param="model")
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic != GGUF_MAGIC:
+        hint = "Give the folder it lies in." if path.suffix == ".safetensors" else "Give a GGUF file or a model folder."
+        raise QuireError("not_a_model", f"{path} is not a GGUF file.", hint, param="model")
+    return ModelFiles("gguf", path, name, None, source=source)
+
+
+def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> ModelFiles:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        looked_for = "config.json" if random_weights else "config.json with *.safetensors, or one *.gguf"
+        raise QuireError("not_a_model", f"{path} is not a model folder: looked for {looked_for}.", param="model")
+    config = _read_json(config_path)
+    generation_path = path / "generation_config.json"
+    generation_config = _read_json(generation_path) if generation_path.is_file() else {}
+    if not random_weights and not list_shards(path):
+        if any(next(path.glob(pattern), None) for pattern in _PICKLES):
+            what = f"{path} has its weights in pickle files only, which can run code and are not read."
+            raise QuireError("not_a_model", what, "Convert them to safetensors.", param="model")
+        what = f"{path} has a config.json but no weights: looked for model.safetensors or *.safetensors with an index."
+        raise QuireError("not_a_model", what, "Add them, or use random_weights for a speed measurement.", param="model")
+    return ModelFiles("folder", path, name, config, generation_config, source)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        raise QuireError("bad_config", f"{path} is not valid JSON: {error}.", "Fetch the model again.") from None
+    except OSError as error:
+        raise QuireError("bad_config", f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    return content

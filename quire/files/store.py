@@ -1,0 +1,219 @@
+"""The model store on disk: where it lies, how a file enters it whole or not at all, and who may write at one time.
+
+Layout under `$XDG_CACHE_HOME/quire`: `builtin/` for built-in models, `hub/owner--name/<commit>/` for hub models, and
+`locks/`. `fetch`, `hub`, `wheel` and `builtin` write through here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from quire.files.progress import Progress, format_bytes
+from quire.types import QuireError
+
+CHUNK_BYTES = 1 << 20
+
+
+def cache_dir() -> Path:
+    """Quire's own folder; nothing is created here. A relative `XDG_CACHE_HOME` counts as unset, as its spec says."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if base and os.path.isabs(base):
+        return Path(base) / "quire"
+    try:
+        return Path.home() / ".cache" / "quire"
+    except RuntimeError:
+        raise QuireError(
+            "cache_unwritable", "There is no home folder to keep models in.", "Set XDG_CACHE_HOME to a folder."
+        ) from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an operating system's refusal to write below `path` into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise QuireError(
+            "cache_unwritable",
+            f"Cannot write {path}: {error.strerror or error}.",
+            "Free some space or set XDG_CACHE_HOME to a folder you can write to.",
+        ) from error
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Better to say so now than after an hour of downloading."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # a file system that cannot tell will speak up while writing
+    if num_bytes > free:
+        raise QuireError(
+            "cache_unwritable",
+            f"{folder} has {format_bytes(free)} free, and {format_bytes(num_bytes)} more are needed.",
+            "Free some space or set XDG_CACHE_HOME to a folder on a larger disk.",
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one move; does nothing when it already says so (the store may be read-only)."""
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text("utf-8") == text:
+            return
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(text, "utf-8")
+        os.replace(part, path)
+
+
+class PartFile:
+    """A file on its way in: it grows under a `.part` name, is hashed as it grows, and gets its own name when whole.
+
+    What an earlier attempt left behind is taken over, so a download can resume. Not safe against a second writer:
+    hold the lock.
+    """
+
+    def __init__(self, target: Path, resume: bool = True):
+        self.target = target
+        self.path = target.with_name(target.name + ".part")
+        self.done = 0
+        self._hash = hashlib.sha256()
+        with writing(self.path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode = "r+b" if resume and self.path.exists() else "w+b"
+            self._file = open(self.path, mode)  # noqa: SIM115 -- lives as long as this object
+            while chunk := self._file.read(CHUNK_BYTES):
+                self._hash.update(chunk)
+                self.done += len(chunk)
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, chunk: bytes) -> None:
+        with writing(self.path):
+            self._file.write(chunk)
+        self._hash.update(chunk)
+        self.done += len(chunk)
+
+    def restart(self) -> None:
+        with writing(self.path):
+            self._file.seek(0)
+            self._file.truncate()
+        self._hash = hashlib.sha256()
+        self.done = 0
+
+    def publish(self) -> None:
+        """On disk for sure, then under its own name: a crash leaves the part or the whole, nothing between."""
+        with writing(self.target):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self.path, self.target)
+            _sync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        self.done = 0
+        self.close()
+
+    def close(self) -> None:
+        """Keeps the part for another attempt, unless there is nothing in it."""
+        with suppress(OSError):
+            self._file.close()
+        if self.done == 0:
+            self.path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some systems cannot open a folder; the rename is then as durable as they make it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stamps: "these bytes were hashed", so that a start needs no second look at them
+
+
+def write_stamp(path: Path, sha256: str) -> None:
+    status = path.stat()
+    stamp = {"sha256": sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    write_text(path.with_name(path.name + ".stamp"), json.dumps(stamp) + "\n")
+
+
+def is_verified(path: Path, size: int, sha256: str) -> bool:
+    """Whether the file is there with the right bytes. Cheap while it has not changed since its stamp was written."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if status.st_size != size:
+        return False
+    with suppress(OSError, ValueError):
+        stamp = json.loads(path.with_name(path.name + ".stamp").read_bytes())
+        if stamp == {"sha256": sha256, "size": size, "mtime_ns": status.st_mtime_ns}:
+            return True
+    try:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return False
+    if found != sha256:
+        return False
+    with suppress(QuireError):  # a read-only store only means hashing again next time
+        write_stamp(path, sha256)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One writer at a time
+
+
+@contextmanager
+def exclusive(key: str, what: str, progress: Progress) -> Iterator[None]:
+    """Hold the lock named `key`; while another process does, say so once and wait. It ends with its holder's life."""
+    path = cache_dir() / "locks" / (re.sub(r"[^\w.-]", "_", key) + ".lock")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115 -- only the opening may fail as "cannot write"
+    with file:
+        if not _lock(file, wait=False):
+            progress.note(f"another process is fetching {what}, waiting")
+            while not _lock(file, wait=True):
+                pass
+        yield
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: BinaryIO, wait: bool) -> bool:
+        file.seek(0)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError:  # held elsewhere; LK_LOCK itself gives up after ten seconds
+            return False
+        return True
+
+else:
+    import fcntl
+
+    def _lock(file: BinaryIO, wait: bool) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # a file system without locks: the atomic rename still keeps the store whole
+        return True

@@ -1,0 +1,153 @@
+"""Text to token ids and back. `Tokenizer` wraps one `tokenizers` backend with the model's own rules about special ids.
+
+Front ends call it to encode prompts; `Detokenizer` and `resolve` build on `token_bytes`. Built by `from_folder`
+(Hugging Face files) or `from_gguf` (the GGUF's metadata). It never changes after it is built: threads may share it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.text.pieces import PieceRule
+from quire.types import QuireError
+
+MAX_SEARCHES_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a tokenizer must know beside its backend. The two builders fill it in."""
+
+    size: int
+    rule: PieceRule
+    token_text: Callable[[int], str | None]  # an id's written form; asked only for 0 <= id < size
+    special_ids: frozenset[int] = frozenset()  # carry no text of their own: BOS, end of turn, ...
+    added_ids: frozenset[int] = frozenset()  # written as plain text, not in the vocabulary's spelling
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()  # each of them ends a turn; the first is the EOS proper
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token" -> "<s>", as chat templates want it
+    chat_template: str | None = None
+    prefix_ids: tuple[int, ...] = ()  # put around every encoded text, where the backend's own
+    suffix_ids: tuple[int, ...] = ()  # post-processor does not do it already
+
+
+class Tokenizer:
+    def __init__(self, backend: Any, vocabulary: Vocabulary):
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._known_bytes: dict[int, bytes] = {}  # filled as ids are met; a lost race only repeats the work
+        self._searches: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._search_lock = threading.Lock()
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """From `tokenizer.json` and the files beside it."""
+        from quire.text.folder_tokenizer import tokenizer_from_folder
+
+        return tokenizer_from_folder(Path(path))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        """From the `tokenizer.*` keys of a GGUF file."""
+        from quire.text.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(metadata)
+
+    # -- what the vocabulary says
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to this; a model's output layer may be padded beyond it."""
+        return self._vocabulary.size
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._vocabulary.bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._vocabulary.eos_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._vocabulary.chat_template
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return dict(self._vocabulary.special_tokens)
+
+    @property
+    def rule(self) -> PieceRule:
+        return self._vocabulary.rule
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._vocabulary.special_ids
+
+    # -- text to ids
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Special tokens written in the text are recognised. `add_special` puts BOS (and EOS) where the model wants
+        them; leave it off for text from a chat template, which writes its own."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        except TypeError:  # what the backend says to other types, and to text that has no UTF-8 form
+            why = "holds half a surrogate pair" if isinstance(text, str) else f"is of type {type(text).__name__}"
+            raise QuireError("invalid_text", f"The text can't be encoded: it {why}.", "Send valid Unicode.") from None
+        if add_special:
+            return [*self._vocabulary.prefix_ids, *ids, *self._vocabulary.suffix_ids]
+        return ids
+
+    # -- ids to text
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Broken UTF-8 becomes U+FFFD. No clean-up of spaces is done, whatever the model's files ask for: it would
+        change text that has been streamed already."""
+        shown = self.shown_ids(ids, skip_special)
+        if self.rule.kind == "opaque":
+            return self.decode_opaque(shown)
+        text = b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
+        return text[1:] if self.rule.strip_space and text.startswith(" ") else text
+
+    def decode_opaque(self, ids: Sequence[int]) -> str:
+        """The backend's own way of joining tokens; the only one there is for an opaque vocabulary."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def shown_ids(self, ids: Iterable[int], skip_special: bool) -> list[int]:
+        """The ids that have a say in the text: known ones, and special ones only if wanted."""
+        size, hidden = self._vocabulary.size, self._vocabulary.special_ids if skip_special else frozenset()
+        return [token_id for token_id in ids if 0 <= token_id < size and token_id not in hidden]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text (part of a character, maybe); empty for an id nobody knows."""
+        known = self._known_bytes.get(token_id)
+        if known is None:
+            known = self._known_bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        vocabulary = self._vocabulary
+        token = vocabulary.token_text(token_id) if 0 <= token_id < vocabulary.size else None
+        if token is None:
+            return b""
+        return vocabulary.rule.to_bytes(
+            token, is_special=token_id in vocabulary.special_ids, is_added=token_id in vocabulary.added_ids
+        )
+
+    def ids_containing(self, text: str) -> tuple[int, ...]:
+        """Every id whose own text contains this text. The whole vocabulary is read once per text, then remembered."""
+        wanted = text.encode("utf-8", "replace")
+        with self._search_lock:
+            if wanted in self._searches:
+                self._searches.move_to_end(wanted)
+                return self._searches[wanted]
+        found = tuple(token_id for token_id in range(self.vocab_size) if wanted in self.token_bytes(token_id))
+        with self._search_lock:
+            self._searches[wanted] = found
+            if len(self._searches) > MAX_SEARCHES_KEPT:
+                self._searches.popitem(last=False)
+        return found

@@ -1,1 +1,34 @@
-"""Quire: an inference and serving engine for language models."""
+"""Quire: an inference and serving engine for language models.
+
+The names below are loaded when first used, so that `import quire` costs nothing and needs nothing installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.llm import LLM, AsyncLLM
+    from quire.types import QuireError, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "QuireError", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.llm",
+    "QuireError": "quire.types",
+    "SamplingParams": "quire.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,26 +1,35 @@
 """Every knob, as one frozen tree. Built once from defaults < TOML file < environment < flags, then only read.
 
 Leaf names are unique over the whole tree, so that `[model] max_model_len` in TOML, `QUIRE_MAX_MODEL_LEN` in the
-environment and `--max-model-len` on the command line are the same knob under the same name.
+environment and `--max-model-len` on the command line are the same knob under the same name. `config_build` fills the
+tree in and puts it on a command line, from the list of knobs at the end of this file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 
 def knob(default: Any, help: str, *, choices: tuple[str, ...] | None = None, low: float | None = None,
-         high: float | None = None) -> Any:  # fmt: skip
-    """A field with its help text and bounds; `None` as default means "decided at start, from the machine"."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+         high: float | None = None, unit: str | None = None, secret: bool = False) -> Any:  # fmt: skip
+    """A field with its help text and bounds; `None` as default means "decided at start, from the machine".
+
+    `unit="bytes"` lets people write sizes such as 2GiB, "path" is for the help only; a secret is masked wherever
+    settings are shown.
+    """
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "unit": unit, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     model: str = knob("smollm2", "built-in name, hub id, model folder or GGUF file")
     revision: str | None = knob(None, "hub revision (branch, tag or commit)")
-    hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)")
+    hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
     offline: bool = knob(False, "never touch the network; use what is already on disk")
     dtype: str = knob("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
@@ -31,10 +40,10 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_tokens: int = knob(16, "tokens a cache page holds", low=1, high=1024)
-    cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1)
+    cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
-    host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0)
+    host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
     prefix_cache: bool = knob(True, "reuse the state of prompts that begin alike")
 
 
@@ -55,7 +64,7 @@ class EngineConfig:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
-    trace: str | None = knob(None, "write a trace that Perfetto opens to this file")
+    trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +73,67 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    # Where each knob that is not at its default was set; for people only, so it takes no part in comparisons.
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree, as a list of its leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One leaf of the tree and all its names: `table` and `name` in TOML, `variable`, `flag`."""
+
+    table: str
+    name: str
+    kind: type  # bool, int, float or str
+    optional: bool  # None is a value too
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+    low: float | None
+    high: float | None
+    unit: str | None
+    secret: bool
+
+    @property
+    def variable(self) -> str:
+        return "QUIRE_" + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def none_word(self) -> str | None:
+        """How None is written: a number is then chosen at start, a text is simply not there."""
+        return ("none" if self.kind is str else "auto") if self.optional else None
+
+    def read(self, config: Config) -> Any:
+        return getattr(getattr(config, self.table), self.name)
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+@cache
+def tables() -> dict[str, type]:
+    """The groups of the tree by name, in order."""
+    return {name: kind for name, kind in get_type_hints(Config).items() if _is_table(kind)}
+
+
+@cache
+def knobs() -> dict[str, Knob]:
+    """Every leaf by name, in the order of the tree."""
+    found: dict[str, Knob] = {}
+    for table, kind in tables().items():
+        hints = get_type_hints(kind)
+        for item in fields(kind):
+            options = get_args(hints[item.name]) or (hints[item.name],)
+            kinds = [option for option in options if option is not NoneType]
+            if item.name in found or len(kinds) != 1:
+                raise TypeError(f"{kind.__name__}.{item.name}: leaf names must be unique, and of one type or None")
+            found[item.name] = Knob(table, item.name, kinds[0], NoneType in options, item.default, **item.metadata)
+    return found

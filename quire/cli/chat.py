@@ -1,0 +1,258 @@
+"""`quire chat`: a plain conversation at the terminal, or one turn per line of a pipe. Uses nothing but the public API.
+
+`Conversation` keeps the turns; `Session` reads lines, obeys the slash commands, streams answers and sees to it that
+they find room in the context.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.output import AnswerLines, is_terminal, print_dim, print_error, print_note
+from quire.cli.run import (
+    OpenLLM,
+    add_sampling_flags,
+    check_text,
+    not_utf8,
+    open_llm,
+    sampling_params,
+    short_name,
+    stream_answer,
+    summary,
+)
+from quire.config_build import add_config_flags, config_from_args
+from quire.types import QuireError, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM, Output
+
+HELP = """\
+/help          this list
+/reset         forget the conversation
+/system TEXT   set the system message (without TEXT: show it; /system none removes it)
+/stats         turns and tokens so far
+/exit          leave (so does Ctrl-D)
+Ctrl-C stops the current answer."""
+HISTORY_LINES = 1000
+MIN_ROOM = 256  # tokens an answer should find free; less only where the whole context is small
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "chat",
+        usage="quire chat [options]",
+        help="hold a conversation",
+        description="Hold a conversation. With a pipe as stdin each line is a turn.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_sampling_flags(parser)
+    add_config_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    return chat_command(args, open_llm)
+
+
+def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
+    config = config_from_args(args)
+    params = sampling_params(args)
+    system = None if args.system is None else check_text(args.system, "--system")
+    with open_llm(config) as llm:
+        session = Session(llm, params, Conversation(system))
+        if not is_terminal(sys.stdin):
+            return session.read_pipe()
+        print_dim(f"{short_name(config)} · /help lists the commands, Ctrl-D leaves")
+        with line_history(history_path()):
+            return session.read_terminal()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The conversation
+
+
+@dataclass(slots=True)
+class Conversation:
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)  # what the person said, what the model answered
+
+    def messages(self, user: str, num_dropped: int = 0) -> list[dict[str, str]]:
+        """All of it and a new message, as the model is to see it; without the oldest turns, if some are dropped."""
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for said, answered in self.turns[num_dropped:]:
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": answered})
+        return [*messages, {"role": "user", "content": user}]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The session
+
+
+@dataclass(slots=True)
+class Session:
+    llm: LLM
+    params: SamplingParams
+    conversation: Conversation
+    last: Output | None = None
+    num_turns: int = 0
+    num_tokens: int = 0
+
+    def read_pipe(self) -> int:
+        """Each line a turn; the first error ends it, since what follows would answer something else."""
+        try:
+            for line in sys.stdin:
+                if not self.take(line.strip()):
+                    break
+        except UnicodeDecodeError as error:
+            raise not_utf8("stdin", error.start) from None
+        return 0
+
+    def read_terminal(self) -> int:
+        interrupted = False
+        while True:
+            try:
+                line = input("> " if is_terminal(sys.stdout) else "")
+                if not self.take(line.strip()):
+                    return 0
+                interrupted = False
+            except EOFError:
+                print(file=sys.stderr)
+                return 0
+            except KeyboardInterrupt:  # at the prompt; an answer handles its own
+                if interrupted:
+                    raise
+                interrupted = True
+                print(file=sys.stderr)
+                print_dim("Ctrl-C again or Ctrl-D leaves")
+            except QuireError as error:
+                print_error(error.what, error.hint)
+
+    def take(self, line: str) -> bool:
+        """One line of the person's; False to leave."""
+        if re.fullmatch(r"/\w+( .*)?", line):
+            command, _, rest = line[1:].partition(" ")
+            return self.obey(command, rest.strip())
+        if line:
+            self.answer(check_text(line, "the line"))
+        return True
+
+    def obey(self, command: str, rest: str) -> bool:
+        if command in ("exit", "quit"):
+            return False
+        if command == "reset":
+            self.conversation.turns.clear()
+            print_note("the conversation begins anew.")
+        elif command == "system":
+            self._set_system(rest)
+        elif command == "stats":
+            print(self.stats(), file=sys.stderr)
+        elif command == "help":
+            print(HELP, file=sys.stderr)
+        else:
+            raise QuireError("unknown_command", f"There is no command /{command}.", "/help lists them.")
+        return True
+
+    def answer(self, user: str) -> None:
+        self._make_room(user)
+        self._stream(user)
+
+    def _stream(self, user: str) -> None:
+        """Ctrl-C ends the answer, not the conversation: what was said until then stays in it."""
+        finished, interrupted = None, False
+        pieces = stream_answer(self.llm, self.conversation.messages(user), self.params)
+        with AnswerLines() as answer, closing(pieces):
+            try:
+                for text, output in pieces:
+                    answer.write(text)
+                    finished = output or finished
+            except KeyboardInterrupt:
+                if not is_terminal(sys.stdin):
+                    raise
+                interrupted = True
+        if interrupted:
+            if not answer.said or answer.said.endswith("\n"):
+                print(file=sys.stderr)  # after the ^C the terminal shows
+            print_dim("stopped" if answer.said else "stopped; nothing was said, so the question is forgotten")
+        if answer.said or finished is not None:
+            self.conversation.turns.append((user, answer.said))
+        if finished is not None:
+            self.last = finished
+            self.num_turns += 1
+            self.num_tokens += finished.usage.completion_tokens
+            print_dim(summary(finished))
+
+    def _make_room(self, user: str) -> None:
+        """Before the context is full, not after: an answer that gets ten tokens is no answer."""
+        max_len = self.llm.edge.max_len
+        wanted = min(self.params.max_tokens or MIN_ROOM, max_len // 4)
+        num_turns = len(self.conversation.turns)
+        if self._prompt_len(user, num_turns) >= max_len:
+            return  # it would not fit alone either: the engine says so, and nothing is forgotten for it
+        num_dropped = 0
+        while num_dropped < num_turns and self._prompt_len(user, num_dropped) + wanted > max_len:
+            num_dropped += 1
+        if num_dropped:
+            del self.conversation.turns[:num_dropped]
+            turns = "the oldest turn is" if num_dropped == 1 else f"the {num_dropped} oldest turns are"
+            print_note(f"the context ({max_len} tokens) is full, so {turns} forgotten.")
+
+    def _prompt_len(self, user: str, num_dropped: int) -> int:
+        return len(self.llm.edge.encode_chat(self.conversation.messages(user, num_dropped)))
+
+    # -- commands
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            print_note(f"system message: {self.conversation.system or 'none'}")
+            return
+        self.conversation.system = None if text == "none" else check_text(text, "the system message")
+        print_note("system message removed." if text == "none" else "system message set.")
+
+    def stats(self) -> str:
+        lines = [
+            f"turns      {self.num_turns} answered, {len(self.conversation.turns)} remembered",
+            f"generated  {self.num_tokens} tokens",
+        ]
+        if self.last is not None:
+            used = self.last.usage.prompt_tokens + self.last.usage.completion_tokens
+            lines.append(f"context    {used} of {self.llm.edge.max_len} tokens after the last answer")
+            lines.append(f"last       {summary(self.last)}")
+        return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Line editing
+
+
+def history_path() -> Path:
+    base = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    return folder / "quire" / "chat_history"
+
+
+@contextmanager
+def line_history(path: Path) -> Iterator[None]:
+    """Arrow keys and earlier lines, kept between conversations in a file only its owner reads."""
+    try:
+        import readline
+    except ImportError:  # a Python built without it: lines are then simply not editable
+        yield
+        return
+    with suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a read-only home only means no history
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)

@@ -1,0 +1,232 @@
+"""`quire doctor`: the machine, the packages, the model store, the settings in force, and what a model would need.
+
+Everything is gathered into one plain object first (`examine`), which is what `--json` prints; tables are drawn from
+it. It only looks: nothing is fetched, and what is missing is reported with the command that brings it.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import quire
+from quire.cli.machine import PACKAGES, has_nvidia_driver, installed_version, read_machine
+from quire.cli.output import format_bytes, waiting, write_json
+from quire.config import Config, knobs
+from quire.config_build import add_config_flags, config_from_args, describe_config, override_config
+from quire.types import QuireError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        usage="quire doctor [--model M] [options]",
+        help="show what this machine has and what is missing",
+        description="Show the machine, packages, settings and memory plan. Fetches nothing.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    config = config_from_args(args)
+    with waiting("Looking around …"):
+        report = examine(config)
+    if args.json:
+        write_json(report)
+    else:
+        draw(report)
+    return 1 if any(item["required"] for item in report["missing"]) else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looking
+
+
+def examine(config: Config) -> dict[str, Any]:
+    machine = read_machine()
+    packages = {package.name: installed_version(package.name) for package in PACKAGES}
+    devices, device_trouble = examine_devices()
+    report = {
+        "versions": {"quire": quire.__version__, "python": platform.python_version(), **packages},
+        "machine": asdict(machine),
+        "devices": devices,
+        "cache": examine_store(),
+        "config": [setting._asdict() for setting in describe_config(config)],
+        "model": doctor_model_plan(config),
+    }
+    return {**report, "missing": list(find_missing(report, device_trouble))}
+
+
+def examine_devices() -> tuple[list[dict[str, Any]], str]:
+    """What torch can compute on, and what went wrong on the way to know."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways, and none of them may end the doctor
+        broken = installed_version("torch") is not None
+        return [], f"torch is installed but can't be imported: {error}" if broken else ""
+    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
+    try:
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            free, total = torch.cuda.mem_get_info(index)
+            major, minor = torch.cuda.get_device_capability(index)
+            name = torch.cuda.get_device_name(index)
+            facts = {"name": name, "capability": f"{major}.{minor}", "memory_total": total, "memory_free": free}
+            devices.append({"device": f"cuda:{index}", **facts})
+    except RuntimeError as error:
+        return devices, f"the GPU does not answer: {error}"
+    return devices, ""
+
+
+def examine_store() -> dict[str, Any]:
+    from quire.files.store import cache_dir
+
+    try:
+        folder = cache_dir()
+    except QuireError as error:
+        return {"path": None, "trouble": str(error), "models": []}
+    return {"path": str(folder), "models": list(_stored_models(folder))}
+
+
+def _stored_models(folder: Path) -> Iterator[dict[str, Any]]:
+    """One entry per built-in file and per hub model; halves of downloads are named as such."""
+    for path in sorted([*folder.glob("builtin/*"), *folder.glob("hub/*")]):
+        if path.suffix == ".stamp":
+            continue
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        complete = bool(files) and not any(file.suffix == ".part" for file in files)
+        size = sum(file.stat().st_size for file in files)
+        yield {"name": str(path.relative_to(folder)), "bytes": size, "complete": complete}
+
+
+def doctor_model_plan(config: Config) -> dict[str, Any]:
+    """The memory plan of the model in `config`, or why there is none; never from the network."""
+    name = config.model.model
+    try:
+        from quire.llm import memory_report
+
+        report = memory_report(override_config(config, {"offline": True}))
+        return {"name": name, "ok": True, "lines": report.lines(), "plan": report.to_json()}
+    except QuireError as error:
+        code, why, hint = error.code, error.what, error.hint
+    except ImportError as error:
+        code, why, hint = "missing_package", f"{error}.", ""
+    except Exception as error:  # the rest of the report is worth more than this one part
+        code, why, hint = "failed", f"{type(error).__name__}: {error}.", ""
+    if code == "offline" and not config.model.offline:  # that was our doing, not the person's
+        why, hint = f"{name} is not on this machine yet.", f"`quire pull {name}` fetches it."
+    return {"name": name, "ok": False, "code": code, "why": why, "hint": hint}
+
+
+def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dict[str, Any]]:
+    """What is missing and the command that brings it; `required` where nothing runs without it."""
+    versions = report["versions"]
+    has_gpu = any(device["device"].startswith("cuda") for device in report["devices"])
+    for package in PACKAGES:
+        if versions[package.name] is None and (package.required or has_gpu):
+            what = f"Python package {package.name} ({package.why})"
+            yield _missing(what, f"pip install {shlex.quote(package.install)}", required=package.required)
+    if device_trouble:
+        yield _missing(device_trouble, f"pip install --force-reinstall {shlex.quote(PACKAGES[0].install)}")
+    if has_nvidia_driver() and not has_gpu and versions["torch"] is not None and not device_trouble:
+        yield _missing("a torch that can use this machine's NVIDIA GPU", "install a CUDA build of torch")
+    model = report["model"]
+    if not model["ok"] and model["code"] == "offline":
+        yield _missing(f"the model {model['name']}", f"quire pull {shlex.quote(model['name'])}")
+
+
+def _missing(what: str, how: str, required: bool = False) -> dict[str, Any]:
+    return {"what": what, "how": how, "required": required}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    alarming: bool = False
+
+
+def sections(report: Mapping[str, Any]) -> Iterator[Section]:
+    """The report as titles with rows of cells, for whatever draws them."""
+    yield Section("Machine", _machine_rows(report))
+    yield Section("Versions", [(name, version or "—") for name, version in report["versions"].items()])
+    yield Section(f"Models in {report['cache']['path']}", _store_rows(report["cache"]))
+    yield Section("Settings", [(s["name"], _shown(s), s["source"]) for s in report["config"]])
+    model = report["model"]
+    if model["ok"]:
+        yield Section(f"Memory plan for {model['name']}", [(line,) for line in model["lines"]])
+    else:
+        yield Section(
+            f"No memory plan for {model['name']}", [(line,) for line in (model["why"], model["hint"]) if line]
+        )
+    if report["missing"]:
+        yield Section("Missing", [(item["what"], item["how"]) for item in report["missing"]], alarming=True)
+    else:
+        yield Section("Nothing is missing")
+
+
+def draw(report: Mapping[str, Any]) -> None:
+    """With rich where it is installed, else as plain text: a doctor must not need what it finds missing."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for section in sections(report):
+            print(section.title, *("   " + "  ".join(row) for row in section.rows), "", sep="\n")
+        return
+    console = Console(highlight=False)
+    for section in sections(report):
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(width=1)
+        for row in section.rows:
+            styles = ["cyan"] if len(row) > 1 else []
+            cells = [Text(cell, style, overflow="fold") for cell, style in zip_longest(row, styles, fillvalue="")]
+            grid.add_row("", *cells, style="dim" if row[-1] == "default" else "")
+        console.print(Text(section.title, "bold yellow" if section.alarming else "bold"))
+        console.print(grid)
+        console.print()
+
+
+def _machine_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    machine = report["machine"]
+    cores = f"{machine['num_usable_cores']} usable"
+    if machine["num_cores"] != machine["num_usable_cores"]:
+        cores += f" of {machine['num_cores']}"
+    rows: list[tuple[str, ...]] = [("system", machine["system"]), ("processor", machine["cpu"]), ("cores", cores)]
+    if machine["memory_total"] is not None and machine["memory_available"] is not None:
+        free, total = format_bytes(machine["memory_available"]), format_bytes(machine["memory_total"])
+        rows.append(("memory", f"{free} available of {total}"))
+    gpus = [device for device in report["devices"] if device["device"] != "cpu"]
+    for gpu in gpus:
+        free, total = format_bytes(gpu["memory_free"]), format_bytes(gpu["memory_total"])
+        rows.append((gpu["device"], f"{gpu['name']} ({gpu['capability']}), {free} free of {total}"))
+    if not gpus:
+        rows.append(("GPU", "none that torch can use" if report["devices"] else "unknown without torch"))
+    return rows
+
+
+def _store_rows(store: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    if store["path"] is None:
+        return [("none", store["trouble"])]
+    rows: list[tuple[str, ...]] = []
+    for model in store["models"]:
+        rows.append((model["name"], format_bytes(model["bytes"]) + ("" if model["complete"] else ", incomplete")))
+    return rows or [("none yet", "the first `quire run` fetches its model")]
+
+
+def _shown(setting: Mapping[str, Any]) -> str:
+    value = setting["value"]
+    if value is None:
+        return knobs()[setting["name"]].none_word or ""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,150 @@
+"""What this process may use of the machine: processor, cores, memory, and which packages are installed.
+
+`doctor` shows it. Limits of a container count as much as what the hardware has, so both are read; torch is not needed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    system: str
+    cpu: str
+    num_cores: int  # the hardware's
+    num_usable_cores: int  # what affinity and the container's quota leave of them
+    memory_total: int | None  # bytes, within the container's limit
+    memory_available: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    name: str
+    why: str
+    required: bool
+    install: str  # what to ask pip for
+
+
+PACKAGES = (
+    Package("torch", "tensors", True, "torch>=2.11,<=2.13.0"),
+    Package("numpy", "reading weights", True, "numpy>=1.26"),
+    Package("tokenizers", "text to tokens", True, "tokenizers>=0.21,<0.24"),
+    Package("safetensors", "weights from the hub", True, "safetensors>=0.4.5"),
+    Package("jinja2", "chat templates", True, "jinja2>=3.1.4"),
+    Package("rich", "progress and tables", True, "rich>=13"),
+    Package("triton", "GPU kernels", False, "triton"),
+)
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """`root` is where /proc and /sys are; a test puts its own there."""
+    num_cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cores
+    quota = _core_quota(root)
+    total, available = _memory(root)
+    return Machine(
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        cpu=_cpu_name(root),
+        num_cores=num_cores,
+        num_usable_cores=max(1, allowed if quota is None else min(allowed, int(quota))),
+        memory_total=total,
+        memory_available=available,
+    )
+
+
+def installed_version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def has_nvidia_driver(root: Path = Path("/")) -> bool:
+    return (root / "proc/driver/nvidia/version").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linux says all of it in files; elsewhere we know less and say so
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _cpu_name(root: Path) -> str:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """Our control group and those around it, innermost first; each may set a limit, and the smallest one holds."""
+    top = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, path = line.partition("::")
+        if number == "0":
+            folder = top / path.strip().lstrip("/")
+            while folder != top and top in folder.parents:
+                yield folder
+                folder = folder.parent
+    yield top
+
+
+def _core_quota(root: Path) -> float | None:
+    quotas = []
+    for folder in _cgroup_folders(root):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) / int(period))
+    old = root / "sys/fs/cgroup/cpu"  # version 1
+    quota, period = _read(old / "cpu.cfs_quota_us").strip(), _read(old / "cpu.cfs_period_us").strip()
+    if quota.isdigit() and period.isdigit() and int(period):
+        quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _memory(root: Path) -> tuple[int | None, int | None]:
+    """Bytes in all and bytes free, as the tightest limit leaves them."""
+    known = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        amount = value.split()
+        if amount and amount[0].isdigit():
+            known[key] = int(amount[0]) * 1024
+    total, available = known.get("MemTotal"), known.get("MemAvailable")
+    if total is None or available is None:
+        return total, available
+    for limit, used in _memory_limits(root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return total, available
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Every limit with what counts against it now, less the file cache the kernel gives back when asked."""
+    places = [(folder, "memory.max", "memory.current") for folder in _cgroup_folders(root)]
+    places.append((root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))  # version 1
+    for folder, limit_name, used_name in places:
+        limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+        if limit.isdigit() and used.isdigit():
+            yield int(limit), max(0, int(used) - _file_cache(folder))
+
+
+def _file_cache(folder: Path) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file") and value.isdigit():
+            return int(value)
+    return 0

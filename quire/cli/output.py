@@ -1,0 +1,130 @@
+"""What the commands put on the terminal: answers on stdout, everything about them on stderr.
+
+Every command writes through these few functions, so that pipes stay clean, a terminal gets colour and a pipe does not,
+and text that came from a model or a file can't steer the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from quire.config import Config
+
+# Everything that moves the cursor or starts an escape sequence; line feeds and tabs stay.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would act on."""
+    return text.translate(_CONTROLS)
+
+
+def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def write_text(text: str) -> None:
+    """Text for stdout as it comes: seen at once, and unchanged unless a terminal would act on it."""
+    sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.flush()
+
+
+@dataclass(slots=True)
+class AnswerLines:
+    """An answer on its way to stdout. However it ends, what comes next begins on a line of its own."""
+
+    said: str = ""
+
+    def write(self, text: str) -> None:
+        self.said += text
+        write_text(text)
+
+    def __enter__(self) -> AnswerLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.said and not self.said.endswith("\n"):
+            write_text("\n")
+
+
+def write_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_error(what: str, hint: str = "") -> None:
+    _mark("error", "31;1", f"{what} {hint}")
+
+
+def print_note(text: str) -> None:
+    """Something the person should see although nothing failed."""
+    _mark("note", "33", text)
+
+
+def print_dim(text: str) -> None:
+    """An aside for a person at a terminal; nobody else sees it."""
+    if is_terminal(sys.stderr):
+        print(_styled("2", one_line(text)), file=sys.stderr, flush=True)
+
+
+def _mark(word: str, style: str, text: str) -> None:
+    print(f"quire: {_styled(style, word + ':')} {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def _styled(style: str, text: str) -> str:
+    plain = not is_terminal(sys.stderr) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+@contextmanager
+def waiting(message: str) -> Iterator[None]:
+    """A spinner on stderr while something slow goes on, where there is a terminal to show it."""
+    if not is_terminal(sys.stderr) or find_spec("rich") is None:
+        yield
+        return
+    from rich.console import Console  # a tenth of a second
+
+    with Console(stderr=True, highlight=False).status(one_line(message)):
+        yield
+
+
+def format_bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def show_config(config: Config) -> None:
+    """The settings in force, as the TOML file that would say the same, each with where it came from."""
+    from quire.config import knobs
+    from quire.config_build import describe_config
+
+    table = ""
+    for name, value, source in describe_config(config):
+        if knobs()[name].table != table:
+            table = knobs()[name].table
+            print(f"\n[{table}]" if table != "model" else f"[{table}]")
+        shown = f"{name} = {json.dumps(value)}" if value is not None else f"# {name} = {knobs()[name].none_word}"
+        print(f"{shown:<40} # {source}")

@@ -1,0 +1,192 @@
+"""`quire run PROMPT`: one prompt in, the answer streamed to stdout. Uses nothing but the public API.
+
+The sampling flags, the way a model is opened and the way an answer is streamed are shared with `quire chat`.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from quire.cli.output import AnswerLines, format_seconds, print_dim, waiting, write_json
+from quire.config import Config
+from quire.config_build import add_config_flags, config_from_args
+from quire.types import QuireError, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM, Chunk, Output
+
+MAX_PROMPT_BYTES = 64 << 20
+
+OpenLLM = Callable[[Config], "LLM"]
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        usage="quire run PROMPT [options]",
+        help="answer one prompt",
+        description="Answer one prompt; the text goes to stdout as it comes.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer")
+    parser.add_argument("--stdin", action="store_true", help="read the prompt from stdin (after PROMPT, if both)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object when done, instead of text")
+    add_sampling_flags(parser)
+    add_config_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    return run_command(args, open_llm)
+
+
+def run_command(args: Namespace, open_llm: OpenLLM) -> int:
+    config = config_from_args(args)
+    params = sampling_params(args)
+    prompt = _prompt(args)
+    output = None
+    with open_llm(config) as llm, AnswerLines() as answer:
+        for text, finished in stream_answer(llm, prompt, params):
+            output = finished or output
+            if not args.json:
+                answer.write(text)
+    if output is None:
+        raise QuireError("no_answer", "The engine ended the answer without saying why.")
+    if args.json:
+        write_json(output_to_json(output))
+    print_dim(summary(output))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The prompt
+
+
+def _prompt(args: Namespace) -> str | list[dict[str, str]]:
+    """Text for --raw, else the messages of a conversation that begins with it."""
+    if args.raw and args.system is not None:
+        raise QuireError("usage", "--system needs the chat template that --raw skips.", "Leave one of them out.")
+    parts = [] if args.prompt is None else [args.prompt]
+    if args.stdin:
+        text = _read_stdin()
+        parts.append(text if args.raw else text.rstrip("\r\n"))
+    elif not parts:
+        raise QuireError("empty_prompt", "There is no prompt.", 'Give one, quire run "…", or --stdin to read it.')
+    prompt = check_text("\n\n".join(part for part in parts if part), "the prompt")
+    if not (prompt if args.raw else prompt.strip()):
+        raise QuireError("empty_prompt", "The prompt is empty.", "Give the model something to answer.")
+    if args.raw:
+        return prompt
+    system = [] if args.system is None else [{"role": "system", "content": check_text(args.system, "--system")}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _read_stdin() -> str:
+    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise QuireError("invalid_prompt", f"stdin holds more than {MAX_PROMPT_BYTES >> 20} MiB.", "Send less text.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_utf8("stdin", error.start) from None
+
+
+def check_text(text: str, name: str) -> str:
+    """Bytes of the command line that are no text reach us as half characters, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise not_utf8(name, error.start) from None
+    return text
+
+
+def not_utf8(name: str, place: int) -> QuireError:
+    what = f"{name[:1].upper()}{name[1:]} is not UTF-8 text (at position {place})."
+    return QuireError("invalid_prompt", what, "Convert it first, for example with iconv.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared with chat
+
+
+def add_sampling_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "What is not given is the model's own default.")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what the context leaves)")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token every time")
+    group.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that make up this share")
+    group.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens (0: all)")
+    group.add_argument("--min-p", type=float, metavar="X", help="only tokens this likely, relative to the likeliest")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)")
+
+
+def sampling_params(args: Namespace) -> SamplingParams:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SamplingParams(stop=tuple(check_text(text, "--stop") for text in args.stop or ()), **given)
+
+
+def open_llm(config: Config) -> LLM:
+    """The files come first: fetching draws its own bar, and a mistyped name is answered before torch is imported."""
+    from quire.files.source import resolve_model
+
+    model = config.model
+    resolve_model(
+        model.model,
+        revision=model.revision,
+        token=model.hub_token,
+        offline=model.offline,
+        random_weights=model.random_weights,
+    )
+    with waiting(f"Loading {short_name(config)} …"):
+        try:
+            from quire.llm import LLM
+        except ModuleNotFoundError as error:
+            what = f"The Python package {error.name} is not installed."
+            raise QuireError("missing_package", what, "`quire doctor` says how to get it.") from error
+        return LLM(config=config)
+
+
+def short_name(config: Config) -> str:
+    """The model as a person would call it: of a path only the end."""
+    name = config.model.model
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def stream_answer(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[tuple[str, Output | None], None, None]:
+    """New text as it comes, and with the last of it the whole output. Closing this cancels the request."""
+    with closing(cast("Generator[Chunk, None, None]", llm.stream(prompt, params))) as chunks:
+        for chunk in chunks:
+            output = chunk.output
+            if output is not None and output.finish_reason == "error":
+                raise QuireError(output.error_code or "request_failed", output.error or "The request failed.")
+            yield chunk.text, output
+
+
+def output_to_json(output: Output) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "usage": asdict(output.usage),
+        "timing": asdict(output.timing),
+    }
+
+
+def summary(output: Output) -> str:
+    """One line for a person: how much, how fast, and whether it was cut."""
+    usage, timing = output.usage, output.timing
+    parts = [f"{usage.completion_tokens} tokens"]
+    if usage.completion_tokens > 1 and timing.total > timing.first_token:
+        parts.append(f"{(usage.completion_tokens - 1) / (timing.total - timing.first_token):.1f} tok/s")
+    parts.append(f"first token {format_seconds(timing.first_token)}")
+    parts.append(f"prompt {usage.prompt_tokens}" + (f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""))
+    if output.finish_reason == "length":
+        parts.append("cut at the token limit")
+    return " · ".join(parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.assemble import assemble
 from quire.config import Config
+from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.thread import EngineThread
 from quire.types import Delta, QuireError, Request, SamplingParams
@@ -19,9 +20,7 @@ from quire.types import Delta, QuireError, Request, SamplingParams
 
 class AsyncLLM:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **knobs: Any):
-        from quire.llm import make_config
-
-        self.config = make_config(model, config, knobs)
+        self.config = library_config(model, config, knobs)
         self._parts = assemble(self.config)
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = EngineThread(self._parts.engine, self._deliver)

@@ -53,6 +53,12 @@ def override_config(config: Config, values: Mapping[str, Any]) -> Config:
     return _apply(config, [_parse(_known(name, "among the arguments"), v, "argument") for name, v in values.items()])
 
 
+def library_config(model: str | None, config: Config | None, knobs: Mapping[str, Any]) -> Config:
+    """What a Python program gets: a given config, or defaults and the environment; then its own arguments."""
+    base = config if config is not None else build_config(file=None, env=os.environ, flags={}, search=False)
+    return override_config(base, {**knobs, **({} if model is None else {"model": model})})
+
+
 def find_config_file(file: Path | None, env: Mapping[str, str]) -> Path | None:
     """The file named by flag or variable, which must exist; else ./quire.toml or the user's own, where there is one."""
     for named, source in ((file, "--config"), (env.get("QUIRE_CONFIG"), "QUIRE_CONFIG")):

@@ -6,7 +6,6 @@ for programs with an event loop. Neither knows about HTTP.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -15,27 +14,21 @@ from typing import Any
 from quire.assemble import Assembly, assemble, memory_report
 from quire.async_llm import AsyncLLM
 from quire.config import Config
-from quire.config_build import build_config, override_config
+from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.files.progress import Progress
 from quire.types import QuireError, Request, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "Chunk", "Output", "make_config", "memory_report"]
+__all__ = ["LLM", "AsyncLLM", "Chunk", "Output", "memory_report"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-def make_config(model: str | None, config: Config | None, knobs: dict[str, Any]) -> Config:
-    """A given config, or defaults and the environment; then the arguments. Unknown names are errors."""
-    base = config if config is not None else build_config(file=None, env=os.environ, flags={}, search=False)
-    return override_config(base, {**knobs, **({} if model is None else {"model": model})})
 
 
 class LLM:
     def __init__(self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None,
                  **knobs: Any):  # fmt: skip
         """`model` and `knobs` are leaves of the config tree: LLM("smollm2", dtype="float32", max_model_len=2048)."""
-        self.config = make_config(model, config, knobs)
+        self.config = library_config(model, config, knobs)
         self._parts: Assembly = assemble(self.config, progress)
         self._engine = self._parts.engine
         self._lock = threading.RLock()

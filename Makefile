@@ -1,0 +1,29 @@
+# What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
+PYTHON ?= python
+
+.PHONY: check format lint types imports fast test slow
+
+check: lint types imports fast
+
+format:
+	ruff format quire tests
+	ruff check --fix quire tests
+
+lint:
+	ruff format --check quire tests
+	ruff check quire tests
+
+types:
+	mypy
+
+imports:
+	lint-imports
+
+fast:
+	$(PYTHON) -m pytest tests/pure
+
+test:
+	$(PYTHON) -m pytest
+
+slow:
+	$(PYTHON) -m pytest -m slow

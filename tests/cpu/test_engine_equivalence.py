@@ -1,0 +1,122 @@
+"""The whole engine against a reference on the same weights: whatever the schedule, the tokens are the same.
+
+Dense families are compared with `transformers`, the recurrent model with its own plain scan. Every variant runs a
+ragged batch of 16 for 64 greedy tokens: chunks of 7, cold and warm prefixes, pools so small that requests are pushed
+out by swap and by recompute, depth 1 and depth 2 on a device that finishes late.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.recurrent_model import RecurrentModel
+from tests.cpu.rig import load, make_engine, run
+from tests.cpu.tiny_models import FAMILIES, make_tiny
+
+NUM_TOKENS = 64
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks of 7": {"chunk_tokens": 7},
+    "chunks of 7, depth 2": {"chunk_tokens": 7, "depth": 2, "late": True},
+    "swap": {"num_pages": 90, "preemption": "swap"},
+    "swap, depth 2": {"num_pages": 90, "preemption": "swap", "depth": 2, "late": True, "chunk_tokens": 7},
+    "recompute": {"num_pages": 90, "preemption": "recompute"},
+    "recompute, depth 2": {"num_pages": 90, "preemption": "recompute", "depth": 2, "late": True, "chunk_tokens": 7},
+    "no prefix cache": {"prefix_cache": False, "depth": 2, "late": True},
+}
+
+
+def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
+    """Sixteen prompts of 1 to 60 tokens; some share a beginning, two are the same."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 40, 48, 60]
+    prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+    prompts[14] = prompts[13] + prompts[14][:8]
+    prompts[5] = prompts[12][:7]
+    prompts[6] = list(prompts[7][:8])
+    return prompts
+
+
+def greedy_reference(hf_model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            out = hf_model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+            found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    hf_model, folder = make_tiny(request.param, folder)
+    prompts = ragged_prompts(256)
+    return load(folder), prompts, greedy_reference(hf_model, prompts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_equal_transformers(family: Any, variant: str) -> None:
+    model, prompts, expected = family
+    knobs = dict(VARIANTS[variant])
+    if "num_pages" in knobs and model.specs[0].window is not None:
+        knobs["num_pages"] = 40  # a window gives pages back, so it takes less to run out
+    engine = make_engine(model, **knobs)
+    assert run(engine, prompts) == expected
+    assert_pressed(engine, variant)
+    computed = engine.scheduler.stats.computed_tokens
+    assert run(engine, prompts) == expected, "with a warm prefix cache"
+    if "plain" in variant or "chunks" in variant:
+        again = engine.scheduler.stats.computed_tokens - computed
+        assert again < computed - 150, "the second time most of the prompts came from the cache"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_recurrent_tokens_equal_the_plain_scan(hybrid: bool, variant: str) -> None:
+    model = RecurrentModel(hybrid=hybrid)
+    prompts = ragged_prompts(model.vocab_size)
+    expected = [model.plain_greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    engine = make_engine(model, **VARIANTS[variant])
+    assert run(engine, prompts) == expected
+    if hybrid:
+        assert_pressed(engine, variant)
+    assert run(engine, prompts) == expected, "with a warm prefix cache"
+    if "no prefix" not in variant:
+        assert engine.scheduler.cache.stats.hit_tokens > 0
+
+
+def assert_pressed(engine: Any, variant: str) -> None:
+    stats = engine.scheduler.stats
+    assert ("swap" in variant) == (stats.swaps > 0)
+    assert ("recompute" in variant) == (stats.recomputes > 0 and stats.swaps == 0)
+    if "late" in VARIANTS[variant]:
+        assert engine._workers.submitted_ahead > 20, "steps really were submitted before the last one's tokens existed"
+
+
+def test_logits_equal_transformers(tmp_path: Path) -> None:
+    """The distribution itself: the log-probability of every prompt token and of its best alternatives."""
+    from quire.types import SamplingParams
+    from tests.cpu.rig import run_deltas
+
+    for name in FAMILIES:
+        hf_model, folder = make_tiny(name, tmp_path / name)
+        prompts = ragged_prompts(256)[8:]
+        engine = make_engine(load(folder), chunk_tokens=7)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=5, logprobs=5)
+        for warm in (False, True):
+            for prompt, deltas in zip(prompts, run_deltas(engine, prompts, params), strict=True):
+                with torch.inference_mode():
+                    expected = hf_model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+                got = [r for d in deltas for r in d.prompt_logprobs or ()]
+                assert [r.token_id for r in got] == prompt[1:], f"{name}, warm={warm}"
+                for place, record in enumerate(got):
+                    assert abs(record.logprob - expected[place, record.token_id].item()) < 1e-4
+                    top = expected[place].topk(5)
+                    torch.testing.assert_close(torch.tensor(record.top_logprobs), top.values, atol=1e-4, rtol=1e-4)
+                last = deltas[-1].logprobs
+                assert last is not None and abs(last[0].logprob - expected[-1].max().item()) < 1e-4

@@ -46,7 +46,9 @@ def greedy_reference(hf_model: Any, prompts: list[list[int]]) -> list[list[int]]
     found = []
     with torch.inference_mode():
         for prompt in prompts:
-            out = hf_model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+            out = hf_model.generate(
+                torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+            )
             found.append(out[0, len(prompt) :].tolist())
     return found
 

@@ -1,0 +1,252 @@
+"""The public API on a tiny model: outputs, streams, errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, AsyncLLM, QuireError, SamplingParams
+from tests.cpu.tiny_llm import make_tiny_llm
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+KNOBS = {"dtype": "float32", "max_model_len": 200, "num_pages": 100, "max_rows": 8, "max_batch_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llm(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), **KNOBS)
+
+
+def idle(llm: LLM) -> bool:
+    llm.engine.run_until_idle()
+    llm.engine.scheduler.check()
+    cache = llm.engine.scheduler.cache
+    return not llm.engine.scheduler.requests and cache.available(0) == cache.pools[0].num_units - 1
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["why is the sky blue", "light", "the sky is", "because"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.text for o in outputs] == [llm.generate(p, GREEDY)[0].text for p in prompts]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == llm.tokenizer.encode(prompt)
+        assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert output.finish_reason == "length" and len(output.token_ids) == 12
+        assert output.usage.prompt_tokens == len(output.prompt_token_ids) and output.usage.completion_tokens == 12
+        assert 0 <= output.timing.queue <= output.timing.first_token <= output.timing.total
+    assert idle(llm)
+
+
+def test_token_ids_strings_and_messages_are_prompts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("why is the sky")
+    assert llm.generate(ids, GREEDY)[0].token_ids == llm.generate("why is the sky", GREEDY)[0].token_ids
+    messages = [{"role": "user", "content": "why"}]
+    chat = llm.chat(messages, GREEDY)
+    assert chat[0].prompt_token_ids == llm.tokenizer.encode("<|user|>why<|end|><|assistant|>", add_special=False)
+    assert llm.generate([messages], GREEDY)[0].token_ids == chat[0].token_ids
+    assert [o.token_ids for o in llm.chat([messages, messages], GREEDY)] == [chat[0].token_ids] * 2
+
+
+def test_stream_is_the_output_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("why is the sky blue", GREEDY)[0]
+    chunks = list(llm.stream("why is the sky blue", GREEDY))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1) and len(chunks) > 3
+    assert chunks[-1].output is not None and chunks[-1].output.text == whole.text
+
+
+def test_closing_a_stream_cancels_its_request(llm: LLM) -> None:
+    stream = llm.stream("why", SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True))
+    next(stream)
+    assert len(llm.engine.scheduler.requests) == 1
+    stream.close()
+    assert idle(llm)
+
+
+def test_streams_and_batches_share_the_engine(llm: LLM) -> None:
+    stream = llm.stream("why is", GREEDY)
+    first = next(stream)
+    between = llm.generate(["light", "sky"], GREEDY)
+    rest = list(stream)
+    assert first.text + "".join(c.text for c in rest) == llm.generate("why is", GREEDY)[0].text
+    assert between[0].text == llm.generate("light", GREEDY)[0].text
+
+
+def test_threads_may_share_an_llm(llm: LLM) -> None:
+    expected = [o.text for o in llm.generate([f"sky {i}" for i in range(6)], GREEDY)]
+    found: dict[int, str] = {}
+
+    def work(index: int) -> None:
+        found[index] = llm.generate(f"sky {index}", GREEDY)[0].text
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected and idle(llm)
+
+
+def test_n_samples_share_the_prompt(llm: LLM) -> None:
+    before = llm.engine.scheduler.stats.computed_tokens
+    prompt = llm.tokenizer.encode("a prompt nobody has sent before, long enough to matter")
+    output = llm.generate(prompt, SamplingParams(temperature=1.0, max_tokens=4, n=4, seed=7, ignore_eos=True))[0]
+    assert len(output.samples) == 4 and output.samples[0].token_ids == output.token_ids
+    assert len({tuple(s.token_ids) for s in output.samples}) > 1
+    computed = llm.engine.scheduler.stats.computed_tokens - before
+    assert computed == len(prompt) + 3 + 4 * 3, "the prompt once, its last token again for each other sample"
+
+
+def test_stop_strings_cut_the_text_and_free_the_request(llm: LLM) -> None:
+    whole = llm.generate("why is the sky blue", GREEDY)[0]
+    stop = whole.text[3:6]
+    expected = whole.text[: whole.text.index(stop)]
+    cut = llm.generate(
+        "why is the sky blue", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop)
+    )
+    assert cut[0].text == expected and cut[0].finish_reason == "stop"
+    assert cut[0].usage.completion_tokens == len(cut[0].token_ids) <= 12
+    assert idle(llm)
+
+
+def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    for _ in range(2):  # cold and warm
+        output = llm.generate("why is the sky blue", params)[0]
+        assert output.logprobs is not None and [r.token_id for r in output.logprobs] == output.token_ids
+        assert all(r.rank == 1 and len(r.top_ids) == 2 for r in output.logprobs)
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        assert [r.token_id for r in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
+
+
+def test_usage_tells_what_came_from_the_cache(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("the sky is blue because light is scattered, " * 3)
+    llm.generate(prompt, GREEDY)
+    again = llm.generate(prompt, GREEDY)[0]
+    assert again.usage.cached_tokens == (len(prompt) - 1) // 16 * 16 > 0
+
+
+def test_the_models_own_defaults_are_used(folder: Path, llm: LLM) -> None:
+    assert llm.edge.eos_ids[:2] == (0, 3)
+    request = llm.edge.requests([5, 6], SamplingParams())[0]
+    assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.7, 20, 1.0)
+    assert request.max_len == 200, "max_tokens defaults to what is left of the context"
+    assert request.stop_ids == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [("", "empty_prompt"), ([], "empty_prompt"), ([1, 2, 10**6], "invalid_prompt"), ([-1], "invalid_prompt"),
+     (["x"], None), ([1] * 200, "prompt_too_long")],
+)  # fmt: skip
+def test_bad_prompts(llm: LLM, prompt: object, code: str | None) -> None:
+    if code is None:
+        assert llm.generate(prompt, GREEDY)  # a list of strings is a batch
+        return
+    with pytest.raises(QuireError) as caught:
+        llm.generate([prompt] if isinstance(prompt, list) else prompt, GREEDY)
+    assert caught.value.code == code and "\n" not in str(caught.value)
+    if code == "prompt_too_long":
+        assert "200 tokens" in str(caught.value) and "limit is 200" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_tokens": 0}, {"max_tokens": -3}, {"temperature": float("nan")}, {"temperature": -1.0}, {"top_p": 1.5},
+     {"n": 0}, {"stop": [""]}, {"top_k": -1}, {"min_tokens": 5, "max_tokens": 3}, {"logprobs": 1000},
+     {"repetition_penalty": 0.0}, {"logit_bias": {1: float("nan")}}],
+)  # fmt: skip
+def test_bad_parameters_are_refused_where_they_are_made(bad: dict) -> None:
+    with pytest.raises(QuireError) as caught:
+        SamplingParams(**bad)
+    assert caught.value.param in bad
+
+
+def test_parameters_that_need_the_model_are_checked_at_the_edge(llm: LLM) -> None:
+    for bad in ({"stop_token_ids": (10**6,)}, {"logit_bias": {10**6: 1.0}}):
+        with pytest.raises(QuireError, match="outside the vocabulary"):
+            llm.generate("why", SamplingParams(**bad))
+    with pytest.raises(QuireError, match="2 sampling parameters were given for 1"):
+        llm.generate(["why"], [GREEDY, GREEDY])
+    with pytest.raises(QuireError, match="timeout"):
+        llm.generate("why", GREEDY, timeout=-1)
+    assert idle(llm)
+
+
+def test_unknown_knob_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(QuireError, match="max_model_len"):
+        LLM(str(folder), max_modellen=5)
+
+
+def test_more_prompts_than_the_queue_takes(folder: Path) -> None:
+    small = LLM(str(folder), **{**KNOBS, "max_waiting": 3})
+    outputs = small.generate([f"sky {i}" for i in range(30)], GREEDY)
+    assert len(outputs) == 30 and all(len(o.token_ids) == 12 for o in outputs)
+
+
+def test_a_trace_that_viewers_can_read(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(str(folder), **KNOBS, trace=str(path), depth=2) as traced:
+        traced.generate(["why", "sky"], GREEDY)
+    events = json.loads(path.read_text())
+    names = {e["name"] for e in events}
+    assert {"plan", "forward", "sample", "wait", "commit", "requests"} <= names
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+    assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 2
+
+
+def test_async_generate_stream_and_cancel(folder: Path, llm: LLM) -> None:
+    expected = llm.generate("why is the sky blue", GREEDY)[0]
+
+    async def main() -> None:
+        async with AsyncLLM(str(folder), **KNOBS) as engine:
+            outputs = await asyncio.gather(*(engine.generate("why is the sky blue", GREEDY) for _ in range(5)))
+            assert all(o.text == expected.text for o in outputs)
+            pieces = [c.text async for c in engine.stream("why is the sky blue", GREEDY)]
+            assert "".join(pieces) == expected.text
+            chat = await engine.chat([{"role": "user", "content": "why"}], GREEDY)
+            assert chat.token_ids == llm.chat([{"role": "user", "content": "why"}], GREEDY)[0].token_ids
+            many = await engine.generate("why", SamplingParams(temperature=1.0, n=3, max_tokens=4, ignore_eos=True))
+            assert len(many.samples) == 3
+
+            long = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
+            task = asyncio.create_task(engine.generate("why", long))
+            other = asyncio.create_task(engine.generate("sky", GREEDY))
+            async for _ in engine.stream("light", long):
+                break  # leaving the stream cancels it
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await other).finish_reason == "length"
+            with pytest.raises(QuireError):
+                await engine.generate("", GREEDY)
+            late = await engine.generate("why", long, timeout=0.000001)
+            assert late.finish_reason == "deadline"
+
+    asyncio.run(main())
+
+
+def test_async_closing_ends_what_is_open(folder: Path) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(str(folder), **KNOBS)
+        long = SamplingParams(temperature=0.0, max_tokens=190, ignore_eos=True)
+        stream = engine.stream("why", long)
+        await anext(stream)
+        await engine.close()
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].finish_reason in ("cancelled", "length")
+        with pytest.raises(QuireError, match="closed"):
+            await engine.generate("why", GREEDY)
+
+    asyncio.run(main())

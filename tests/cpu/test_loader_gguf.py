@@ -1,0 +1,148 @@
+"""GGUF files: the same logits as the checkpoint they were written from, and as transformers reads the built-in one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.files.source import resolve_model
+from quire.models.gguf import hf_name
+from quire.models.loader import LoadedModel, estimate_weights_bytes, load_model, read_config
+from quire.types import QuireError
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.tiny_gguf import gguf_name, transformers_from_gguf, write_gguf
+from tests.cpu.tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(resolve_model(str(path)), dtype="auto", device=CPU, max_model_len=None, page_tokens=4)
+
+
+def assert_same_logits(loaded: LoadedModel, reference: Any) -> None:
+    rng = random.Random(2)
+    row = HarnessRow([rng.randrange(256) for _ in range(40)])
+    harness = PagedHarness(loaded.model, num_pages=16, seed=2)
+    got = torch.cat([harness.step([(row, count)]) for count in (13, 20, 1, 1, 5)])
+    with torch.inference_mode():
+        want = reference(torch.tensor([row.tokens])).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("smollm2", "llama"), ("qwen2", "qwen2"),
+                                              ("qwen3", "qwen3"), ("mistral", "llama")])  # fmt: skip
+def test_written_and_read_back(family: str, arch: str, tmp_path: Path) -> None:
+    reference, _ = make_tiny(family, tmp_path / "hf")
+    path = tmp_path / "tiny.gguf"
+    metadata = {"llama.attention.sliding_window": 11} if family == "mistral" else {}
+    write_gguf(reference, arch, path, metadata=metadata)
+    loaded = load(path)
+    assert [spec.window for spec in loaded.model.specs] == [11 if family == "mistral" else None]
+    assert_same_logits(loaded, reference)
+
+
+def test_biases_of_permuted_files(tmp_path: Path) -> None:
+    reference, _ = make_tiny("llama", tmp_path / "hf", attention_bias=True, mlp_bias=True)
+    write_gguf(reference, "llama", tmp_path / "tiny.gguf")
+    assert_same_logits(load(tmp_path / "tiny.gguf"), reference)
+
+
+def test_rope_scaling_kept_as_divisors(tmp_path: Path) -> None:
+    reference, _ = make_tiny("llama3", tmp_path / "hf")
+    scaled = reference.model.rotary_emb.inv_freq
+    plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    divisors = (plain / scaled).numpy().astype(np.float32)
+    assert divisors.max() > 3
+    write_gguf(reference, "llama", tmp_path / "tiny.gguf", extra={"rope_freqs.weight": divisors})
+    assert_same_logits(load(tmp_path / "tiny.gguf"), reference)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling_from_metadata(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    reference, _ = make_tiny("qwen2", tmp_path / "hf", rope_parameters=rope)
+    metadata = {
+        "qwen2.rope.scaling.type": kind,
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 32,
+    }
+    write_gguf(reference, "qwen2", tmp_path / "tiny.gguf", metadata=metadata)
+    assert_same_logits(load(tmp_path / "tiny.gguf"), reference)
+
+
+def test_quantized_rows_land_where_float_rows_do(tmp_path: Path) -> None:
+    """Q8_0 through the permutation and the merged weights: close to the float file, row by row."""
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    write_gguf(reference, "llama", tmp_path / "float.gguf")
+    write_gguf(reference, "llama", tmp_path / "q8.gguf", types={r".*\.(attn_[qkv]|ffn_.*|attn_output)\.weight": "Q8_0"})
+    exact: Any = load(tmp_path / "float.gguf").model
+    rounded: Any = load(tmp_path / "q8.gguf").model
+    for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert (a - b).abs().max() < 0.01
+    assert any(not torch.equal(a, b) for a, b in zip(exact.parameters(), rounded.parameters(), strict=True))
+
+
+def test_names_map_one_to_one() -> None:
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.12.mlp.up_proj.bias",
+                 "model.layers.3.self_attn.k_proj.weight", "model.layers.0.self_attn.q_norm.weight"):  # fmt: skip
+        assert hf_name(gguf_name(name)) == name
+    assert hf_name("blk.0.attn_mystery.weight") == "blk.0.attn_mystery.weight"
+
+
+def test_sampling_defaults_come_along(tmp_path: Path) -> None:
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    write_gguf(reference, "llama", tmp_path / "tiny.gguf", metadata=metadata)
+    assert load(tmp_path / "tiny.gguf").generation_defaults == {"temperature": 0.5, "top_k": 20}
+
+
+@pytest.mark.parametrize(("arch", "metadata", "code", "word"), [
+    ("mamba", {}, "unsupported_model", "mamba"),
+    ("llama", {"llama.expert_count": 8}, "unsupported_model", "mixture"),
+    ("llama", {"llama.rope.scaling.type": "longrope"}, "unsupported_model", "longrope"),
+])  # fmt: skip
+def test_what_is_not_supported_is_named(arch: str, metadata: dict, code: str, word: str, tmp_path: Path) -> None:
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    write_gguf(reference, arch, tmp_path / "tiny.gguf", metadata=metadata)
+    with pytest.raises(QuireError, match=word) as error:
+        load(tmp_path / "tiny.gguf")
+    assert error.value.code == code
+
+
+def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    write_gguf(reference, "llama", tmp_path / "more.gguf", extra={"blk.0.extra.weight": np.zeros(4, np.float32)})
+    with pytest.raises(QuireError, match=r"blk\.0\.extra\.weight") as error:
+        load(tmp_path / "more.gguf")
+    assert error.value.code == "bad_weights"
+    write_gguf(reference, "llama", tmp_path / "less.gguf", without="blk.1.ffn_up.weight")
+    with pytest.raises(QuireError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as error:
+        load(tmp_path / "less.gguf")
+    assert error.value.code == "bad_weights"
+
+
+@pytest.fixture(scope="module")
+def built_in() -> Any:
+    try:
+        return resolve_model("smollm2", offline=True)
+    except QuireError as error:
+        pytest.skip(f"the built-in model is not on this disk: {error}")
+
+
+def test_built_in_model_reads_as_transformers_reads_it(built_in: Any) -> None:
+    loaded = load_model(built_in, dtype="float32", device=CPU, max_model_len=256, page_tokens=16)
+    assert loaded.max_model_len == 256
+    assert loaded.weights_bytes == estimate_weights_bytes(read_config(built_in), "float32") == 134515008 * 4
+    reference = transformers_from_gguf(built_in.path)
+    row = HarnessRow([1, 4093, 198, 19556, 314, 253, 1183, 33, 1201, 2, 198, 1, 520, 9531, 198, 36, 5248])
+    harness = PagedHarness(loaded.model, num_pages=8, seed=0)
+    got = torch.cat([harness.step([(row, count)]) for count in (9, 7, 1)])
+    with torch.inference_mode():
+        want = reference(torch.tensor([row.tokens])).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()

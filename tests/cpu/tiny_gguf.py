@@ -1,0 +1,118 @@
+"""GGUF files for tests: tiny transformers models written as llama.cpp's converter would, and real files read back.
+
+Both directions go through the `gguf` package and numpy, so they share nothing with the loader they test.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+_NAMES = (
+    (r"model\.embed_tokens\.", "token_embd."),
+    (r"model\.norm\.", "output_norm."),
+    (r"lm_head\.", "output."),
+    (r"model\.layers\.(\d+)\.", r"blk.\1."),
+    (r"input_layernorm", "attn_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"self_attn\.o_proj", "attn_output"),
+    (r"self_attn\.([qkv])_proj", r"attn_\1"),
+    (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
+    (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
+)
+
+
+def gguf_name(name: str) -> str:
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None = None,
+               extra: dict[str, np.ndarray] | None = None, metadata: dict[str, Any] | None = None,
+               without: str = "") -> None:  # fmt: skip
+    """`types`: regular expression of GGUF names -> quantization type; the rest is F32. `extra`: more tensors;
+    `without`: the name of one to leave out."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, tensor in model.state_dict().items():
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_name(name) == without:
+            continue
+        if arch == "llama" and re.search(r"[qk]_proj", name):
+            halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        _add(writer, gguf_name(name), tensor, types or {})
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, types: dict[str, str]) -> None:
+    array = tensor.detach().float().contiguous().numpy()
+    for pattern, type_name in types.items():
+        if re.fullmatch(pattern, name):
+            kind = gguf.GGMLQuantizationType[type_name]
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            return
+    writer.add_tensor(name, array)
+
+
+def transformers_from_gguf(path: Path) -> Any:
+    """A file of the llama architecture as a float32 transformers model, without help from our own reader."""
+    reader = gguf.GGUFReader(path)
+
+    def field(key: str) -> Any:
+        return reader.fields[f"llama.{key}"].contents()
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = transformers.LlamaConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden_size=field("embedding_length"),
+        intermediate_size=field("feed_forward_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=field("attention.head_count"),
+        num_key_value_heads=field("attention.head_count_kv"),
+        max_position_embeddings=field("context_length"),
+        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
+        tie_word_embeddings="output.weight" not in tensors,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    state = {}
+    for name in model.state_dict():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            name = "model.embed_tokens.weight"
+        tensor = tensors[gguf_name(name)]
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if re.search(r"[qk]_proj", name):
+            pairs = array.reshape(-1, config.head_dim // 2, 2, array.shape[-1])
+            array = np.swapaxes(pairs, 1, 2).reshape(array.shape)
+        state[name] = torch.from_numpy(np.array(array, dtype=np.float32))
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its table was left on meta
+    return model.eval()

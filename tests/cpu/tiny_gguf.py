@@ -109,7 +109,8 @@ def transformers_from_gguf(path: Path) -> Any:
         tensor = tensors[gguf_name(name)]
         array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if re.search(r"[qk]_proj", name):
-            pairs = array.reshape(-1, config.head_dim // 2, 2, array.shape[-1])
+            head_dim = config.hidden_size // config.num_attention_heads
+            pairs = array.reshape(-1, head_dim // 2, 2, array.shape[-1])
             array = np.swapaxes(pairs, 1, 2).reshape(array.shape)
         state[name] = torch.from_numpy(np.array(array, dtype=np.float32))
     model.load_state_dict(state, strict=False, assign=True)

@@ -1,0 +1,45 @@
+"""Plain torch versions of the small ops: the CPU path, and the oracle every faster twin is tested against.
+
+`kernels.table` hands these to the layers. Each is written for few torch calls rather than for beauty of the formula,
+because on a CPU thirty layers of them are run for every token and each call costs microseconds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale the last dimension to unit root mean square, then by `weight`, which may broadcast over the others."""
+    if weight.dim() == 1:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add `x` to the residual stream: the normed sum and the sum itself. May reuse the memory of `x`."""
+    total = x.add_(residual)
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where the last dimension holds gate and up side by side."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate element i of each head against element i + head_dim / 2.
+
+    x is [tokens, heads, head_dim], queries and keys side by side; cos and sin are [tokens, 1, head_dim] with the first
+    half of sin negated, so that the partner of every element is found by one roll.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Put each token's key and value, [tokens, kv_heads, head_dim], at its slot of the paged cache, in place."""
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)

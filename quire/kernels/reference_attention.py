@@ -1,0 +1,211 @@
+"""Paged attention in plain torch over a ragged batch: the CPU path, and the oracle for faster twins.
+
+What depends only on the step (which pages, which keys a query may see) is worked out once by `plan_attention`; every
+layer of a group then calls `paged_attention` with that plan. Keys a query may not see get a weight of exactly zero;
+since 0 * NaN is NaN, this relies on caches holding finite values only: they are zero-initialised, and whatever was
+written to a page since, by this request or another, came out of a finite forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Rows of one token are computed together, padded to the longest; a new batch is opened where it spares this many
+# padded tokens. About what the extra calls of a second batch cost on a CPU.
+WORTH_SPLITTING = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """Rows that compute one token each, attended in one go."""
+
+    token_index: Tensor | None  # [rows] int64, which tokens of the step they are; None: all of them, in order
+    num_rows: int
+    pages: Tensor  # [rows * pages_per_row] int32
+    mask: Tensor  # [rows, 1, 1, key_len]: 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpRow:
+    """One row that computes several tokens."""
+
+    first: int  # its tokens are first : first + count
+    count: int
+    pages: Tensor  # [pages] int32
+    mask: Tensor | None  # [count, key_len]: 0 or -inf; None: causal over exactly these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    num_tokens: int
+    singles: list[SingleRows] = field(default_factory=list)
+    catch_ups: list[CatchUpRow] = field(default_factory=list)
+
+
+def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
+                   window: int | None, dtype: torch.dtype) -> ReferencePlan:  # fmt: skip
+    """Work out what every layer with this page table and window shares in one step.
+
+    `page_table` [rows, max_pages] int32, `positions` [tokens] int64; `counts` and `len_bounds` are per row, on the
+    host. The bounds may exceed the true lengths: they only size things, what is visible is decided by `positions`.
+    """
+    geometry = _Geometry(page_table, positions, page_tokens, window, dtype)
+    plan = ReferencePlan(num_tokens=sum(counts))
+    firsts, first = [], 0
+    for count in counts:
+        firsts.append(first)
+        first += count
+    single_rows = [row for row, count in enumerate(counts) if count == 1]
+    for rows in _split_by_len(single_rows, len_bounds):
+        plan.singles.append(_plan_singles(geometry, rows, firsts, len_bounds, whole_step=len(rows) == plan.num_tokens))
+    for row, count in enumerate(counts):
+        if count > 1:
+            plan.catch_ups.append(_plan_catch_up(geometry, row, firsts[row], count, len_bounds[row]))
+    return plan
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan, scale: float,
+                    softcap: float | None = None) -> Tensor:  # fmt: skip
+    """Attend each token to its row's cached keys. q is [tokens, heads, head_dim], the caches are
+    [pages, page_tokens, kv_heads, head_dim] and already hold this step's entries. Returns [tokens, heads * head_dim].
+    """
+    if len(plan.singles) == 1 and plan.singles[0].token_index is None:
+        return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale, softcap)
+    if len(plan.catch_ups) == 1 and not plan.singles:
+        return _attend_catch_up(q, k_cache, v_cache, plan.catch_ups[0], scale, softcap)
+    out = q.new_empty(plan.num_tokens, q.shape[1] * q.shape[2])
+    for rows in plan.singles:
+        assert rows.token_index is not None
+        picked = q.index_select(0, rows.token_index)
+        out.index_copy_(0, rows.token_index, _attend_singles(picked, k_cache, v_cache, rows, scale, softcap))
+    for row in plan.catch_ups:
+        span = slice(row.first, row.first + row.count)
+        out[span] = _attend_catch_up(q[span], k_cache, v_cache, row, scale, softcap)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What is the same for all rows while planning one step."""
+
+    page_table: Tensor
+    positions: Tensor
+    page_tokens: int
+    window: int | None
+    dtype: torch.dtype
+
+    def pages_and_keys(
+        self, table: Tensor, first_position: Tensor, len_bound: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The pages the rows of `table` [rows, max_pages] need, and the positions of the keys that lie in them.
+
+        With a window, rows longer than it start at the first page that `first_position` [rows, 1] can see.
+        """
+        num_pages = -(-len_bound // self.page_tokens)
+        if self.window is not None:
+            num_visible = -(-(self.window + count - 2) // self.page_tokens) + 1
+            if num_visible < num_pages:
+                first_page = (first_position - (self.window - 1)).clamp_(min=0) // self.page_tokens  # [rows, 1]
+                index = first_page + torch.arange(num_visible, device=table.device)
+                keys = torch.arange(num_visible * self.page_tokens, device=table.device)
+                # Beyond the table lies nothing a query may see, so any page does.
+                return table.gather(1, index.clamp_(max=table.shape[1] - 1)), first_page * self.page_tokens + keys
+        return table[:, :num_pages], torch.arange(num_pages * self.page_tokens, device=table.device)
+
+    def mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """0 where a query may see a key, -inf elsewhere; the arguments broadcast against each other."""
+        hidden = key_positions > query_positions
+        if self.window is not None:
+            hidden |= key_positions <= query_positions - self.window
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _split_by_len(rows: list[int], len_bounds: list[int]) -> list[list[int]]:
+    """Put rows of similar length together, so that one long row does not make all others pay for its padding."""
+    if not rows:
+        return []
+    by_len = sorted(rows, key=lambda row: -len_bounds[row])
+    batches = [[by_len[0]]]
+    longest = len_bounds[by_len[0]]
+    for done, row in enumerate(by_len[1:], start=1):
+        if (longest - len_bounds[row]) * (len(by_len) - done) > WORTH_SPLITTING:
+            batches.append([])
+            longest = len_bounds[row]
+        batches[-1].append(row)
+    return batches if len(batches) > 1 else [rows]
+
+
+def _plan_singles(geometry: _Geometry, rows: list[int], firsts: list[int], len_bounds: list[int],
+                  whole_step: bool) -> SingleRows:  # fmt: skip
+    table, positions, token_index = geometry.page_table, geometry.positions, None
+    if not whole_step:
+        row_index, token_index = torch.tensor([rows, [firsts[row] for row in rows]], device=table.device)
+        table, positions = table.index_select(0, row_index), positions.index_select(0, token_index)
+    positions = positions.unsqueeze(1)
+    len_bound = max(len_bounds[row] for row in rows)
+    pages, keys = geometry.pages_and_keys(table, positions, len_bound, count=1)
+    mask = geometry.mask(positions, keys)[:, None, None]
+    return SingleRows(token_index, len(rows), pages.reshape(-1), mask)
+
+
+def _plan_catch_up(geometry: _Geometry, row: int, first: int, count: int, len_bound: int) -> CatchUpRow:
+    table = geometry.page_table[row : row + 1]
+    positions = geometry.positions[first : first + count].unsqueeze(1)
+    pages, keys = geometry.pages_and_keys(table, positions[:1], len_bound, count)
+    pages = pages.reshape(-1)
+    # A bound equal to the count leaves no room for anything before these tokens: they start at 0.
+    if len_bound == count and (geometry.window is None or len_bound <= geometry.window):
+        return CatchUpRow(first, count, pages, mask=None)
+    return CatchUpRow(first, count, pages, geometry.mask(positions, keys))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attending
+
+
+def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
+    """The tokens of these pages as [rows, kv_heads, key_len, head_dim]."""
+    _, _, kv_heads, head_dim = cache.shape
+    return cache.index_select(0, pages).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
+
+
+def _attend_singles(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: SingleRows, scale: float,
+                    softcap: float | None) -> Tensor:  # fmt: skip
+    num_rows, kv_heads = rows.num_rows, k_cache.shape[2]
+    k = _gather(k_cache, rows.pages, num_rows)
+    v = _gather(v_cache, rows.pages, num_rows)
+    # The query heads that share a kv head stand in as that head's queries: no key is copied per query head.
+    grouped = q.reshape(num_rows, kv_heads, -1, q.shape[-1])
+    return _attend(grouped, k, v, rows.mask, scale, softcap).reshape(num_rows, -1)
+
+
+def _attend_catch_up(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: CatchUpRow, scale: float,
+                     softcap: float | None) -> Tensor:  # fmt: skip
+    count, kv_heads, head_dim = row.count, k_cache.shape[2], q.shape[-1]
+    # The query heads that share a kv head become a batch over one and the same keys (a stride of 0, no copy).
+    grouped = q.view(count, kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, count, head_dim]
+    k = _gather(k_cache, row.pages, 1)
+    v = _gather(v_cache, row.pages, 1)
+    if row.mask is None:
+        k, v = k[:, :, :count], v[:, :, :count]
+    k, v = (x.expand(grouped.shape[0], -1, -1, -1) for x in (k, v))
+    out = _attend(grouped, k, v, row.mask, scale, softcap)
+    return out.permute(2, 1, 0, 3).reshape(count, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Softmax attention, [batch, heads, queries, head_dim]; without a mask it is causal over equally many keys."""
+    if softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
+    scores = (q @ k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is None:
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
+    return scores.add_(mask).softmax(-1) @ v

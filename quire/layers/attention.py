@@ -1,0 +1,78 @@
+"""Grouped-query attention over a paged cache: one merged projection, rope, cache write, attention, output.
+
+A model makes one `AttentionPlan` per cache group at the start of a step; every layer of the group then works from it,
+so that what depends only on the step is done once and not once per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.table import Ops
+from quire.layers.linear import Linear
+from quire.layers.norm import QKNorm
+from quire.layers.quant.scheme import Scheme
+from quire.layers.step import PagedInputs, Step
+from quire.types import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What all layers of one group share in one step."""
+
+    planes: tuple[Tensor, ...]  # key and value cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim]
+    slots: Tensor  # [tokens] int64
+    kernel: Any  # what the chosen kernel wants to know of the step
+
+
+def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
+    """`cache` is the group's whole memory, [layers, 2, pages, page_tokens, kv_heads, head_dim]."""
+    inputs = step.groups[spec.group]
+    assert isinstance(inputs, PagedInputs)
+    kernel = ops.plan_attention(
+        inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype
+    )
+    return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Attention(nn.Module):
+    def __init__(self, prefix: str, shape: AttentionShape, cache_index: int, *, qkv_bias: bool, out_bias: bool,
+                 qk_norm_eps: float | None, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+        """`cache_index`: this layer's place within its cache group; `qk_norm_eps` None: no such norm."""
+        super().__init__()
+        self.shape = shape
+        self.cache_index = cache_index
+        self.scale = shape.head_dim**-0.5
+        self.ops = ops
+        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        kv_rows = kv_heads * head_dim
+        qkv = [(f"{prefix}.q_proj", heads * head_dim), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
+        self.qkv = Linear(shape.width, qkv, bias=qkv_bias, dtype=dtype, scheme=scheme)
+        out = [(f"{prefix}.o_proj", shape.width)]
+        self.out = Linear(heads * head_dim, out, bias=out_bias, dtype=dtype, scheme=scheme)
+        self.qk_norm = None
+        if qk_norm_eps is not None:
+            self.qk_norm = QKNorm(prefix, heads, kv_heads, head_dim, qk_norm_eps, dtype, ops)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = self.ops.rope(qk, cos, sin).split_with_sizes((heads, kv_heads), dim=1)
+        k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
+        self.ops.write_kv(k, v, k_cache, v_cache, plan.slots)
+        return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale))

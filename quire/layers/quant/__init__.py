@@ -1,0 +1,7 @@
+"""How a linear's weight is stored and applied: one small `Scheme` per way, chosen when a model is built."""
+
+from quire.layers.quant.dense import Dense
+from quire.layers.quant.fp16_packed import Fp16Packed
+from quire.layers.quant.scheme import Scheme
+
+__all__ = ["Dense", "Fp16Packed", "Scheme"]

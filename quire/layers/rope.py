@@ -1,0 +1,138 @@
+"""Rotary positions: how fast each pair of a head's elements turns, and the angles of one step's tokens.
+
+A model computes the angles once a step and hands them to every layer; there is no table to size or to outgrow.
+Frequencies and angles are worked out in float32 the way transformers does, so that long positions agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.types import QuireError
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    kind: str = "default"  # one of SUPPORTED
+    theta: float = 10000.0
+    factor: float = 1.0  # how many times longer than in training sequences may get
+    original_len: int = 0  # positions the model was first trained with (llama3, yarn)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole pairs
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: from `factor`
+    divisors: tuple[float, ...] = ()  # one per pair, on top of all that (GGUF keeps llama3 scaling this way)
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
+        """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json."""
+        given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        kind = given.get("rope_type") or given.get("type") or "default"
+        if kind not in SUPPORTED:
+            raise QuireError("unsupported_model", f"Rope scaling {kind!r} is not supported.",
+                             f"Supported are {', '.join(SUPPORTED)}.")  # fmt: skip
+        max_positions = config.get("max_position_embeddings") or 0
+        original_len = given.get("original_max_position_embeddings") or max_positions
+        factor = given.get("factor") or (max_positions / original_len if kind == "yarn" and original_len else 1.0)
+        return cls(
+            kind=kind,
+            theta=float(given.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            factor=float(factor),
+            original_len=int(original_len),
+            low_freq_factor=float(given.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(given.get("high_freq_factor") or 4.0),
+            beta_fast=float(given.get("beta_fast") or 32.0),
+            beta_slow=float(given.get("beta_slow") or 1.0),
+            truncate=bool(given.get("truncate", True)),
+            attention_factor=_hf_attention_factor(given, float(factor)),
+            divisors=tuple(given.get("divisors") or ()),
+        )
+
+    @property
+    def angle_scale(self) -> float:
+        """What cos and sin are multiplied with."""
+        if self.kind != "yarn":
+            return 1.0
+        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair, [head_dim / 2] float32."""
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32)
+    plain = 1.0 / config.theta ** (pairs / head_dim)
+    match config.kind:
+        case "linear":
+            scaled = plain / config.factor
+        case "llama3":
+            scaled = _llama3(config, plain)
+        case "yarn":
+            scaled = _yarn(config, plain, head_dim)
+        case _:
+            scaled = plain
+    return scaled / torch.tensor(config.divisors) if config.divisors else scaled
+
+
+class Rope:
+    """The angles of a step's tokens for one kind of rope."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device):
+        frequencies = inverse_frequencies(config, head_dim)
+        # Both halves of a head turn by the same angle; a negative one in the first half gives its sine the sign that
+        # the rotation needs there, and leaves its cosine alone.
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self.scale = config.angle_scale
+        self.dtype = dtype
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [tokens] -> cos and sin as `kernels.reference.rope` wants them, [tokens, 1, head_dim]."""
+        angles = (positions.float().unsqueeze(1) * self.frequencies).unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
+    return None
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Longer contexts flatten the softmax; this is the factor that sharpens it again."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Slow pairs are divided by the factor, fast ones are left alone, those between are blended."""
+    turns = config.original_len * plain / (2 * math.pi)  # full turns within the original length
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * plain / config.factor + blend * plain
+
+
+def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
+    """Pairs that turn often within the original length keep their speed, rare ones are slowed down, with a ramp."""
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(config.original_len / (times * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / config.factor * slowed + plain * (1 - slowed)

@@ -1,0 +1,74 @@
+"""Weights that know where they come from: each names the checkpoint tensors that fill it, and which rows each fills.
+
+Layers make them on the meta device, where they cost nothing; the loader walks a model, fills them and puts the real
+tensors in their place. Two weights with the same parts (a tied embedding and head) end up as one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint tensor and the rows of a weight that it fills, from `start` to before `stop`."""
+
+    name: str
+    shape: tuple[int, ...]  # in the checkpoint; if it lacks the weight's leading dimension it is repeated over the rows
+    start: int
+    stop: int
+
+
+class Weight(nn.Parameter):
+    """A parameter still on meta, with its loading rule."""
+
+    parts: tuple[Part, ...]
+    stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading
+
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...]) -> Weight:
+        weight = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        weight.parts = parts
+        weight.stored = dtype
+        return weight
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        """A weight that is exactly one checkpoint tensor."""
+        return cls(shape, dtype, (Part(name, shape, 0, shape[0]),))
+
+    @classmethod
+    def stacked(cls, sources: list[tuple[str, int]], columns: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        """Several checkpoint tensors, (name, rows), one below the other."""
+        parts, start = [], 0
+        for name, rows in sources:
+            parts.append(Part(name, (rows, *columns), start, start + rows))
+            start += rows
+        return cls((start, *columns), dtype, tuple(parts))
+
+
+def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:
+    """The weights still on meta that belong to this module itself, by name."""
+    return [(name, weight) for name, weight in module.named_parameters(recurse=False) if isinstance(weight, Weight)]
+
+
+def iter_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
+    """Every weight still on meta: (the module that owns it, its name there, the weight)."""
+    for module in model.modules():
+        for name, weight in own_weights(module):
+            yield module, name, weight
+
+
+def put_weight(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a weight on meta by its real tensor."""
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes the weights will take once loaded, shared ones counted once."""
+    sizes = {(w.parts, w.stored): math.prod(w.shape) * w.stored.itemsize for _, _, w in iter_weights(model)}
+    return sum(sizes.values())

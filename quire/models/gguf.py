@@ -1,0 +1,172 @@
+"""What a GGUF file says, in the words of a Hugging Face checkpoint: its config, tensor names and defaults.
+
+The loader calls these and then treats both kinds of files alike. Reading the container is `files.gguf`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.files.gguf import GGUFFile, GGUFTensor
+from quire.kernels.dequant import FORMATS, dequantize
+from quire.layers.rope import yarn_magnitude
+from quire.models.registry import GGUF_ARCHITECTURES, unsupported
+from quire.types import QuireError
+
+ROPE_DIVISORS = "rope_freqs.weight"
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def hf_name(name: str) -> str:
+    """The checkpoint name of a GGUF tensor; a name we do not know stays, so that the strict load can complain of it."""
+    found = _LAYER_NAME.fullmatch(name)
+    if found and found[2] in _IN_LAYER:
+        return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+
+
+def read_config(file: GGUFFile) -> dict[str, Any]:
+    """The metadata as the fields of a config.json."""
+    arch = file.metadata.get("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        raise unsupported(f"GGUF architecture {arch!r}")
+    if _get(file, "expert_count", 0):
+        raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
+    num_heads, num_layers = _need(file, "attention.head_count"), _need(file, "block_count")
+    width = _need(file, "embedding_length")
+    head_dim = _get(file, "attention.key_length", width // max(num_heads, 1))
+    if (
+        _get(file, "rope.dimension_count", head_dim) != head_dim
+        or _get(file, "attention.value_length", head_dim) != head_dim
+    ):
+        raise unsupported("A model whose rope, key and value dimensions differ")
+    if "token_embd.weight" not in file.tensors:
+        raise QuireError(
+            "bad_weights", f"{file.path} lacks the tensor token_embd.weight.", "Fetch or convert it again."
+        )
+    window = _get(file, "attention.sliding_window", None)
+    return {
+        "model_type": GGUF_ARCHITECTURES[arch],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": width,
+        "intermediate_size": _need(file, "feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _get(file, "attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _get(file, "attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": _get(file, "context_length", 2048),
+        "rope_parameters": _rope(file),
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": ["sliding_attention" if window else "full_attention"] * num_layers,
+        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+
+
+def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
+    """Some rows of a tensor in float32; only their bytes are touched."""
+    form = FORMATS.get(tensor.type.name)
+    if form is None:
+        what = f"Tensor {tensor.name} has the type {tensor.type.name}, which is not supported."
+        raise QuireError("unsupported_model", what, f"Supported are {', '.join(FORMATS)}.")
+    row_elements = math.prod(tensor.shape[1:])
+    start, stop = (index * row_elements // form.elements * form.num_bytes for index in (first, first + num_rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the map is read-only, and nothing here writes to it
+        data = torch.from_numpy(tensor.data[start:stop])
+    return dequantize(data, tensor.type.name).view(num_rows, *tensor.shape[1:])
+
+
+def sampling_defaults(file: GGUFFile) -> dict[str, Any]:
+    """`general.sampling.*`, under our names."""
+    keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
+    return {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+
+
+def is_permuted(file: GGUFFile, name: str) -> bool:
+    """Whether the rows of this tensor (by its checkpoint name) were reordered within each head.
+
+    Files of the llama architecture keep queries and keys so that rope turns neighbouring elements; ours, like the
+    checkpoints they were made from, turn element i against element i + head_dim / 2.
+    """
+    return file.metadata["general.architecture"] == "llama" and bool(re.search(r"\.self_attn\.[qk]_proj\.", name))
+
+
+def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
+    """[heads * head_dim, ...] with the two halves of each head interleaved -> one half after the other."""
+    return tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope(file: GGUFFile) -> dict[str, Any]:
+    kind = _get(file, "rope.scaling.type", "linear" if _key(file, "rope.scale_linear") in file.metadata else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise unsupported(f"GGUF rope scaling {kind!r}")
+    factor = _get(file, "rope.scaling.factor", _get(file, "rope.scale_linear", 1.0))
+    rope: dict[str, Any] = {
+        "rope_type": "default" if kind == "none" else kind,
+        "rope_theta": _get(file, "rope.freq_base", 10000.0),
+        "factor": factor,
+        "original_max_position_embeddings": _get(file, "rope.scaling.original_context_length", None),
+        "beta_fast": _get(file, "rope.scaling.yarn_beta_fast", None),
+        "beta_slow": _get(file, "rope.scaling.yarn_beta_slow", None),
+    }
+    if kind == "yarn" and _key(file, "rope.scaling.attn_factor") in file.metadata:
+        rope["attention_factor"] = _get(file, "rope.scaling.attn_factor", 1.0) * yarn_magnitude(factor)
+    divisors = file.tensors.get(ROPE_DIVISORS)
+    if divisors is not None:
+        rope["divisors"] = read_rows(divisors, 0, divisors.shape[0]).tolist()
+    return rope
+
+
+def _key(file: GGUFFile, key: str) -> str:
+    return f"{file.metadata['general.architecture']}.{key}"
+
+
+def _get(file: GGUFFile, key: str, default: Any) -> Any:
+    """A number or word of this architecture; a default of some type also says which type it must have."""
+    value = file.metadata.get(_key(file, key), default)
+    if isinstance(value, list) and len(set(value)) == 1:  # per layer, and the same in each
+        value = value[0]
+    fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
+    if (default is not None and not fits) or isinstance(value, (bool, list)):
+        raise QuireError(
+            "bad_config", f"{file.path} has {_key(file, key)}={value!r:.80}.", "Fetch or convert it again."
+        )
+    return value
+
+
+def _need(file: GGUFFile, key: str) -> int:
+    if _key(file, key) not in file.metadata:
+        raise QuireError("bad_config", f"{file.path} lacks {_key(file, key)}.", "Fetch or convert it again.")
+    return _get(file, key, 0)

@@ -1,0 +1,150 @@
+"""Turns a model's files into a model that can run: config, memory check, building on meta, weights, defaults.
+
+`llm` and the worker entry call `load_model`; `doctor` calls `read_config` and `estimate_weights_bytes` alone. Both
+kinds of files, folders and GGUF, become the same thing here: the fields of a config.json and named tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.files.gguf import GGUFFile, open_gguf
+from quire.files.progress import Progress, QuietProgress, format_bytes
+from quire.files.safetensors import list_shards
+from quire.files.source import ModelFiles
+from quire.kernels.table import select_ops
+from quire.layers.quant import Dense, Fp16Packed, Scheme
+from quire.layers.weights import weights_bytes
+from quire.models import gguf
+from quire.models.memory import available_memory
+from quire.models.registry import Model, find_family, find_model_type
+from quire.models.sources import CheckpointFill, GGUFCheckpoint, RandomFill, SafetensorsCheckpoint, fill_model
+from quire.types import QuireError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    config: Any  # the family's own, e.g. DenseConfig
+    dtype: str  # of the weights; what is computed and cached in stands in the model's cache specs
+    max_model_len: int
+    weights_bytes: int
+    eos_ids: tuple[int, ...] = ()  # from the folder; a GGUF's are read with its tokenizer
+    generation_defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # the model's own sampling, by SamplingParams name
+
+
+def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
+               random_weights: bool = False, progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+    """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
+    file = open_gguf(files.path) if files.kind == "gguf" else None
+    hf_config = _hf_config(files, file)
+    dtype = resolve_dtype(dtype, device, hf_config)
+    model, config = build_model(hf_config, dtype=dtype, device=device, page_tokens=page_tokens)
+    max_model_len = _resolve_len(max_model_len, model.max_positions)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name)
+    progress = progress or QuietProgress()
+    progress.start(f"Loading {files.name}", num_bytes)
+    try:
+        if random_weights:
+            fill_model(model, RandomFill(device), device, progress.update)
+        elif file is not None:
+            checkpoint = GGUFCheckpoint(file, config.head_dim)
+            fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
+        else:
+            shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            fill_model(model, CheckpointFill(model, shards), device, progress.update)
+    finally:
+        progress.finish()
+    defaults = gguf.sampling_defaults(file) if file is not None else generation_defaults(files.generation_config)
+    eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config)
+    return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
+
+
+def read_config(files: ModelFiles) -> dict[str, Any]:
+    """The fields of a config.json: the folder's own, or what a GGUF's metadata amounts to."""
+    return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
+
+
+def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device,
+                page_tokens: int) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta, which costs nothing yet, and its config."""
+    if hf_config.get("quantization_config"):
+        method = hf_config["quantization_config"].get("quant_method", "an unknown method")
+        what = f"This checkpoint is quantized ({method}), which is not supported."
+        raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
+    model_type = find_model_type(hf_config)
+    family = find_family(model_type)
+    config = family.read_config({**hf_config, "model_type": model_type})
+    compute_dtype, scheme = _choose_scheme(dtype, device)
+    ops = select_ops(device.type)
+    model = family(config, dtype=compute_dtype, device=device, page_tokens=page_tokens, ops=ops, scheme=scheme)
+    return model, config
+
+
+def estimate_weights_bytes(hf_config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes the weights of such a model take."""
+    model, _ = build_model(hf_config, dtype=dtype, device=torch.device("cpu"), page_tokens=16)
+    return weights_bytes(model)
+
+
+def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]) -> str:
+    """ "auto" is float32 on a CPU, where other types are slower, and the checkpoint's own type elsewhere."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cpu":
+        return "float32"
+    own = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return own if own in DTYPES else "bfloat16"
+
+
+def _choose_scheme(dtype: str, device: torch.device) -> tuple[torch.dtype, Scheme]:
+    """What to compute in, and how linears keep their weights."""
+    if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
+        return torch.float32, Fp16Packed()
+    return DTYPES[dtype], Dense()
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """How the model's makers sample from it; nothing if they say that it should not be sampled from."""
+    if generation_config.get("do_sample") is False:
+        return {}
+    return {key: generation_config[key] for key in _SAMPLING_KEYS if generation_config.get(key) is not None}
+
+
+def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config.json knows best (chat models often end a turn in several ways), else config.json."""
+    for config in (generation_config, hf_config):
+        ids = config.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
+    return gguf.read_config(file) if file is not None else dict(files.config or {})
+
+
+def _resolve_len(requested: int | None, max_positions: int) -> int:
+    if requested is not None and requested > max_positions:
+        what = f"max_model_len={requested} is more than the {max_positions} positions this model knows."
+        raise QuireError("invalid_parameter", what, "Lower it or leave it out.", param="max_model_len")
+    return requested or max_positions
+
+
+def _check_fits(num_bytes: int, device: torch.device, name: str) -> int:
+    free = available_memory(device)
+    if num_bytes > free:
+        what = (
+            f"{name} needs {format_bytes(num_bytes)} for its weights, but only {format_bytes(free)} of memory is free."
+        )
+        raise QuireError("model_too_large", what, "Use a smaller model or a smaller dtype, or free some memory.")
+    return num_bytes

@@ -1,0 +1,82 @@
+"""Which class runs which model. The loader asks `find_model_type` what a config.json describes, then `find_family`.
+
+Families are imported when they are asked for, so a model pays for no other. A new one is a line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.table import Ops
+from quire.layers.quant import Scheme
+from quire.layers.step import Step
+from quire.types import CacheSpec, QuireError
+
+FAMILIES = {  # model_type of a config.json -> where its class is
+    "llama": "quire.models.dense:DenseModel",
+    "mistral": "quire.models.dense:DenseModel",
+    "qwen2": "quire.models.dense:DenseModel",
+    "qwen3": "quire.models.dense:DenseModel",
+}
+ARCHITECTURES = {  # for a config.json that has no model_type
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+
+
+class Model(Protocol):
+    """What the runtime needs of a model."""
+
+    specs: list[CacheSpec]
+    vocab_size: int
+    max_positions: int
+    activation_elements: int  # most elements a token has alive at one time in `forward`, for the memory plan
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Compute the step and leave its state in `caches`; returns hidden states, [tokens, width]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab] float32"""
+
+
+class Family(Protocol):
+    """A model class: reads its own config, then builds itself on meta."""
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Any:
+        """From the fields of a config.json to the family's own frozen config."""
+
+    def __call__(self, config: Any, *, dtype: torch.dtype, device: torch.device, page_tokens: int, ops: Ops,
+                 scheme: Scheme) -> Model: ...  # fmt: skip
+
+
+def find_model_type(config: Mapping[str, Any]) -> str:
+    """What kind of model a config.json describes: by its `model_type`, or else by its `architectures`."""
+    names = [config.get("model_type"), *(ARCHITECTURES.get(name) for name in config.get("architectures") or ())]
+    model_type = next((name for name in names if name is not None), None)
+    if model_type not in FAMILIES:
+        name = model_type or ", ".join(config.get("architectures") or ()) or "(config.json names none)"
+        raise unsupported(f"Model type {name}")
+    return model_type
+
+
+def find_family(model_type: str) -> Family:
+    module, _, attribute = FAMILIES[model_type].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def unsupported(what: str) -> QuireError:
+    return QuireError("unsupported_model", f"{what} is not supported.", f"Supported are {', '.join(sorted(FAMILIES))}.")

@@ -1,0 +1,164 @@
+"""Where weights come from: safetensors shards, a GGUF file, or nowhere (random, for speed measurements).
+
+The loader picks one and calls `fill_model`. Every name and shape is checked before the first byte is read; then each
+weight is filled in place, part by part, so at no time is there a second copy of the model in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from quire.files.gguf import GGUFFile
+from quire.files.safetensors import check_safetensors
+from quire.layers.linear import Linear
+from quire.layers.weights import Part, Weight, iter_weights, own_weights, put_weight
+from quire.models import gguf
+from quire.types import QuireError
+
+READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
+_NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight|lm_head\.weight")
+
+
+def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device: torch.device,
+               on_bytes: Callable[[int], None]) -> None:  # fmt: skip
+    """Make every weight of a model on meta real: `fill` gets it and its empty tensor. `on_bytes` hears the progress."""
+    uses = Counter(weight.parts for _, _, weight in iter_weights(model))
+    shared: dict[tuple[Part, ...], Tensor] = {}
+    done = 0
+    for module in model.modules():
+        for name, weight in own_weights(module):
+            tensor = shared.get(weight.parts)
+            if tensor is None:
+                tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                fill(weight, tensor)
+                done += tensor.nbytes
+                on_bytes(done)
+                if uses[weight.parts] > 1:
+                    shared[weight.parts] = tensor
+            put_weight(module, name, tensor)
+        if isinstance(module, Linear):
+            module.finish()
+
+
+class RandomFill:
+    """Small normal numbers in every matrix and ones in every norm, so that activations stay in a sane range."""
+
+    def __init__(self, device: torch.device, seed: int = 0):
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        if "norm" in weight.parts[0].name:
+            tensor.fill_(1)
+        else:
+            tensor.normal_(0, 0.02, generator=self.generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Checkpoint(Protocol):
+    where: str  # for error messages
+    shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Copy a tensor into `target`, which has its shape; type and device may differ."""
+
+
+class CheckpointFill:
+    """Fills weights from a checkpoint that holds exactly what the model needs."""
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint):
+        check_tensors(model, checkpoint)
+        self.checkpoint = checkpoint
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        for part in weight.parts:
+            rows = tensor[part.start : part.stop]
+            if len(part.shape) == rows.dim():
+                self.checkpoint.read(part.name, rows)
+            else:
+                self.checkpoint.read(part.name, rows[0])
+                rows[1:] = rows[0]
+
+
+def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """A missing, unexpected or wrong-shaped tensor is an error that names it."""
+    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts}
+    found = checkpoint.shapes
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted and not _NEEDLESS.fullmatch(name)]
+    misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
+    if missing:
+        raise _bad_weights(f"{checkpoint.where} lacks {_some(missing)}")
+    if unexpected:
+        raise _bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
+    if misshapen:
+        name = misshapen[0]
+        what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
+        raise _bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
+
+
+def _bad_weights(what: str) -> QuireError:
+    return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
+
+
+class SafetensorsCheckpoint:
+    """Any number of shards. Files stay mapped, tensors are read one at a time."""
+
+    def __init__(self, shards: list[Path], where: str):
+        self.where = where
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._shard_of: dict[str, Path] = {}
+        self._open: tuple[Path, safe_open] | None = None
+        for shard in shards:
+            for name, entry in check_safetensors(shard).items():
+                if name in self.shapes:
+                    raise _bad_weights(f"{where} holds {name} twice")
+                if entry.dtype not in _FLOATS and not _NEEDLESS.fullmatch(name):
+                    what = f"{where} holds {name} as {entry.dtype}; quantized checkpoints are not supported."
+                    raise QuireError("unsupported_model", what, f"Supported types are {', '.join(_FLOATS)}.")
+                self.shapes[name] = entry.shape
+                self._shard_of[name] = shard
+
+    def read(self, name: str, target: Tensor) -> None:
+        shard = self._shard_of[name]
+        if self._open is None or self._open[0] != shard:
+            self._open = (shard, safe_open(shard, framework="pt"))
+        target.copy_(self._open[1].get_tensor(name))
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names, decoded a few rows at a time."""
+
+    def __init__(self, file: GGUFFile, head_dim: int):
+        self.where = str(file.path)
+        self.file = file
+        self.head_dim = head_dim
+        self._tensors = {gguf.hf_name(name): tensor for name, tensor in file.tensors.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, target: Tensor) -> None:
+        tensor = self._tensors[name]
+        permuted = gguf.is_permuted(self.file, name)
+        row_elements = max(1, target[:1].numel())
+        # Whole heads at a time, since rows are only reordered within a head.
+        step = max(1, READ_ELEMENTS // row_elements // self.head_dim) * self.head_dim
+        for first in range(0, tensor.shape[0], step):
+            rows = gguf.read_rows(tensor, first, min(step, tensor.shape[0] - first))
+            target[first : first + step].copy_(gguf.unpermute(rows, self.head_dim) if permuted else rows)

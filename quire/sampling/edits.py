@@ -1,0 +1,47 @@
+"""Edits that touch a few cells of the logits: logit bias, forbidden stop ids, bad words; and the grammar's mask.
+
+The sampler calls these in its documented order on its own copy of the logits, which they change in place. Forbidding
+is adding -inf, and a condition that only the device can decide becomes "add -inf or 0".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.sampling.batch import BadWords, Bias, MinTokens
+from quire.sampling.rowwise import NOTHING, minus_inf_unless
+
+
+def add_bias(logits: Tensor, bias: Bias) -> None:
+    logits.view(-1).scatter_add_(0, bias.cells, bias.values)
+
+
+def forbid_stops(logits: Tensor, ask: MinTokens, lengths: Tensor) -> None:
+    """A row that has not reached its min_tokens may not stop. `lengths` [samples]: tokens before the sampled one."""
+    _forbid(logits, ask.cells, lengths[ask.owners] < ask.until)
+
+
+def forbid_bad_words(logits: Tensor, ask: BadWords, history: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    """Forbid each word's last token where the row (prompt and output) ends with the rest of the word."""
+    prefix_len = ask.prefixes.shape[1]
+    back = torch.arange(-prefix_len, 0, device=logits.device)
+    places = lengths[ask.owners][:, None] + back  # [words, longest prefix]
+    before = history[rows[ask.owners][:, None], places.clamp(min=0)]
+    matches = (ask.prefixes < 0) | ((before == ask.prefixes) & (places >= 0))
+    _forbid(logits, ask.cells, matches.all(1))
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> None:
+    """Keep what a grammar allows. `mask` is bool [samples, vocab], or packed int32 [samples, ceil(vocab / 32)] where
+    bit i of word w stands for token 32 * w + i."""
+    if mask.dtype == torch.bool:
+        allowed = mask.to(torch.float32)
+    else:
+        bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
+        allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].to(torch.float32)
+    logits.add_(minus_inf_unless(allowed))
+
+
+def _forbid(logits: Tensor, cells: Tensor, when: Tensor) -> None:
+    logits.view(-1).scatter_add_(0, cells, torch.where(when, NOTHING, 0.0).to(logits.dtype))

@@ -1,0 +1,92 @@
+"""Which tokens a sampled row may still draw: temperature, then top-k, top-n-sigma, top-p and min-p.
+
+Called by the sampler. Each filter keeps the tokens above some floor, so several together keep what lies above the
+highest floor. Tokens tied with the last one kept are kept too. Scaled logits ("scores" here) are at most 0, the best
+being exactly 0, so exp(score) is a probability up to a constant.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.sampling.batch import EVERYTHING, Cohort
+from quire.sampling.rowwise import NOTHING, at_least, drop_below, row_sums
+
+_NEGLIGIBLE = -80.0  # exp below this is denormal or zero: nothing in a sum, yet slow to compute with
+_SEARCH_STEPS = 24  # halves a bracket of some 30 nats down to float32's own resolution
+
+
+def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
+    """Scores up to a constant per row, -inf for tokens not kept, and the token ids they belong to: [rows, candidates]
+    each, or [rows, vocab] and None. top-p counts probabilities after temperature, of the tokens top-k and sigma left;
+    sigma is the deviation of all the row's finite logits, so where it stands beside top-k makes no difference."""
+    scale = cohort.inv_temperature[:, None]
+    sigma_floor = None
+    if cohort.any_sigma:
+        width = cohort.top_n_sigma[:, None]
+        sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, NOTHING)
+    if cohort.width == EVERYTHING:
+        scores = (logits - logits.amax(1, keepdim=True)).mul_(scale)
+        return _keep_of_all(scores, cohort, sigma_floor), None
+    best = logits.topk(cohort.width)
+    scores = (best.values - best.values[:, :1]) * scale
+    return _keep_of_candidates(scores, cohort, sigma_floor), best.indices
+
+
+def _keep_of_candidates(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> Tensor:
+    """`scores` [rows, candidates] fall from left to right."""
+    floor = scores.gather(1, cohort.top_k[:, None] - 1)
+    if sigma_floor is not None:
+        floor = torch.maximum(floor, sigma_floor)
+    if cohort.any_top_p:
+        weights = torch.where(scores >= floor, scores, NOTHING).to(torch.float64).exp_()
+        reached = weights.cumsum(1)
+        num_kept = (reached - weights < cohort.top_p[:, None] * reached[:, -1:]).sum(1, keepdim=True)
+        cut = scores.gather(1, num_kept.clamp(min=1) - 1)
+        floor = torch.maximum(floor, torch.where(cohort.top_p[:, None] < 1, cut, NOTHING))
+    if cohort.any_min_p:
+        floor = torch.maximum(floor, cohort.min_p[:, None].log())
+    return torch.where(scores >= floor, scores, NOTHING)
+
+
+def _keep_of_all(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> Tensor:
+    """`scores` [rows, vocab] in order of token id. Nothing here sorts."""
+    if sigma_floor is not None:
+        scores = drop_below(scores, sigma_floor)
+    if cohort.any_top_p:
+        scores = drop_below(scores, _top_p_floor(scores, cohort.top_p[:, None]))
+    if cohort.any_min_p:
+        scores = drop_below(scores, cohort.min_p[:, None].log())
+    return scores
+
+
+def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
+    """The highest floor [rows, 1] above which at least a top_p share of the probability lies.
+
+    Halving a bracket needs no sort and no look at the values. The last token kept is at least as likely as the average
+    of what is beyond top_p, and the vocabulary is no longer than it is: that bounds the bracket from below.
+    """
+    weights = scores.clamp(min=_NEGLIGIBLE).exp_()
+    target = (top_p * row_sums(weights)).to(torch.float32)
+    low = torch.log1p(-top_p).to(torch.float32) - math.log(scores.shape[1]) - 1e-3
+    high = torch.zeros_like(low)
+    kept = torch.empty_like(scores)
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) * 0.5
+        reached = row_sums(at_least(scores, middle, out=kept).mul_(weights)) >= target
+        low = torch.where(reached, middle, low)
+        high = torch.where(reached, high, middle)
+    return torch.where(top_p < 1, low, NOTHING)
+
+
+def _deviation(logits: Tensor) -> Tensor:
+    """Standard deviation (of the population) of each row's finite logits, [rows, 1]."""
+    finite = at_least(logits, torch.full_like(logits[:, :1], torch.finfo(logits.dtype).min))
+    count = row_sums(finite)
+    # -inf * 0 would be NaN, so what is not finite is made so before it is multiplied away.
+    below_best = (logits - logits.amax(1, keepdim=True)).clamp_(min=torch.finfo(logits.dtype).min).mul_(finite)
+    from_mean = below_best.sub_(row_sums(below_best) / count).mul_(finite)
+    return (row_sums(from_mean.square_()) / count).sqrt_()

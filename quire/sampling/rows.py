@@ -1,0 +1,270 @@
+"""Each row's sampling parameters, on the host. The runtime calls `set` and `clear` as requests take and leave rows, and
+`gather` once a step: it packs what the sampling rows ask for into one upload and notes what nobody asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.sampling.batch import (
+    EVERYTHING,
+    GREEDY,
+    BadWords,
+    Batch,
+    Bias,
+    Cohort,
+    Dry,
+    LogprobsAsked,
+    MinTokens,
+    Penalties,
+)
+from quire.sampling.noise import stream_key
+from quire.types import RowInit, SamplingParams
+
+MIN_TEMPERATURE = 1e-5  # below it float32 has nothing left to draw from: greedy
+_NARROWEST = 64  # candidates looked at when top_k is small
+_COLUMNS = {
+    "key": np.int64, "width": np.int64, "inv_temperature": np.float32, "top_k": np.int64, "top_p": np.float64,
+    "min_p": np.float32, "top_n_sigma": np.float32, "repetition": np.float32, "presence": np.float32,
+    "frequency": np.float32, "prompt_len": np.int64, "until": np.int64, "dry_multiplier": np.float32,
+    "dry_base": np.float32, "dry_allowed_len": np.int64, "dry_search_len": np.int64, "num_top": np.int64,
+}  # fmt: skip
+_COHORT_COLUMNS = ("key", "inv_temperature", "top_k", "top_p", "min_p", "top_n_sigma")
+_NO_LOGPROBS = -1
+_NO_LIMIT = 1 << 62
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(slots=True)
+class _Lists:
+    """The parameters of one row that have no fixed length."""
+
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    stop_ids: np.ndarray  # empty unless the row has min_tokens
+    bad_words: list[tuple[int, ...]]
+    breaker_ids: np.ndarray  # empty unless the row uses DRY
+
+
+class SamplingRows:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._columns: Arrays = {name: np.zeros(max_rows, dtype) for name, dtype in _COLUMNS.items()}
+        self._lists: dict[int, _Lists] = {}
+        self._cached: tuple[list[int], Batch] | None = None  # decoding asks for the same rows step after step
+
+    def set(self, init: RowInit) -> None:
+        """A request takes a row. Token ids the model does not have are dropped: they can't be chosen anyway."""
+        params = init.params.resolve()
+        values = _fixed_values(params, self.vocab_size)
+        values |= {"key": stream_key(init.seed, init.sample_index), "prompt_len": init.prompt_len}
+        values["until"] = init.prompt_len + params.min_tokens
+        for name, value in values.items():
+            self._columns[name][init.row] = value
+        self._lists.pop(init.row, None)
+        lists = self._ragged_values(params, init.stop_ids)
+        if any(len(x) for x in (lists.bias_ids, lists.stop_ids, lists.bad_words, lists.breaker_ids)):
+            self._lists[init.row] = lists
+        self._cached = None
+
+    def clear(self, row: int) -> None:
+        for column in self._columns.values():
+            column[row] = 0
+        self._lists.pop(row, None)
+        self._cached = None
+
+    def gather(self, rows: list[int]) -> Batch:
+        """What these rows ask for, in this order (a row may stand there more than once)."""
+        if self._cached is None or self._cached[0] != rows:
+            index = np.asarray(rows, np.int64)
+            columns = {name: column[index] for name, column in self._columns.items()}
+            self._cached = (list(rows), _Gathering(rows, columns, self._lists, self.vocab_size).batch(self.device))
+        return self._cached[1]
+
+    def _ragged_values(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> _Lists:
+        bias = [(i, v) for i, v in params.logit_bias if 0 <= i < self.vocab_size]
+        words = [w for w in params.bad_token_ids if w and all(0 <= i < self.vocab_size for i in w)]
+        return _Lists(
+            bias_ids=np.array([i for i, _ in bias], np.int64),
+            bias_values=np.array([v for _, v in bias], np.float32),
+            stop_ids=self._known_ids(stop_ids if params.min_tokens else ()),
+            bad_words=words,
+            breaker_ids=self._known_ids(params.dry_breaker_ids if params.dry_multiplier else ()),
+        )
+
+    def _known_ids(self, ids: tuple[int, ...]) -> np.ndarray:
+        return np.array([i for i in ids if 0 <= i < self.vocab_size], np.int64)
+
+
+def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
+    temperature = params.temperature or 0.0
+    top_k = min(params.top_k or 0, vocab_size)
+    greedy = temperature < MIN_TEMPERATURE or top_k == 1 or params.top_p == 0
+    return {
+        "width": GREEDY if greedy else _width(top_k, vocab_size),
+        "inv_temperature": 1.0 if greedy else 1.0 / temperature,
+        "top_k": top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "top_n_sigma": params.top_n_sigma,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "dry_multiplier": params.dry_multiplier,
+        "dry_base": params.dry_base,
+        "dry_allowed_len": params.dry_allowed_len,
+        "dry_search_len": params.dry_range or _NO_LIMIT,
+        "num_top": _NO_LOGPROBS if params.logprobs is None else params.logprobs,
+    }
+
+
+def _width(top_k: int, vocab_size: int) -> int:
+    """How many best tokens to look at: one of a few widths, a little more than top_k so that ties find room."""
+    if top_k == 0 or top_k == vocab_size:
+        return EVERYTHING
+    width = _NARROWEST
+    while width <= top_k:
+        width *= 4
+    return min(width, vocab_size)
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """One `gather` in the making: each method collects the arrays of one part, `batch` uploads them all together."""
+
+    rows: list[int]
+    columns: Arrays  # parameter -> [samples]
+    lists: dict[int, _Lists]
+    vocab_size: int
+    parts: dict[str, Arrays] = field(default_factory=dict)
+
+    def batch(self, device: torch.device) -> Batch:
+        widths = sorted(set(self.columns["width"].tolist()))
+        for width in widths:
+            self._add_cohort(width)
+        listed = [(sample, self.lists[row]) for sample, row in enumerate(self.rows) if row in self.lists]
+        if listed:
+            self._add_bias(listed)
+            self._add_min_tokens(listed)
+            self._add_bad_words(listed)
+        self._add_penalties()
+        self._add_dry()
+        asked = np.flatnonzero(self.columns["num_top"] != _NO_LOGPROBS)
+        if 0 < len(asked) < len(self.rows):
+            self.parts["logprobs"] = {"samples": asked}
+
+        sent = upload(self.parts, device)
+        batch = Batch(len(self.rows), [self._cohort(width, sent[f"cohort {width}"]) for width in widths])
+        if "bias" in sent:
+            batch.bias = Bias(**sent["bias"])
+        if "min_tokens" in sent:
+            batch.min_tokens = MinTokens(**sent["min_tokens"])
+        if "bad_words" in sent:
+            batch.bad_words = BadWords(**sent["bad_words"])
+        if "penalties" in sent:
+            batch.penalties = self._penalties(sent["penalties"])
+        if "dry" in sent:
+            batch.dry = Dry(**sent["dry"], host_samples=self.parts["dry"]["samples"].tolist())
+        if len(asked):
+            samples = sent["logprobs"]["samples"] if "logprobs" in sent else None
+            batch.logprobs = LogprobsAsked(samples, asked.tolist(), self.columns["num_top"][asked].tolist())
+        return batch
+
+    def _add_cohort(self, width: int) -> None:
+        samples = np.flatnonzero(self.columns["width"] == width)
+        self.parts[f"cohort {width}"] = self._pick(samples, _COHORT_COLUMNS) | {"samples": samples}
+
+    def _cohort(self, width: int, sent: dict[str, Tensor]) -> Cohort:
+        host = self.parts[f"cohort {width}"]
+        samples = sent.pop("samples")
+        return Cohort(
+            **sent,
+            width=width,
+            samples=samples if len(samples) < len(self.rows) else None,
+            any_top_p=bool((host["top_p"] < 1).any()),
+            any_min_p=bool((host["min_p"] > 0).any()),
+            any_sigma=bool((host["top_n_sigma"] > 0).any()),
+        )
+
+    def _add_bias(self, listed: list[tuple[int, _Lists]]) -> None:
+        cells = np.concatenate([sample * self.vocab_size + lists.bias_ids for sample, lists in listed])
+        if len(cells):
+            values = np.concatenate([lists.bias_values for _, lists in listed])
+            self.parts["bias"] = {"cells": cells, "values": values}
+
+    def _add_min_tokens(self, listed: list[tuple[int, _Lists]]) -> None:
+        cells = np.concatenate([sample * self.vocab_size + lists.stop_ids for sample, lists in listed])
+        if len(cells):
+            owners = cells // self.vocab_size
+            self.parts["min_tokens"] = {"cells": cells, "owners": owners, "until": self.columns["until"][owners]}
+
+    def _add_bad_words(self, listed: list[tuple[int, _Lists]]) -> None:
+        words = [(sample, word) for sample, lists in listed for word in lists.bad_words]
+        if not words:
+            return
+        prefixes = np.full((len(words), max(len(word) for _, word in words) - 1), -1, np.int64)
+        for place, (_, word) in enumerate(words):
+            if len(word) > 1:
+                prefixes[place, 1 - len(word) :] = word[:-1]
+        cells = np.array([sample * self.vocab_size + word[-1] for sample, word in words], np.int64)
+        self.parts["bad_words"] = {"cells": cells, "owners": cells // self.vocab_size, "prefixes": prefixes}
+
+    def _add_penalties(self) -> None:
+        columns = self.columns
+        asks = (columns["repetition"] != 1) | (columns["presence"] != 0) | (columns["frequency"] != 0)
+        samples = np.flatnonzero(asks)
+        if len(samples):
+            names = ("repetition", "presence", "frequency", "prompt_len")
+            self.parts["penalties"] = self._pick(samples, names) | {"samples": samples}
+
+    def _penalties(self, sent: dict[str, Tensor]) -> Penalties:
+        host = self.parts["penalties"]
+        return Penalties(
+            **sent,
+            host_samples=host["samples"].tolist(),
+            any_repetition=bool((host["repetition"] != 1).any()),
+            any_output=bool((host["presence"] != 0).any() or (host["frequency"] != 0).any()),
+        )
+
+    def _add_dry(self) -> None:
+        samples = np.flatnonzero(self.columns["dry_multiplier"] > 0)
+        if not len(samples):
+            return
+        names = ("dry_multiplier", "dry_base", "dry_allowed_len", "dry_search_len")
+        part = {name.removeprefix("dry_"): array for name, array in self._pick(samples, names).items()}
+        breakers = [
+            place * self.vocab_size + self.lists[self.rows[sample]].breaker_ids
+            for place, sample in enumerate(samples.tolist())
+            if self.rows[sample] in self.lists
+        ]
+        part["breaker_cells"] = np.concatenate([np.zeros(0, np.int64), *breakers])
+        self.parts["dry"] = part | {"samples": samples}
+
+    def _pick(self, samples: np.ndarray, names: tuple[str, ...]) -> Arrays:
+        return {name: self.columns[name][samples] for name in names}
+
+
+def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Many small host arrays, one copy to the device; they come back under the same names."""
+    arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
+    starts = np.cumsum([0, *((array.nbytes + 7) // 8 * 8 for array in arrays)]).tolist()
+    packed = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    packed = packed.to(device, non_blocking=True)
+    views = (
+        packed[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    )
+    return {name: {key: next(views) for key in part} for name, part in parts.items()}
+
+
+_TORCH_TYPES: dict[type, torch.dtype] = {np.int64: torch.int64, np.float32: torch.float32, np.float64: torch.float64}

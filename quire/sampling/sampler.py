@@ -1,0 +1,153 @@
+"""Logits to tokens for one step. The runtime gathers a `Batch` from its rows and calls `sample`; nothing here waits for
+the device except `to_host`.
+
+The order, for each row:
+ 1. a row is bad if any logit is NaN or +inf or if none is finite; it still gets some valid id
+ 2. logit bias, 3. repetition, presence, frequency penalty, 4. DRY, 5. min_tokens, 6. bad words, 7. grammar mask
+ 8. greedy rows take the largest logit (the first of equals)
+ 9. the others: temperature, top-k, top-n-sigma, top-p, min-p, then the largest of score + Gumbel noise
+Edits that leave a row nothing to choose make it bad too. Logprobs are those of the logits as they came in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.sampling.batch import GREEDY, Batch, Cohort
+from quire.sampling.dry import apply_dry
+from quire.sampling.edits import add_bias, apply_mask, forbid_bad_words, forbid_stops
+from quire.sampling.filters import narrow
+from quire.sampling.logprobs import Logprobs, score, to_records
+from quire.sampling.noise import Noise
+from quire.sampling.penalties import apply_penalties
+from quire.sampling.rowwise import NOTHING, select
+from quire.types import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One step's choices, on the device."""
+
+    tokens: Tensor  # [samples] int64
+    bad: Tensor  # [samples] bool
+    logprobs: Logprobs | None  # of the samples in batch.logprobs, in that order
+
+
+@dataclass(slots=True)
+class HostSampled:
+    """The same as Python values."""
+
+    tokens: list[int]
+    bad: list[int]  # samples whose logits could not be sampled from
+    logprobs: dict[int, TokenLogprobs]  # sample -> its record, where asked for
+
+
+@dataclass(slots=True)
+class Histories:
+    """The tokens each sample follows, on the device: row `rows[s]` of `tokens`, up to `lengths[s]`."""
+
+    tokens: Tensor  # [max_rows, max_len] int32 or int64; past a row's length lies anything
+    rows: Tensor  # [samples] int64
+    lengths: Tensor  # [samples] int64: tokens before the sampled one, which is also the sampled one's position
+    len_bounds: list[int]  # host upper bounds of `lengths`
+
+    def max_len(self, samples: list[int]) -> int:
+        return min(max(self.len_bounds[s] for s in samples), self.tokens.shape[1])
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, device: torch.device | str):
+        self.noise = Noise(vocab_size, device)
+
+    def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
+        """Choose a token for each row of `logits` [samples, vocab] float32, which stay as they are. `mask`: what a
+        grammar allows (see `apply_mask`)."""
+        edited = edit(logits, batch, histories, mask)
+        tokens = torch.zeros(batch.num_samples, dtype=torch.int64, device=logits.device)
+        best = logits.new_empty(batch.num_samples)
+        for cohort in batch.cohorts:
+            score_of_best, chosen = self._choose(select(edited, cohort.samples), cohort, histories.lengths)
+            if cohort.samples is None:
+                tokens, best = chosen, score_of_best
+            else:
+                tokens.index_copy_(0, cohort.samples, chosen)
+                best.index_copy_(0, cohort.samples, score_of_best)
+        bad = ~(torch.isfinite(logits.amax(1)) & torch.isfinite(best))
+        tokens = tokens.masked_fill(bad, 0)
+        scored = None
+        if batch.logprobs is not None:
+            asked = batch.logprobs.samples
+            scored = score(select(logits, asked), select(tokens, asked), batch.logprobs.num_top)
+        return Sampled(tokens, bad, scored)
+
+    def _choose(self, logits: Tensor, cohort: Cohort, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Best score [n] and token [n] of one cohort's rows [n, vocab]. Both are not finite or 0 when a row is bad."""
+        if cohort.width == GREEDY:
+            best = logits.max(1)
+            return best.values, best.indices
+        scores, token_ids = narrow(logits, cohort)
+        noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
+        best = noise.add_(scores).max(1)
+        if token_ids is None:
+            return best.values, best.indices
+        return best.values, token_ids.gather(1, best.indices[:, None]).squeeze(1)
+
+
+def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
+    """Steps 2 to 7, on a copy; the logits themselves when nobody asked for any of them."""
+    if not batch.edits and mask is None:
+        return logits
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    tokens, rows, lengths = histories.tokens, histories.rows, histories.lengths
+    if batch.bias is not None:
+        add_bias(edited, batch.bias)
+    if batch.penalties is not None:
+        max_len = histories.max_len(batch.penalties.host_samples)
+        apply_penalties(edited, batch.penalties, tokens, lengths, rows, max_len)
+    if batch.dry is not None:
+        apply_dry(edited, batch.dry, tokens, lengths, rows, histories.max_len(batch.dry.host_samples))
+    if batch.min_tokens is not None:
+        forbid_stops(edited, batch.min_tokens, lengths)
+    if batch.bad_words is not None:
+        forbid_bad_words(edited, batch.bad_words, tokens, lengths, rows)
+    if mask is not None:
+        apply_mask(edited, mask)
+    return edited
+
+
+def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
+    """The distribution `sample` draws from, as logits [samples, vocab] (up to a constant per row): -inf for what is
+    never drawn; of a greedy row all but its choice is -inf. For tests and for verification, not for the step's path."""
+    edited = edit(logits, batch, histories, mask)
+    result = torch.full_like(edited, NOTHING)
+    for cohort in batch.cohorts:
+        part = select(edited, cohort.samples)
+        if cohort.width == GREEDY:
+            scores, token_ids = torch.zeros_like(part[:, :1]), part.max(1, keepdim=True).indices
+        else:
+            scores, token_ids = narrow(part, cohort)  # type: ignore[assignment]
+        if token_ids is not None:
+            scores = torch.full_like(part, NOTHING).scatter_(1, token_ids, scores)
+        result = scores if cohort.samples is None else result.index_copy_(0, cohort.samples, scores)
+    return result
+
+
+def start_copy(sampled: Sampled) -> Sampled:
+    """Begin copying to the host without waiting; the caller waits (for an event, say) before `to_host`."""
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs.parts()))
+    return Sampled(sampled.tokens.to("cpu", non_blocking=True), sampled.bad.to("cpu", non_blocking=True), logprobs)
+
+
+def to_host(sampled: Sampled, batch: Batch) -> HostSampled:
+    """Python values; waits for the device if they are still there."""
+    bad = [sample for sample, is_bad in enumerate(sampled.bad.tolist()) if is_bad]
+    records: dict[int, TokenLogprobs] = {}
+    if sampled.logprobs is not None and batch.logprobs is not None:
+        scored = to_records(sampled.logprobs, batch.logprobs.host_num_top)
+        records = dict(zip(batch.logprobs.host_samples, scored, strict=True))
+    return HostSampled(sampled.tokens.tolist(), bad, records)

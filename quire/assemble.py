@@ -26,6 +26,7 @@ from quire.files.source import ModelFiles, resolve_model
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
+from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
@@ -33,7 +34,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.text.template import ChatTemplate, template_for
 from quire.text.tokenizer import Tokenizer
-from quire.types import QuireError
+from quire.types import CacheSpec, QuireError
 
 CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
 CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
@@ -88,15 +89,17 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
-    runner = Runner(
-        model,
-        CacheStore(specs, units, host, device),
-        DeviceRows(limits.max_rows, max_model_len, specs, device),
-        SamplingRows(limits.max_rows, model.vocab_size, device),
-        Sampler(model.vocab_size, device),
-    )
+    store = CacheStore(specs, units, host, device)
+    rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
+    graphs = DecodeGraphs(model, store.tensors, rows, limits.max_rows) if _can_capture(device, specs) else None
+    sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
+    runner = Runner(model, store, rows, sampling, Sampler(model.vocab_size, device), graphs)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     return Engine(Scheduler(cache, limits), runner, depth=limits.depth, tracer=tracer), memory
+
+
+def _can_capture(device: torch.device, specs: list[CacheSpec]) -> bool:
+    return device.type == "cuda" and all(spec.kind == "paged" for spec in specs)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

@@ -1,93 +1,141 @@
 """Permanent rows: what the device knows of each running request, from the step it joins to the step it leaves.
 
 A row holds the request's tokens, how many of them have state, and where that state lies. Each step is gathered from
-rows; the token a step samples is written to its row, where the next step finds it without asking the host.
+rows; the token a step samples is written to its row, where the next step finds it without asking the host. One row
+more than there are requests is kept empty: the padding of steps that were captured for more rows than there are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.upload import Arrays, upload
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.types import CacheSpec, PageWrite, Plan, RowInit
+
+
+@dataclass(slots=True)
+class Gathered:
+    step: Step
+    sample_rows: Tensor  # [samples] int64: the row of each sample
 
 
 class DeviceRows:
     def __init__(self, max_rows: int, max_len: int, specs: list[CacheSpec], device: torch.device):
         self.device = device
         self.specs = specs
-        max_pages = -(-max_len // specs[0].page_tokens) + 1
-        self.tokens = torch.zeros(max_rows, max_len + 1, dtype=torch.int32, device=device)  # one spare: the last sample
-        self.computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.padding_row = max_rows
+        self.max_len = max_len
+        self._page_tokens = specs[0].page_tokens
+        num_rows, max_pages = max_rows + 1, -(-max_len // self._page_tokens) + 1
+        # One token more than a sequence may have: the last sample is written, though never computed.
+        self.tokens = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
+        self.computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._tables = [
-            torch.zeros(max_rows, max_pages if spec.kind == "paged" else 1, dtype=torch.int32, device=device)
+            torch.zeros(num_rows, max_pages if spec.kind == "paged" else 1, dtype=torch.int32, device=device)
             for spec in specs
         ]
 
     def apply(self, added: list[RowInit], writes: list[PageWrite]) -> None:
-        for init in added:
-            tokens = torch.tensor(init.tokens, dtype=torch.int32)
-            self.tokens[init.row, : len(init.tokens)] = tokens.to(self.device)
-            self.computed[init.row] = init.computed
-            for table in self._tables:
-                table[init.row] = 0
-        for write in writes:
-            pages = torch.tensor(write.pages, dtype=torch.int32)
-            self._tables[write.group][write.row, write.first : write.first + len(write.pages)] = pages.to(self.device)
+        """Requests that take a row, and pages that rows were given, in one upload."""
+        parts: dict[str, Arrays] = {}
+        if added:
+            parts["tokens"] = _cells([(i.row, 0, i.tokens) for i in added], self.tokens.shape[1])
+            rows = np.array([i.row for i in added], np.int64)
+            parts["computed"] = {"cells": rows, "values": np.array([i.computed for i in added], np.int64)}
+        for group, table in enumerate(self._tables):
+            mine = [(w.row, w.first, w.pages) for w in writes if w.group == group]
+            if mine:
+                parts[f"table {group}"] = _cells(mine, table.shape[1])
+        if not parts:
+            return
+        sent = upload(parts, self.device)
+        targets = {"tokens": self.tokens, "computed": self.computed}
+        targets |= {f"table {group}": table for group, table in enumerate(self._tables)}
+        for name, part in sent.items():
+            targets[name].view(-1).index_copy_(0, part["cells"], part["values"])
 
-    def gather(self, plan: Plan) -> tuple[Step, Tensor]:
-        """The step's tensors, and the row of each of its samples ([samples])."""
-        counts = [row.count for row in plan.rows]
+    def gather(self, plan: Plan) -> Gathered:
+        """The step's tensors. Lengths are read from the rows: the plan only has bounds of them."""
+        counts = np.array([row.count for row in plan.rows], np.int64)
         bounds = [row.start + row.count for row in plan.rows]
-        rows = torch.tensor([row.row for row in plan.rows], device=self.device)  # [rows]
-        num_tokens, num_rows = sum(counts), len(counts)
-        starts = self.computed[rows]  # [rows]: the truth, where the plan only has a bound
-        if num_tokens == num_rows:
-            query_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
-            token_rows, positions = rows, starts
-            seq_lens = starts + 1
-        else:
-            sizes = torch.tensor(counts, device=self.device)
-            query_starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
-            query_starts[1:] = torch.cumsum(sizes, 0)
-            places = torch.repeat_interleave(torch.arange(num_rows, device=self.device), sizes, output_size=num_tokens)
-            offsets = torch.arange(num_tokens, device=self.device) - query_starts[places]
-            token_rows, positions = rows[places], starts[places] + offsets
-            seq_lens = starts + sizes
-        ends, samples = [], []
-        total = 0
-        for row in plan.rows:
-            total += row.count
-            if row.wants_sample:
-                ends.append(total - 1)
-                samples.append(row.row)
+        ends = np.cumsum(counts)
+        wants = np.array([row.wants_sample for row in plan.rows], bool)
+        host: Arrays = {
+            "rows": np.array([row.row for row in plan.rows], np.int64),
+            "counts": counts,
+            "query_starts": np.concatenate(([0], ends)).astype(np.int32),
+            "logits_index": (ends - 1)[wants],
+        }
+        host["sample_rows"] = host["rows"][wants]
+        if ends[-1] > len(counts):  # some rows compute several tokens
+            host["places"] = np.repeat(np.arange(len(counts)), counts)
+            host["offsets"] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        sent = upload({"step": host}, self.device)["step"]
+        rows = sent["rows"]
+        starts = self.computed[rows]  # [rows]
+        token_rows, positions = rows, starts
+        if "places" in sent:
+            token_rows, positions = rows[sent["places"]], starts[sent["places"]] + sent["offsets"]
+        seq_lens = starts + sent["counts"]
         step = Step(
             tokens=self.tokens[token_rows, positions].long(),
             positions=positions,
-            query_starts=query_starts,
+            query_starts=sent["query_starts"],
             seq_lens=seq_lens.to(torch.int32),
-            logits_index=torch.tensor(ends, dtype=torch.int64, device=self.device),
-            groups=self._groups(rows, token_rows, positions, max(bounds)),
-            counts=counts,
+            logits_index=sent["logits_index"],
+            groups=self._groups(rows, token_rows, positions, -(-max(bounds) // self._page_tokens)),
+            counts=counts.tolist(),
             len_bounds=bounds,
         )
         self.computed[rows] = seq_lens
-        return step, torch.tensor(samples, dtype=torch.int64, device=self.device)
+        return Gathered(step, sent["sample_rows"])
+
+    def gather_decode(self, rows: Tensor) -> Step:
+        """A step of one token for each of `rows` [rows], from the device alone: what a graph can be captured of.
+
+        Padding rows stay empty; whatever is computed for them lands on the scratch page.
+        """
+        num_rows = len(rows)
+        positions = self.computed[rows]
+        seq_lens = positions + 1
+        self.computed[rows] = seq_lens
+        self.computed[self.padding_row] = 0
+        index = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
+        return Step(
+            tokens=self.tokens[rows, positions].long(),
+            positions=positions,
+            query_starts=index,
+            seq_lens=seq_lens.to(torch.int32),
+            logits_index=index[:-1].long(),
+            groups=self._groups(rows, rows, positions, None),
+            counts=[1] * num_rows,
+            len_bounds=[self.max_len] * num_rows,
+        )
 
     def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor,
-                longest: int) -> dict[str, PagedInputs | StateInputs]:  # fmt: skip
+                num_pages: int | None) -> dict[str, PagedInputs | StateInputs]:  # fmt: skip
         groups: dict[str, PagedInputs | StateInputs] = {}
+        size = self._page_tokens
         for spec, table in zip(self.specs, self._tables, strict=True):
             if spec.kind == "state":
                 groups[spec.group] = StateInputs(table[rows, 0].long())
-                continue
-            size = spec.page_tokens
-            pages = table[token_rows, positions // size].long()
-            slots = pages * size + positions % size
-            groups[spec.group] = PagedInputs(table[rows, : -(-longest // size)], slots)
+            else:
+                slots = table[token_rows, positions // size].long() * size + positions % size
+                groups[spec.group] = PagedInputs(table[rows, :num_pages], slots)
         return groups
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
         """Each row's sample becomes its next token; rows that sample have caught up, so it lands at `computed`."""
         self.tokens[rows, self.computed[rows]] = tokens.to(torch.int32)
+
+
+def _cells(runs: list[tuple[int, int, list[int]]], width: int) -> Arrays:
+    """Where (row, first column, values) lie in a table of this width, flattened."""
+    cells = [np.arange(row * width + first, row * width + first + len(values)) for row, first, values in runs]
+    values = [np.array(values, np.int32) for _, _, values in runs]
+    return {"cells": np.concatenate(cells).astype(np.int64), "values": np.concatenate(values)}

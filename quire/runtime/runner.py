@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.step import Step
 from quire.models.registry import Model
+from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.rows import DeviceRows
 from quire.runtime.store import CacheStore
 from quire.sampling.batch import Batch
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Histories, Sampled, Sampler, to_host
+from quire.sampling.sampler import Histories, Sampled, Sampler, start_copy, to_host
 from quire.types import Plan, StepOutput
 
 
@@ -28,35 +28,43 @@ class Forward:
     """A forward pass under way: what sampling needs of it."""
 
     plan: Plan
-    step: Step | None  # None: the plan only moves things
-    rows: Tensor | None  # [samples]
+    rows: Tensor | None  # [samples]; None: nothing is sampled
     logits: Tensor | None  # [samples, vocab] float32
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
 
 
 class Runner:
-    def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler):
+    def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler,
+                 graphs: DecodeGraphs | None = None):  # fmt: skip
         self._model = model
         self._store = store
         self._rows = rows
         self._sampling = sampling
         self._sampler = sampler
+        self._graphs = graphs
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many alternatives)
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:
         self._apply(plan)
         if not plan.rows:
-            return Forward(plan, None, None, None, {})
-        step, samples = self._rows.gather(plan)
+            return Forward(plan, None, None, {})
+        if self._graphs is not None and all(row.count == 1 and row.wants_sample for row in plan.rows):
+            rows, logits = self._graphs.run([row.row for row in plan.rows])
+            self._store.apply(plan.snapshots)
+            return Forward(plan, rows, logits, {})
+        gathered = self._rows.gather(plan)
+        step = gathered.step
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width]
         self._store.apply(plan.snapshots)
-        logits = self._model.logits(hidden[step.logits_index]) if len(samples) else None
-        return Forward(plan, step, samples, logits, self._prompt_logprobs(plan, hidden))
+        scores = self._prompt_logprobs(plan, hidden)
+        if not len(step.logits_index):
+            return Forward(plan, None, None, scores)
+        return Forward(plan, gathered.sample_rows, self._model.logits(hidden[step.logits_index]), scores)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
-        if forward.logits is None or forward.rows is None or forward.step is None:
+        if forward.logits is None or forward.rows is None:
             return Ready(forward)
         sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
         batch = self._sampling.gather([row.row for row in sampling_rows])
@@ -66,6 +74,12 @@ class Runner:
         sampled = self._sampler.sample(forward.logits, batch, histories, mask)
         self._rows.append(forward.rows, sampled.tokens)
         return Ready(forward, sampled, batch)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Do ahead of time what would otherwise be done while serving."""
+        if self._graphs is not None:
+            self._graphs.capture_all()
 
     def close(self) -> None:
         pass
@@ -118,6 +132,11 @@ class Ready:
         self._forward = forward
         self._sampled = sampled
         self._batch = batch
+        self._copied: torch.cuda.Event | None = None
+        if sampled is not None and sampled.tokens.is_cuda:
+            self._sampled = start_copy(sampled)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def wait(self) -> StepOutput:
         plan = self._forward.plan
@@ -126,6 +145,8 @@ class Ready:
             output.prompt_logprobs[index] = to_records(scored, num_top)
         if self._sampled is None or self._batch is None:
             return output
+        if self._copied is not None:
+            self._copied.synchronize()
         host = to_host(self._sampled, self._batch)
         places = [index for index, row in enumerate(plan.rows) if row.wants_sample]
         for index, token in zip(places, host.tokens, strict=True):

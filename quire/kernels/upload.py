@@ -1,0 +1,36 @@
+"""Many small host arrays to the device in one copy. The runtime and the sampler pack what a step needs with it.
+
+On CUDA the copy leaves from pinned memory and returns at once; torch's pinned allocator does not hand a buffer out
+again before the copy that reads it is done, so nothing in flight is ever rewritten.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Arrays = dict[str, np.ndarray]
+
+_TORCH_TYPES: dict[type, torch.dtype] = {
+    np.int32: torch.int32,
+    np.int64: torch.int64,
+    np.float32: torch.float32,
+    np.float64: torch.float64,
+}
+
+
+def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """The same arrays under the same names, on the device."""
+    arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
+    starts = np.cumsum([0, *((array.nbytes + 7) // 8 * 8 for array in arrays)]).tolist()
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    packed = packed.to(device, non_blocking=True)
+    views = (
+        packed[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    )
+    return {name: {key: next(views) for key in part} for name, part in parts.items()}

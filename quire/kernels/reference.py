@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.angles import Angles
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension to unit root mean square, then by `weight`, which may broadcast over the others."""
-    if weight.dim() == 1:
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    """Scale the last dimension to unit root mean square, then by `weight`."""
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -43,3 +43,22 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     """Put each token's key and value, [tokens, kv_heads, head_dim], at its slot of the paged cache, in place."""
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
+                       k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int) -> Tensor:  # fmt: skip
+    """What lies between the merged projection and attention: norm queries and keys (unless the weights are None), turn
+    them, put keys and values into the cache; returns the queries [tokens, heads, head_dim].
+
+    qkv is [tokens, (heads + 2 kv_heads) * head_dim], the norm weights are [head_dim]; `angles` must hold tables.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    qk, v = qkv.view(len(qkv), -1, head_dim).split_with_sizes((num_heads + kv_heads, kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        qk = functional.rms_norm(qk, (head_dim,), None, eps)
+        qk[:, :num_heads].mul_(q_weight)
+        qk[:, num_heads:].mul_(k_weight)
+    assert angles.cos is not None and angles.sin is not None
+    q, k = rope(qk, angles.cos, angles.sin).split_with_sizes((num_heads, kv_heads), dim=1)
+    write_kv(k, v, k_cache, v_cache, slots)
+    return q

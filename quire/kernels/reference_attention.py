@@ -2,8 +2,8 @@
 
 What depends only on the step (which pages, which keys a query may see) is worked out once by `plan_attention`; every
 layer of a group then calls `paged_attention` with that plan. Keys a query may not see get a weight of exactly zero;
-since 0 * NaN is NaN, this relies on caches holding finite values only: they are zero-initialised, and whatever was
-written to a page since, by this request or another, came out of a finite forward.
+since 0 * NaN is NaN, this relies on caches holding finite values only. They do: they start as zeros, and what a forward
+writes is finite. Whoever finds a row whose forward was not must zero its pages before another row gets them.
 """
 
 from __future__ import annotations

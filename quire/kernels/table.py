@@ -5,6 +5,7 @@ Everything below a model calls ops through the `Ops` it was given, so a faster t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.kernels import reference, reference_attention
+from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,8 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    plan_angles: Callable[..., Angles]
+    qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
     paged_attention: Callable[..., Tensor]
 
@@ -31,15 +33,32 @@ REFERENCE = Ops(
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
     silu_mul=reference.silu_mul,
-    rope=reference.rope,
-    write_kv=reference.write_kv,
+    plan_angles=angle_tables,
+    qk_norm_rope_write=reference.qk_norm_rope_write,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
 )
 
-_BY_DEVICE = {"cpu": REFERENCE}
-
 
 def select_ops(device_type: str) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch."""
-    return _BY_DEVICE.get(device_type, REFERENCE)
+    return _triton_ops() if device_type == "cuda" else REFERENCE
+
+
+def _triton_ops() -> Ops:
+    """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
+    try:
+        from quire.kernels.triton import attention, norm, rope
+    except ImportError as error:
+        warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
+        return REFERENCE
+
+    return Ops(
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        silu_mul=norm.silu_mul,
+        plan_angles=angles_from_positions,
+        qk_norm_rope_write=rope.qk_norm_rope_write,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.linear import Linear
 from quire.layers.norm import QKNorm
@@ -64,15 +65,13 @@ class Attention(nn.Module):
         self.out = Linear(heads * head_dim, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.qk_norm = None
         if qk_norm_eps is not None:
-            self.qk_norm = QKNorm(prefix, heads, kv_heads, head_dim, qk_norm_eps, dtype, ops)
+            self.qk_norm = QKNorm(prefix, head_dim, qk_norm_eps, dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = self.ops.rope(qk, cos, sin).split_with_sizes((heads, kv_heads), dim=1)
+    def forward(self, x: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
-        self.ops.write_kv(k, v, k_cache, v_cache, plan.slots)
+        norm = self.qk_norm
+        q_weight, k_weight, eps = (norm.q_weight, norm.k_weight, norm.eps) if norm is not None else (None, None, 0.0)
+        q = self.ops.qk_norm_rope_write(
+            self.qkv(x), q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
+        )
         return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.table import Ops
-from quire.layers.weights import Part, Weight
+from quire.layers.weights import Weight
 
 
 class RMSNorm(nn.Module):
@@ -26,22 +26,13 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """Norms every query head with one weight and every key head with another, in one op over both."""
+    """The weights that norm each query head and each key head; applied where rope is, in one kernel."""
 
-    weight: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
 
-    def __init__(self, prefix: str, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype,
-                 ops: Ops):  # fmt: skip
+    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype):
         super().__init__()
-        total = num_heads + num_kv_heads
-        parts = (
-            Part(f"{prefix}.q_norm.weight", (head_dim,), 0, num_heads),
-            Part(f"{prefix}.k_norm.weight", (head_dim,), num_heads, total),
-        )
-        self.weight = Weight((total, head_dim), dtype, parts)
+        self.q_weight = Weight.whole(f"{prefix}.q_norm.weight", (head_dim,), dtype)
+        self.k_weight = Weight.whole(f"{prefix}.k_norm.weight", (head_dim,), dtype)
         self.eps = eps
-        self.ops = ops
-
-    def forward(self, qk: Tensor) -> Tensor:
-        """qk [tokens, heads + kv_heads, head_dim], queries first."""
-        return self.ops.rms_norm(qk, self.weight, self.eps)

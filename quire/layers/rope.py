@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.angles import Angles
+from quire.kernels.table import Ops
 from quire.types import QuireError
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
@@ -84,21 +86,15 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 class Rope:
     """The angles of a step's tokens for one kind of rope."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device):
-        frequencies = inverse_frequencies(config, head_dim)
-        # Both halves of a head turn by the same angle; a negative one in the first half gives its sine the sign that
-        # the rotation needs there, and leaves its cosine alone.
-        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops):
+        self.frequencies = inverse_frequencies(config, head_dim).to(device)
         self.scale = config.angle_scale
         self.dtype = dtype
+        self.ops = ops
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [tokens] -> cos and sin as `kernels.reference.rope` wants them, [tokens, 1, head_dim]."""
-        angles = (positions.float().unsqueeze(1) * self.frequencies).unsqueeze(1)
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
-        return cos.to(self.dtype), sin.to(self.dtype)
+    def angles(self, positions: Tensor) -> Angles:
+        """positions [tokens]"""
+        return self.ops.plan_angles(positions, self.frequencies, self.scale, self.dtype)
 
 
 def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:

@@ -19,7 +19,7 @@ class Part:
     """One checkpoint tensor and the rows of a weight that it fills, from `start` to before `stop`."""
 
     name: str
-    shape: tuple[int, ...]  # in the checkpoint; if it lacks the weight's leading dimension it is repeated over the rows
+    shape: tuple[int, ...]  # in the checkpoint
     start: int
     stop: int
 
@@ -35,6 +35,10 @@ class Weight(nn.Parameter):
         weight.parts = parts
         weight.stored = dtype
         return weight
+
+    @property
+    def stored_bytes(self) -> int:
+        return math.prod(self.shape) * self.stored.itemsize
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
@@ -70,5 +74,4 @@ def put_weight(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def weights_bytes(model: nn.Module) -> int:
     """Bytes the weights will take once loaded, shared ones counted once."""
-    sizes = {(w.parts, w.stored): math.prod(w.shape) * w.stored.itemsize for _, _, w in iter_weights(model)}
-    return sum(sizes.values())
+    return sum({(w.parts, w.stored): w.stored_bytes for _, _, w in iter_weights(model)}.values())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionPlan, AttentionShape, plan_attention
 from quire.layers.embedding import Embedding, Head
@@ -107,11 +108,10 @@ class DenseLayer(nn.Module):
             f"{prefix}.mlp", config.width, config.inner_width, bias=config.mlp_bias, dtype=dtype, ops=ops, scheme=scheme
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, plan: AttentionPlan,
-                ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, x: Tensor, residual: Tensor | None, angles: Angles, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """`x` is what the layer before adds to the residual stream; so is what this one returns first."""
         x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attention(x, cos, sin, plan), residual)
+        x, residual = self.mlp_norm(self.attention(x, angles, plan), residual)
         return self.mlp(x), residual
 
 
@@ -134,7 +134,7 @@ class DenseModel(nn.Module):
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.width, config.norm_eps, dtype, ops)
         self.head = Head(EMBEDDING if config.tied else "lm_head", config.vocab_size, config.width, dtype, scheme)
-        self.rope = Rope(config.rope, config.head_dim, dtype, device)
+        self.rope = Rope(config.rope, config.head_dim, dtype, device, ops)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> DenseConfig:
@@ -145,10 +145,10 @@ class DenseModel(nn.Module):
         [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states, [tokens, width].
         """
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
-        cos, sin = self.rope.angles(step.positions)
+        angles = self.rope.angles(step.positions)
         x, residual = self.embedding(step.tokens), None
         for layer, group in zip(self.layers, self.layer_groups, strict=True):
-            x, residual = layer(x, residual, cos, sin, plans[group])
+            x, residual = layer(x, residual, angles, plans[group])
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -180,6 +180,10 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         window = None
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise QuireError(
+            "bad_config", f"sliding_window={window!r} must be a whole number above 0.", "Check config.json."
+        )
     kinds = config.get("layer_types")
     if kinds is not None:
         known = {"full_attention": None, "sliding_attention": window}

@@ -72,7 +72,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise QuireError(
             "bad_weights", f"{file.path} lacks the tensor token_embd.weight.", "Fetch or convert it again."
         )
-    window = _get(file, "attention.sliding_window", None)
+    window = _get(file, "attention.sliding_window", None) or None
     return {
         "model_type": GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -87,7 +87,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "rope_parameters": _rope(file),
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": ["sliding_attention" if window else "full_attention"] * num_layers,
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * num_layers,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,

@@ -90,10 +90,11 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     return model, config
 
 
-def estimate_weights_bytes(hf_config: Mapping[str, Any], dtype: str) -> int:
-    """Bytes the weights of such a model take."""
-    model, _ = build_model(hf_config, dtype=dtype, device=torch.device("cpu"), page_tokens=16)
-    return weights_bytes(model)
+def estimate_weights_bytes(hf_config: Mapping[str, Any], dtype: str, device: torch.device | None = None) -> int:
+    """Bytes the weights of such a model take, on a CPU unless said otherwise."""
+    device = device or torch.device("cpu")
+    dtype = resolve_dtype(dtype, device, hf_config)
+    return weights_bytes(build_model(hf_config, dtype=dtype, device=device, page_tokens=16)[0])
 
 
 def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]) -> str:

@@ -34,18 +34,18 @@ def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device:
     """Make every weight of a model on meta real: `fill` gets it and its empty tensor. `on_bytes` hears the progress."""
     uses = Counter(weight.parts for _, _, weight in iter_weights(model))
     shared: dict[tuple[Part, ...], Tensor] = {}
-    done = 0
+    done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts: what is kept in one form is kept once
     for module in model.modules():
         for name, weight in own_weights(module):
             tensor = shared.get(weight.parts)
             if tensor is None:
                 tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 fill(weight, tensor)
-                done += tensor.nbytes
-                on_bytes(done)
                 if uses[weight.parts] > 1:
                     shared[weight.parts] = tensor
             put_weight(module, name, tensor)
+            done[weight.parts, weight.stored] = weight.stored_bytes
+            on_bytes(sum(done.values()))
         if isinstance(module, Linear):
             module.finish()
 
@@ -84,12 +84,7 @@ class CheckpointFill:
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
         for part in weight.parts:
-            rows = tensor[part.start : part.stop]
-            if len(part.shape) == rows.dim():
-                self.checkpoint.read(part.name, rows)
-            else:
-                self.checkpoint.read(part.name, rows[0])
-                rows[1:] = rows[0]
+            self.checkpoint.read(part.name, tensor[part.start : part.stop])
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -80,8 +80,9 @@ def random_history(rng: np.random.Generator, vocab_size: int, max_len: int = 40)
 def random_case(rng: np.random.Generator, vocab_size: int, *names: str) -> Case:
     """A case with these parameters switched on (any of them by chance if none is named)."""
     prompt_ids, output_ids = random_history(rng, vocab_size)
-    some = lambda n: rng.choice(vocab_size, min(n, vocab_size), replace=False).tolist()  # noqa: E731
     history = prompt_ids + output_ids
+    biased = rng.choice(vocab_size, min(int(rng.integers(1, 9)), vocab_size), replace=False).tolist()
+    stop_ids = rng.choice(vocab_size, min(3, vocab_size - 1), replace=False).tolist()
     pool = {
         "temperature": {"temperature": float(rng.uniform(0.3, 2.0))},
         "greedy": {"temperature": 0.0},
@@ -97,9 +98,7 @@ def random_case(rng: np.random.Generator, vocab_size: int, *names: str) -> Case:
             "dry_allowed_len": int(rng.integers(1, 4)), "dry_range": int(rng.choice([0, 0, 5, 20])),
             "dry_breaker_ids": tuple({int(i) for i in rng.choice(history, int(rng.integers(0, 3)))}),
         },
-        "logit_bias": {
-            "logit_bias": tuple((i, float(rng.choice([-np.inf, -3.0, 0.5, 4.0]))) for i in some(int(rng.integers(1, 9))))
-        },
+        "logit_bias": {"logit_bias": tuple((i, float(rng.choice([-np.inf, -3.0, 0.5, 4.0]))) for i in biased)},
         "bad_words": {"bad_token_ids": tuple(_bad_word(rng, history, vocab_size) for _ in range(rng.integers(1, 6)))},
         "min_tokens": {"min_tokens": int(rng.integers(1, 12))},
     }  # fmt: skip
@@ -107,10 +106,8 @@ def random_case(rng: np.random.Generator, vocab_size: int, *names: str) -> Case:
     params: dict = {}
     for name in chosen:
         params |= pool[name]
-    return Case(
-        resolved(**params), prompt_ids, output_ids, tuple(some(min(3, vocab_size - 1))), int(rng.integers(-(1 << 62), 1 << 62)),
-        int(rng.integers(0, 4)),
-    )  # fmt: skip
+    seed, sample_index = int(rng.integers(-(1 << 62), 1 << 62)), int(rng.integers(0, 4))
+    return Case(resolved(**params), prompt_ids, output_ids, tuple(stop_ids), seed, sample_index)
 
 
 def _bad_word(rng: np.random.Generator, history: list[int], vocab_size: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.angles import angle_tables
 from quire.kernels.reference_attention import paged_attention, plan_attention
 from quire.kernels.table import REFERENCE, select_ops
 
@@ -25,12 +26,6 @@ def test_rms_norm() -> None:
     x, weight = torch.randn(5, 16), torch.randn(16)
     want = x / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), want.float())
-
-
-def test_rms_norm_with_a_weight_per_head() -> None:
-    x, weight = torch.randn(5, 3, 16), torch.randn(3, 16)
-    want = torch.stack([reference.rms_norm(x[:, head], weight[head], 1e-5) for head in range(3)], dim=1)
-    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), want)
 
 
 def test_add_rms_norm() -> None:
@@ -64,6 +59,30 @@ def test_write_kv_touches_only_its_slots() -> None:
         flat = cache.view(-1, 2, 8)
         torch.testing.assert_close(flat[slots], new)
         assert flat.abs().sum() == pytest.approx(new.abs().sum().item())
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_qk_norm_rope_write(norm: bool) -> None:
+    heads, kv_heads, dim, tokens = 4, 2, 8, 5
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    q_weight, k_weight = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    positions, frequencies = torch.tensor([0, 3, 4, 9, 17]), torch.rand(dim // 2)
+    angles = angle_tables(positions, frequencies, 1.5, torch.float32)
+    caches = torch.zeros(2, 4, PAGE, kv_heads, dim)
+    slots = torch.tensor([1, 7, 2, 15, 8])
+    got = reference.qk_norm_rope_write(qkv.clone(), q_weight, k_weight, 1e-6, angles, *caches, slots, heads)
+    q, k, v = (part.view(tokens, -1, dim) for part in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=1))
+    if q_weight is not None and k_weight is not None:
+        q, k = reference.rms_norm(q, q_weight, 1e-6), reference.rms_norm(k, k_weight, 1e-6)
+
+    def turn(x: Tensor) -> Tensor:
+        turned = torch.polar(torch.tensor(1.5), positions[:, None] * frequencies)[:, None]
+        pairs = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * turned
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    torch.testing.assert_close(got, turn(q))
+    torch.testing.assert_close(caches[0].view(-1, kv_heads, dim)[slots], turn(k))
+    torch.testing.assert_close(caches[1].view(-1, kv_heads, dim)[slots], v)
 
 
 def attend_slowly(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None,
@@ -134,4 +153,8 @@ def test_a_window_bounds_the_pages_read() -> None:
 
 def test_every_device_gets_ops() -> None:
     assert select_ops("cpu") is REFERENCE
-    assert select_ops("cuda").rope is not None
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        with pytest.warns(UserWarning, match="Triton can't be used"):
+            assert select_ops("cuda") is REFERENCE

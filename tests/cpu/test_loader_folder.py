@@ -148,6 +148,7 @@ def test_architecture_stands_in_for_model_type(folder: Path) -> None:
     ({"hidden_size": None}, "bad_config", "hidden_size=None"),
     ({"num_attention_heads": "4"}, "bad_config", "num_attention_heads='4'"),
     ({"num_key_value_heads": 3}, "bad_config", "3 key-value heads"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "bad_config", "sliding_window=0"),
     ({"hidden_act": "gelu"}, "unsupported_model", "gelu"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "unsupported_model", "longrope"),
     ({"layer_types": ["full_attention"] * 2}, "unsupported_model", "layer_types"),
@@ -237,7 +238,8 @@ def test_random_weights_need_only_a_config(folder: Path) -> None:
     assert 0.01 < first.embedding.weight.std() < 0.04
 
 
-def test_progress_counts_up_to_the_whole(folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_progress_counts_up_to_the_whole(dtype: str, tmp_path: Path) -> None:
     class Recorder:
         def __init__(self) -> None:
             self.total, self.seen, self.ended = 0, [0], False
@@ -254,7 +256,7 @@ def test_progress_counts_up_to_the_whole(folder: Path) -> None:
         def note(self, line: str) -> None: ...
 
     recorder = Recorder()
-    loaded = load(folder, progress=recorder)
+    loaded = load(make_tiny("smollm2", tmp_path)[1], progress=recorder, dtype=dtype)
     assert recorder.seen == sorted(recorder.seen)
     assert recorder.seen[-1] == recorder.total == loaded.weights_bytes
     assert recorder.ended

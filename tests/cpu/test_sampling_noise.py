@@ -81,7 +81,9 @@ def test_gumbel_distribution_is_finite_everywhere():
 
 def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch):
     noise = Noise(4, "cpu")
-    monkeypatch.setattr(noise, "bits", lambda *_: torch.tensor([[0, 1, (1 << 31) - 2, (1 << 31) - 1]], dtype=torch.int32))
+    monkeypatch.setattr(
+        noise, "bits", lambda *_: torch.tensor([[0, 1, (1 << 31) - 2, (1 << 31) - 1]], dtype=torch.int32)
+    )
     values = noise.gumbel(keys([0]), torch.tensor([0]))
     expected = -np.log(-np.log1p(-(np.array([0.5, 1.5, (1 << 31) - 64, (1 << 31) - 64]) / 2.0**31)))
     assert torch.isfinite(values).all()

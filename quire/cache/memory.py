@@ -15,7 +15,7 @@ from quire.types import CacheSpec, QuireError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 GIB = 1 << 30
 LAPTOP_CACHE = 2 * GIB  # on a CPU memory is shared with everything else a person runs
-LAPTOP_HOST = 1 * GIB
+HOST_LIMITS = {"cpu": 1 * GIB, "cuda": 8 * GIB}  # by default; it is pinned on CUDA, and taken when first used
 HOST_SHARE = 0.25
 
 
@@ -124,9 +124,7 @@ def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, availa
     """Room for victims, at most as much as the device itself has."""
     budget = config.host_memory
     if budget is None:
-        budget = int(available * HOST_SHARE)
-        if device == "cpu":
-            budget = min(budget, LAPTOP_HOST)
+        budget = min(int(available * HOST_SHARE), HOST_LIMITS.get(device, GIB))
     num_slots = min(max_rows + 1, budget // (2 * slot)) if slot else 0
     pages = min(num_pages, (budget - num_slots * slot) // page) if page else 0
     units = tuple(pages if s.kind == "paged" else num_slots for s in specs)

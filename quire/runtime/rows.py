@@ -104,7 +104,7 @@ class DeviceRows:
         positions = self.computed[rows]
         seq_lens = positions + 1
         self.computed[rows] = seq_lens
-        self.computed[self.padding_row] = 0
+        self.computed[self.padding_row].zero_()
         index = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
         return Step(
             tokens=self.tokens[rows, positions].long(),

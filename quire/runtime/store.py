@@ -16,12 +16,11 @@ class CacheStore:
     def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
                  device: torch.device):  # fmt: skip
         self.specs = specs
-        pin = device.type == "cuda"
+        self._num_host_units = num_host_units or [0] * len(specs)
+        self._pin = device.type == "cuda"
         self._device = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), device=device)
                         for s, n in zip(specs, num_units, strict=True)]  # fmt: skip
-        host = num_host_units or [0] * len(specs)
-        self._host = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), pin_memory=pin)
-                      for s, n in zip(specs, host, strict=True)]  # fmt: skip
+        self._host: dict[int, Tensor] = {}  # allocated when first needed: pinning gigabytes takes seconds
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
 
     def apply(self, copies: list[Copy]) -> None:
@@ -39,16 +38,23 @@ class CacheStore:
     def _apply_run(self, run: list[Copy]) -> None:
         kind, group = run[0].kind, run[0].group
         dim = 2 if self.specs[group].kind == "paged" else 1  # where units are counted
-        device, host = self._device[group], self._host[group]
+        device = self._device[group]
         targets = torch.tensor([c.target for c in run])
         if kind is CopyKind.ZERO:
             device.index_fill_(dim, targets.to(device.device), 0)
             return
-        source = host if kind is CopyKind.IN else device
-        target = host if kind is CopyKind.OUT else device
+        source = self._host_of(group) if kind is CopyKind.IN else device
+        target = self._host_of(group) if kind is CopyKind.OUT else device
         sources = torch.tensor([c.source for c in run])
         moved = source.index_select(dim, sources.to(source.device)).to(target.device)
         target.index_copy_(dim, targets.to(target.device), moved)
+
+    def _host_of(self, group: int) -> Tensor:
+        if group not in self._host:
+            spec = self.specs[group]
+            shape = unit_shape(spec, self._num_host_units[group])
+            self._host[group] = torch.zeros(shape, dtype=_dtype(spec), pin_memory=self._pin)
+        return self._host[group]
 
 
 def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:

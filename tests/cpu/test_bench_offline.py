@@ -33,8 +33,14 @@ CONFIG = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
-KNOBS: dict[str, Any] = {"random_weights": True, "num_pages": 129, "max_rows": 8, "max_batch_tokens": 64, "host_memory": 0,
-         "threads": 1}  # fmt: skip
+KNOBS: dict[str, Any] = {
+    "random_weights": True,
+    "num_pages": 129,
+    "max_rows": 8,
+    "max_batch_tokens": 64,
+    "host_memory": 0,
+    "threads": 1,
+}
 
 
 @pytest.fixture(scope="module")

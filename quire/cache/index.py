@@ -69,6 +69,7 @@ class CacheIndex:
         self._num_idle = [0] * len(specs)  # units only the tree holds: free for the taking, once evicted
         self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
         self._settled = 0
+        self._to_clear: list[Copy] = []
         self._leases: set[Lease] = set()  # those that hold something, for check()
         self.claims = Claims(self.page_tokens)
         self.capacity_tokens = self._capacity_tokens()
@@ -314,6 +315,18 @@ class CacheIndex:
         for snapshot in [s for s in lease.snapshots if s.length > length]:
             lease.snapshots.remove(snapshot)
             self._retire_snapshot(snapshot, fence)
+
+    def scrub(self, request: Request) -> None:
+        """Its state is not finite: what it alone holds is cleared before anyone else gets it. Masked entries have a
+        weight of zero, and zero times NaN is NaN."""
+        for group, units in enumerate(request.lease.units):
+            own = [unit for unit in units if unit != ABSENT and self.pools[group].refs(unit) == 1]
+            self._to_clear += [Copy(CopyKind.ZERO, group, 0, unit) for unit in own]
+
+    def clear_scrubbed(self, plan: Plan) -> None:
+        """First of all in the next plan."""
+        plan.copies += self._to_clear
+        self._to_clear = []
 
     def release(self, request: Request, fence: int) -> list[bytes]:
         """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""

@@ -142,6 +142,7 @@ class Scheduler:
         for request_id in self._deadlines.expired(self.clock()):
             self.cancel(request_id, FinishReason.DEADLINE)
         plan = Plan(self._last_step + 1)
+        self.cache.clear_scrubbed(plan)
         pressed = self._preempt_drained(plan)
         decodes: list[Request] = []
         catch_ups: list[Request] = []
@@ -351,6 +352,7 @@ class Scheduler:
                 delta.error_code = "bad_logits"
                 delta.error = "The model produced logits that are not finite. Check the weights and the dtype."
                 reason = FinishReason.ERROR
+                self.cache.scrub(request)
             elif row.wants_sample:
                 request.pending -= 1
                 reason = self._append(request, delta, output.tokens[index], output.logprobs.get(index))

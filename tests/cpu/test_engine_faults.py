@@ -1,0 +1,93 @@
+"""Faults on a real device: rows that are not finite, steps that fail; the others go on and lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.step import Step
+from quire.types import SamplingParams
+from tests.cpu.rig import load, make_engine, make_request
+from tests.cpu.tiny_models import make_tiny
+
+POISON = 255  # no prompt has it and no output below, or the test says so
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+class Faulty:
+    """A model that goes wrong wherever a token appears: its state becomes NaN, or the whole step raises."""
+
+    def __init__(self, model: Any, fault: str):
+        self._model, self.fault = model, fault
+        self.specs, self.vocab_size = model.specs, model.vocab_size
+        self.max_positions, self.activation_elements = model.max_positions, model.activation_elements
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        poisoned = step.tokens == POISON
+        if self.fault == "raise" and poisoned.any():
+            raise RuntimeError("device says no")
+        if self.fault == "nan" and poisoned.any():
+            embedding = self._model.embedding.weight
+            saved = embedding[POISON].clone()
+            embedding[POISON] = float("nan")  # keys and values of that token are NaN too
+            try:
+                return self._model.forward(step, caches)
+            finally:
+                embedding[POISON] = saved
+        return self._model.forward(step, caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(make_tiny("llama", Path(tmp_path_factory.mktemp("llama")))[1])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("fault", ["nan", "raise"])
+def test_one_bad_request_ends_alone(tiny: Any, fault: str, depth: int) -> None:
+    prompts = [[(7 * i + j) % 200 for j in range(5 + i)] for i in range(6)]
+    prompts[2] = [3, 4, POISON, 6, 7, 8, 9]
+    clean = make_engine(tiny)
+    model = Faulty(tiny, fault)
+    faulty = make_engine(model, depth=depth, late=depth == 2, num_pages=60)
+    results = []
+    for engine in (clean, faulty):
+        for index, prompt in enumerate(prompts):
+            request = make_request(f"r{index}", prompt, GREEDY)
+            request.arrival = float(index)
+            engine.add(request)
+        tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(6)}
+        errors = {}
+        while engine.has_work:
+            for delta in engine.turn():
+                tokens[delta.request_id] += delta.token_ids
+                if delta.error_code:
+                    errors[delta.request_id] = delta.error_code
+            engine.scheduler.check()
+        results.append((tokens, errors))
+    (expected, _), (got, errors) = results
+    assert not any(POISON in out for name, out in expected.items() if name != "r2"), "choose another token"
+    assert errors == {"r2": "bad_logits" if fault == "nan" else "step_failed"}
+    for index in (0, 1, 3, 4, 5):
+        assert got[f"r{index}"] == expected[f"r{index}"]
+    # Pages that held NaN come around again: nobody may notice.
+    model.fault = ""
+    for round_ in range(4):
+        for index in range(6):
+            name = f"again {round_}/{index}"
+            faulty.add(make_request(name, [(11 * index + j) % 200 for j in range(9 + 2 * round_)], GREEDY))
+        assert all(delta.error_code is None for delta in faulty.run_until_idle())
+    assert all(torch.isfinite(t).all() for t in caches(faulty)), "every NaN was cleared"
+
+
+def caches(engine: Any) -> list[Tensor]:
+    workers = getattr(engine._workers, "_inner", engine._workers)
+    return list(workers._store.tensors.values())

@@ -100,8 +100,8 @@ class CacheIndex:
         nodes: list[Node] = []
         best = 0
         runs = [0] * len(self.specs)  # per windowed group: pages present without a gap, up to here
+        lease.extend_keys(request.tokens, max_pages)  # admission needs them all: announcing names every page
         for index in range(max_pages):
-            lease.extend_keys(request.tokens, index + 1)
             node = self.tree.get(lease.keys[index])
             if node is None or not self._extends_full_groups(node):
                 break
@@ -194,6 +194,10 @@ class CacheIndex:
                 units.extend(self._take(group) for _ in range(need - first))
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
+
+    def has_next_slot(self, request: Request) -> bool:
+        """The next token falls into a page the request already holds: nothing to reserve."""
+        return not self.state and request.planned % self.page_tokens != 0
 
     def write_tables(self, request: Request, plan: Plan) -> None:
         """The request took a row: tell the device where everything it already holds lies."""

@@ -51,6 +51,11 @@ class Lease:
     def extend_keys(self, tokens: list[int], num_pages: int) -> None:
         """Hash on until `num_pages` pages are named; pages already named are final."""
         size = self.page_tokens
-        for index in range(len(self.keys), min(num_pages, len(tokens) // size)):
-            parent = self.keys[-1] if self.keys else self.root
-            self.keys.append(page_key(parent, token_bytes(tokens[index * size : (index + 1) * size])))
+        first, last = len(self.keys), min(num_pages, len(tokens) // size)
+        if first >= last:
+            return
+        data, width = token_bytes(tokens[first * size : last * size]), size * TOKEN_BYTES
+        parent = self.keys[-1] if self.keys else self.root
+        for begin in range(0, len(data), width):
+            parent = page_key(parent, data[begin : begin + width])
+            self.keys.append(parent)

@@ -93,8 +93,20 @@ class PrefixTree:
         """Only the tree holds this unit now, so it may be evicted when its turn comes."""
         if self._leaf_first[group] and node.below[group]:
             return  # offered again when its last child goes
+        heap = self._heaps[group]
+        if len(heap) > 64 + 2 * len(self._holders[group]):
+            self._compact(group)  # every use of a page offers it anew; without eviction nobody pops the old entries
         self._order += 1
-        heapq.heappush(self._heaps[group], (node.pins > 0, node.last_use, self._order, node))
+        heapq.heappush(heap, (node.pins > 0, node.last_use, self._order, node))
+
+    def _compact(self, group: int) -> None:
+        """One entry per node that still holds a unit. In place: `evict` may be holding the list."""
+        heap = self._heaps[group]
+        nodes = {id(entry[3]): entry[3] for entry in heap if entry[3].units[group] != ABSENT}
+        first = self._order + 1
+        self._order += len(nodes)
+        heap[:] = [(n.pins > 0, n.last_use, first + i, n) for i, n in enumerate(nodes.values())]
+        heapq.heapify(heap)
 
     def evict(self, group: int, is_idle: Callable[[int], bool]) -> int:
         """Take the least useful idle unit of the group out of the tree; ABSENT when there is none."""

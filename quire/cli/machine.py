@@ -37,6 +37,14 @@ PACKAGES = (
     Package("safetensors", "weights from the hub", True, "safetensors>=0.4.5"),
     Package("jinja2", "chat templates", True, "jinja2>=3.1.4"),
     Package("rich", "progress and tables", True, "rich>=13"),
+    Package("llguidance", "structured output", True, "llguidance>=1.9,<2"),
+    Package("msgspec", "messages between processes", True, "msgspec>=0.19"),
+    Package("pyzmq", "messages between processes", True, "pyzmq>=26"),
+    Package("fastapi", "HTTP routes", True, "fastapi>=0.115"),
+    Package("uvicorn", "HTTP server", True, "uvicorn>=0.34"),
+    Package("uvloop", "a fast event loop", True, "uvloop>=0.21"),
+    Package("httptools", "reading HTTP", True, "httptools>=0.6"),
+    Package("prometheus-client", "metrics", True, "prometheus-client>=0.20"),
     Package("triton", "GPU kernels", False, "triton"),
 )
 

@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import le
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
@@ -91,6 +92,7 @@ class Scheduler:
         self._freed_rows: list[int] = []  # to be told to the device with the next plan
         self._last_step = 0
         self._ended: list[Delta] = []  # ends that no commit will report
+        self._refused: tuple[Request, int, list[int]] | None = None  # the head of the queue, when the cache had no room
         self._only: set[str] | None = None  # while a failed step is being bisected: who may run
 
     # -- what comes in --------------------------------------------------------------------------------------------
@@ -147,14 +149,18 @@ class Scheduler:
         decodes: list[Request] = []
         catch_ups: list[Request] = []
         for request in self.running:
-            if self._may_run(request):
-                (decodes if request.expected_len - request.planned == 1 else catch_ups).append(request)
+            behind = request.expected_len - request.planned
+            if behind > 0 and self._may_run(request):
+                (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes))
         for request in decodes + catch_ups:
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # became a victim a moment ago
+            if request.expected_len - request.planned == 1 and self.cache.has_next_slot(request):
+                budget -= self._plan_row(request, request.planned + 1, plan)  # what nearly every row of a step is
+                continue
             end, preempted = self._make_room(request, budget, plan)
             pressed = pressed or preempted
             if end > request.planned:
@@ -174,9 +180,9 @@ class Scheduler:
         self._chunking.observe(plan.num_tokens, seconds)
 
     def _may_run(self, request: Request) -> bool:
-        if request.status is not Status.RUNNING or request.expected_len <= request.planned:
+        if request.status is not Status.RUNNING:
             return False
-        if request.expected_len >= request.max_len and request.pending:
+        if request.pending and request.expected_len >= request.max_len:
             return False  # the sample in flight is its last
         if self.limits.depth > 2 and request.pending:
             return False  # with several stages a row that awaits its sample is in one step only
@@ -222,13 +228,21 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
+            if not self._free_rows and not any(r.priority > request.priority for r in self.running):
+                return  # no row and nobody to push out: don't match its prompt again at every step
+            if self._is_still_too_large(request):
+                self._push_out_for(request, plan)
+                return
             if request.status is Status.WAITING and self._hold(request):
                 continue
             margin = len(self.running)  # each running request will soon want a page
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
             if not self._free_rows or not take(request, plan, margin):
+                if self._free_rows:
+                    self._refused = (request, len(self.running), self._room())
                 self._push_out_for(request, plan)
                 return
+            self._refused = None
             self.waiting.remove(request)
             self._start(request, plan)
             end = self._chunk_end(request, budget)
@@ -237,6 +251,16 @@ class Scheduler:
                 self.cache.reserve(request, end, plan)
             if end > request.planned:
                 budget -= self._plan_row(request, end, plan)
+
+    def _is_still_too_large(self, request: Request) -> bool:
+        """The cache had no room for it and nothing was freed since: matching a long prompt at every step is costly."""
+        if self._refused is None or self._refused[0] is not request:
+            return False
+        _, num_running, room = self._refused
+        return len(self.running) >= num_running and all(map(le, self._room(), room))
+
+    def _room(self) -> list[int]:
+        return [self.cache.available(group) for group in range(len(self.cache.specs))]
 
     def _next_waiting(self) -> Request | None:
         if self._only is None:

@@ -1,0 +1,113 @@
+"""`quire bench offline`: a workload from start to end, all requests at once; how fast, how late, how full the steps.
+
+The command opens the model and calls `bench_offline`. Each run draws fresh prompts and has a salt of its own, so that
+no run is served from what an earlier one left in the cache; hits within a run count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quire.bench.driver import check_jobs, measure, run_jobs
+from quire.bench.memory import peak_memory
+from quire.bench.progress import progress_bar
+from quire.bench.stats import Bar, Report, median_of
+from quire.bench.workloads import Job, fold_into
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+WARMUP_REQUESTS = 8
+WARMUP_PROMPT = 64
+WARMUP_OUTPUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A workload by name, or a file: `draw` gives its jobs for a seed."""
+
+    name: str
+    draw: Callable[[int], list[Job]]
+    may_fold: bool  # its token ids are made up, so a smaller vocabulary may wrap them around
+
+
+def bench_offline(open_llm: Callable[[], LLM], work: Work, *, seed: int = 0, repeat: int = 1, warmup: bool = True,
+                  min_output_tps: float | None = None) -> Report:  # fmt: skip
+    """Open a model, warm it up, time `repeat` runs with the seeds after `seed`, and report each and the median."""
+    busy = load_average()
+    launched = time.perf_counter()
+    with open_llm() as llm:
+        ready = time.perf_counter()
+        vocab_size = llm.edge.vocab_size
+        num_folded = 0
+        first_token_at: float | None = None
+        runs: list[Report] = []
+        for index in range(repeat):
+            jobs = work.draw(seed + index)
+            if work.may_fold and max(map(max, (job.tokens for job in jobs))) >= vocab_size:
+                jobs, num_folded = fold_into(jobs, vocab_size), num_folded + 1
+            check_jobs(llm, jobs)
+            if warmup and not index:
+                first_token_at = run_jobs(llm, warmup_jobs(jobs), salt=b"bench/warm-up").first_token_at
+            title = work.name if repeat == 1 else f"{work.name} {index + 1}/{repeat}"
+            with progress_bar(f"{title} (output tokens)", sum(job.num_outputs for job in jobs)) as advance:
+                run = run_jobs(llm, jobs, salt=b"bench/%d" % index, advance=advance)
+            first_token_at = first_token_at or run.first_token_at
+            runs.append({"seed": seed + index, **measure(run)})
+        report = {
+            "benchmark": "offline",
+            "model": llm.config.model.model,
+            "work": work.name,
+            "folded_to_vocab": vocab_size if num_folded else None,
+            "settings": settings(llm),
+            "load_before": busy,
+            "start": {"ready_s": ready - launched, "first_token_s": (first_token_at or ready) - launched},
+            "warmup": warmup,
+            "runs": runs,
+            "median": median_of([{k: v for k, v in run.items() if k != "seed"} for run in runs]),
+            "memory": peak_memory(),
+        }
+    bars = [] if min_output_tps is None else [Bar("output tok/s", report["median"]["output_tps"], min_output_tps,
+                                                  "at least")]  # fmt: skip
+    return {**report, "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars)}
+
+
+def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """The first few requests cut short: memory gets touched, threads and kernels are started."""
+    return [
+        replace(
+            job,
+            tokens=job.tokens[:WARMUP_PROMPT],
+            params=replace(job.params, max_tokens=min(job.num_outputs, WARMUP_OUTPUT)),
+        )
+        for job in jobs[:WARMUP_REQUESTS]
+    ]
+
+
+def settings(llm: LLM) -> Report:
+    """What the figures depend on, as it was decided at start."""
+    from quire.assemble import pick_device  # torch is here already
+
+    limits = llm.engine.scheduler.limits
+    return {
+        "device": pick_device(llm.config.engine.device).type,
+        "dtype": llm.config.model.dtype,
+        "max_rows": limits.max_rows,
+        "max_batch_tokens": limits.max_batch_tokens,
+        "chunk_tokens": limits.chunk_tokens,
+        "depth": limits.depth,
+        "max_model_len": llm.max_model_len,
+        "page_tokens": llm.engine.scheduler.cache.page_tokens,
+        "cache_units": [pool.num_units - 1 for pool in llm.engine.scheduler.cache.pools],
+        "prefix_cache": llm.config.cache.prefix_cache,
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def load_average() -> float | None:
+    """How busy the machine is before we begin: figures from a busy one say little."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -1,0 +1,312 @@
+"""`quire bench scheduler`: what deciding costs, without a model and without torch.
+
+A stub device answers every step at once, so all that is timed is the engine's own Python: plan, commit and the loop.
+Costs are CPU time of this thread, which other programs on the machine do not disturb; where two sides are compared
+they take turns in one run, and figures are medians over many rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from quire.bench.progress import progress_bar
+from quire.bench.stats import Bar, Report
+from quire.cache.index import CacheIndex
+from quire.cache.lease import Lease
+from quire.engine.loop import Engine
+from quire.engine.scheduler import Limits, Scheduler
+from quire.types import CacheSpec, Plan, Request, SamplingParams, StepOutput
+
+ROW_COUNTS = (1, 16, 64, 256)
+WAITING = (10, 10_000)
+MATCHED = (10_000, 100_000)
+BLOCKED = (100, 100_000)
+MAX_WAITING_RATIO = 1.2
+MAX_MATCH_RATIO = 12.0
+
+PAGE_TOKENS = 16
+WINDOW = PAGE_TOKENS  # steps per sample: every row fills a page once, so that cost is in every sample
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+_cpu_ns = time.thread_time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many windows each figure is the median of."""
+
+    row_windows: int = 20
+    waiting_windows: int = 60
+    match_rounds: int = 31
+    row_counts: tuple[int, ...] = ROW_COUNTS
+    waiting: tuple[int, int] = WAITING
+    matched: tuple[int, int] = MATCHED
+    blocked_rounds: int = 15
+    blocked: tuple[int, int] = BLOCKED
+
+
+def bench_scheduler(effort: Effort | None = None) -> Report:
+    effort = effort or Effort()
+    with _without_collector(), progress_bar("scheduler", len(effort.row_counts) + 3) as advance:
+        steps = []
+        for count in effort.row_counts:
+            steps.append(step_cost(count, effort.row_windows))
+            advance(len(steps))
+        waiting = waiting_growth(effort.waiting, effort.waiting_windows)
+        advance(len(steps) + 1)
+        matching = match_growth(effort.matched, effort.match_rounds)
+        advance(len(steps) + 2)
+        blocked = blocked_growth(effort.blocked, effort.blocked_rounds)
+    bars = [
+        Bar(f"step with {effort.waiting[1]:,} waiting over {effort.waiting[0]:,}", waiting["ratio"], MAX_WAITING_RATIO,
+            "at most"),
+        Bar(f"matching {effort.matched[1]:,} tokens over {effort.matched[0]:,}", matching["ratio"], MAX_MATCH_RATIO,
+            "at most"),
+    ]  # fmt: skip
+    return {
+        "benchmark": "scheduler",
+        "steps": steps,
+        "waiting": waiting,
+        "matching": matching,
+        "blocked": blocked,
+        "bars": [bar.to_report() for bar in bars],
+        "pass": all(bar.passed for bar in bars),
+    }
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector runs when it likes and walks over both sides of a comparison, so it would blur them."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A device that takes no time
+
+
+class StubDevice:
+    """Implements the engine's `Workers`: every row that samples gets the same token, at once."""
+
+    def forward(self, plan: Plan) -> Plan:
+        return plan
+
+    def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> StubTicket:
+        return StubTicket(forward)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class StubTicket:
+    plan: Plan
+
+    def wait(self) -> StepOutput:
+        return StepOutput(self.plan.step, [[7] if row.wants_sample else [] for row in self.plan.rows])
+
+
+class Rig:
+    """A scheduler over a cache that exists on paper only, with the requests of one side of a comparison."""
+
+    def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16):
+        spec = CacheSpec("all", "paged", (0,), (1,), "float16", page_tokens=PAGE_TOKENS)
+        limits = Limits(max_rows, max_batch_tokens=8192, chunk_tokens=8192, max_waiting=max_waiting)
+        self.cache = CacheIndex([spec], [num_pages])
+        self.scheduler = Scheduler(self.cache, limits)
+        self.engine = Engine(self.scheduler, StubDevice())
+        self.plan_ns = 0
+        self.commit_ns = 0
+        self._num_added = 0
+
+    def add(self, prompt: list[int], num_outputs: int) -> None:
+        self._num_added += 1
+        name = f"r{self._num_added}"
+        length = len(prompt)
+        self.scheduler.add(Request(name, prompt, length, GREEDY, length + num_outputs, arrival=float(self._num_added)))
+
+    def step(self) -> int:
+        """Plan, run and commit one step, adding up what planning and committing cost; returns how many ended."""
+        begin = _cpu_ns()
+        plan = self.scheduler.plan()
+        planned = _cpu_ns()
+        assert plan is not None
+        output = StubTicket(plan).wait()
+        ran = _cpu_ns()
+        deltas = self.scheduler.commit(plan, output)
+        self.commit_ns += _cpu_ns() - ran
+        self.plan_ns += planned - begin
+        return sum(delta.finish_reason is not None for delta in deltas)
+
+    def take_costs(self) -> tuple[float, float]:
+        """Microseconds planned and committed since last asked."""
+        costs = self.plan_ns / 1e3, self.commit_ns / 1e3
+        self.plan_ns = self.commit_ns = 0
+        return costs
+
+
+def _random_prompt(rng: random.Random, low: int, high: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(rng.randint(low, high))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step costs
+
+
+def step_cost(num_rows: int, num_windows: int) -> Report:
+    """Microseconds a step with so many rows that all decode; `loop` is the engine's whole turn, the stub included."""
+    num_steps = (2 * num_windows + 2) * WINDOW
+    pages_per_row = (128 + num_steps) // PAGE_TOKENS + 2
+    rig = Rig(max_rows=num_rows, num_pages=num_rows * pages_per_row + 1, max_waiting=num_rows)
+    rng = random.Random(num_rows)
+    for _ in range(num_rows):
+        rig.add(_random_prompt(rng, 64, 128), num_steps + 1)
+    while len(rig.scheduler.waiting) or any(r.computed < r.prompt_len for r in rig.scheduler.running):
+        rig.step()
+    rig.take_costs()
+    plans, commits, loops = [], [], []
+    for _ in range(num_windows):
+        for _ in range(WINDOW):
+            rig.step()
+        plan_us, commit_us = rig.take_costs()
+        plans.append(plan_us / WINDOW)
+        commits.append(commit_us / WINDOW)
+        begin = _cpu_ns()
+        _turn_steps(rig.engine, WINDOW)
+        loops.append((_cpu_ns() - begin) / 1e3 / WINDOW)
+    plan, commit = median(plans), median(commits)
+    return {
+        "rows": num_rows,
+        "plan_us": plan,
+        "commit_us": commit,
+        "loop_us": median(loops),
+        "plan_and_commit_us_per_row": (plan + commit) / num_rows,
+    }
+
+
+def _turn_steps(engine: Engine, num_steps: int) -> None:
+    last = engine.scheduler.stats.steps + num_steps
+    while engine.scheduler.stats.steps < last or engine.num_inflight:
+        engine.turn()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How costs grow
+
+
+def waiting_growth(sizes: tuple[int, int], num_windows: int, *, num_rows: int = 64) -> Report:
+    """A step's cost with few and with many requests waiting, requests coming and going on both sides alike."""
+    sides = [_QueueSide(size, num_rows) for size in sizes]
+    for side in sides:
+        for _ in range(4):  # until rows are full of requests of every age, and the cache of what ended
+            side.window()
+    costs = _take_turns([side.window for side in sides], num_windows)
+    return _growth(costs, {"few": sizes[0], "many": sizes[1], "rows": num_rows}, ("few_us", "many_us"))
+
+
+class _QueueSide:
+    """A rig whose queue is kept at one length: whoever ends is replaced by a newcomer, outside the clock."""
+
+    def __init__(self, num_waiting: int, num_rows: int):
+        self._rng = random.Random(1)  # the same requests in the same order on every side
+        self._rig = Rig(max_rows=num_rows, num_pages=16 * num_rows, max_waiting=num_waiting + num_rows)
+        for _ in range(num_waiting + num_rows):
+            self._add()
+
+    def window(self) -> float:
+        """Microseconds a step, over one window."""
+        for _ in range(WINDOW):
+            for _ in range(self._rig.step()):
+                self._add()
+        return sum(self._rig.take_costs()) / WINDOW
+
+    def _add(self) -> None:
+        self._rig.add(_random_prompt(self._rng, 32, 64), self._rng.randint(16, 48))
+
+
+def match_growth(lengths: tuple[int, int], num_rounds: int) -> Report:
+    """What finding a cached prompt costs, hashing it included, for a short and a long prompt."""
+    rng = random.Random(2)
+    rig = Rig(max_rows=1, num_pages=sum(lengths) // PAGE_TOKENS + 8)
+    prompts = [_random_prompt(rng, length, length) for length in lengths]
+    for prompt in prompts:
+        rig.add(list(prompt), 1)
+    while rig.engine.has_work:
+        rig.engine.turn()
+    costs = _take_turns([_matcher(rig.cache, prompt) for prompt in prompts], num_rounds)
+    return _growth(costs, {"short": lengths[0], "long": lengths[1]}, ("short_us", "long_us"))
+
+
+def _matcher(cache: CacheIndex, prompt: list[int]) -> Callable[[], float]:
+    expected = (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+    def match_once() -> float:
+        request = Request("match", prompt, len(prompt), GREEDY, len(prompt) + 1)
+        request.lease = Lease.empty(b"", PAGE_TOKENS, 1)  # a lease keeps its hashes, so each time a new one
+        begin = _cpu_ns()
+        found = cache.match(request)
+        cost = _cpu_ns() - begin
+        assert found.length == expected, "the prompt is not in the cache as a whole"
+        return cost / 1e3
+
+    return match_once
+
+
+def blocked_growth(lengths: tuple[int, int], num_rounds: int) -> Report:
+    """A step's cost while the next in line has a short or a long cached prompt and no row is free for it. No bar, but
+    whoever waits should not be matched again at every step."""
+    costs = _take_turns([_BlockedSide(length, lengths[1], num_rounds).window for length in lengths], num_rounds)
+    return _growth(costs, {"short": lengths[0], "long": lengths[1]}, ("short_us", "long_us"))
+
+
+class _BlockedSide:
+    """A rig with all rows busy, and one request that waits, whose prompt is in the cache."""
+
+    NUM_ROWS = 16
+    STEPS = 4  # a window; short, because such a step may be slow
+
+    def __init__(self, length: int, longest: int, num_rounds: int):
+        rng = random.Random(3)
+        self._rig = rig = Rig(max_rows=self.NUM_ROWS, num_pages=longest // PAGE_TOKENS + 64 * self.NUM_ROWS)
+        known = _random_prompt(rng, longest, longest)
+        rig.add(list(known), 1)
+        while rig.engine.has_work:
+            rig.engine.turn()
+        for _ in range(self.NUM_ROWS):
+            rig.add(_random_prompt(rng, 64, 128), (num_rounds + 4) * self.STEPS)
+        rig.step()
+        rig.add(known[:length], 1)
+        self.window()
+
+    def window(self) -> float:
+        for _ in range(self.STEPS):
+            self._rig.step()
+        return sum(self._rig.take_costs()) / self.STEPS
+
+
+def _take_turns(sides: list[Callable[[], float]], num_rounds: int) -> list[list[float]]:
+    """Each side's cost in every round; who goes first changes from round to round."""
+    costs: list[list[float]] = [[] for _ in sides]
+    for index in range(num_rounds):
+        places = list(range(len(sides)))
+        for place in places if index % 2 == 0 else reversed(places):
+            costs[place].append(sides[place]())
+    return costs
+
+
+def _growth(costs: list[list[float]], sizes: Report, names: tuple[str, str]) -> Report:
+    """Medians of both sides. The ratio is the median over rounds: the two of a round saw the same machine."""
+    ratio = median(large / small for small, large in zip(*costs, strict=True))
+    return {**sizes, names[0]: median(costs[0]), names[1]: median(costs[1]), "ratio": ratio}

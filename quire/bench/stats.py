@@ -1,0 +1,75 @@
+"""The arithmetic of reports: percentiles, histograms, medians over runs, and bars that a figure must meet.
+
+Every benchmark uses it, after the clock has stopped. Reports are dicts of plain numbers; None stands where there is
+nothing to measure, such as the time between tokens when each answer has one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+Report = dict[str, Any]
+
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of the sorted values lies, straight lines between neighbours."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def percentiles(values: Sequence[float]) -> Report | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {name: percentile(ordered, share) for name, share in SHARES.items()}
+
+
+def distribution(values: Sequence[int]) -> Report | None:
+    """Mean, maximum and a histogram over ranges that double: 0, 1, 2, 3 to 4, 5 to 8, …"""
+    if not values:
+        return None
+    counts = Counter((value - 1).bit_length() if value else -1 for value in values)
+    histogram = [_bucket(power, counts[power]) for power in range(min(counts), max(counts) + 1)]
+    return {"mean": fmean(values), "max": max(values), "histogram": histogram}
+
+
+def _bucket(power: int, num_steps: int) -> Report:
+    low, high = ((1 << power >> 1) + 1, 1 << power) if power >= 0 else (0, 0)
+    return {"low": low, "high": high, "steps": num_steps}
+
+
+def median_of(records: Sequence[Any]) -> Any:
+    """The medians of every number the records have in common; what is no number is left out, as None."""
+    first = records[0]
+    if isinstance(first, dict) and all(isinstance(record, dict) for record in records):
+        merged = {key: median_of([record.get(key) for record in records]) for key in first}
+        return {key: value for key, value in merged.items() if value is not None}
+    if all(isinstance(record, (int, float)) and not isinstance(record, bool) for record in records):
+        return median(records)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure must reach, or must not exceed."""
+
+    name: str
+    value: float
+    bar: float
+    sense: Literal["at least", "at most"]
+
+    @property
+    def passed(self) -> bool:
+        return (operator.ge if self.sense == "at least" else operator.le)(self.value, self.bar)
+
+    def to_report(self) -> Report:
+        return {"name": self.name, "value": self.value, "bar": self.bar, "sense": self.sense, "pass": self.passed}

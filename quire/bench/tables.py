@@ -1,0 +1,199 @@
+"""Shows a benchmark's report to a person: tables on stdout. `quire bench` calls `show` unless --json was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.stats import SHARES, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAR_WIDTH = 32
+
+
+def show(report: Report) -> None:
+    from rich.console import Console  # a tenth of a second
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    {"offline": _offline, "batch": _batch, "growth": _growth, "scheduler": _scheduler}[report["benchmark"]](
+        console, report
+    )
+    _bars(console, report["bars"])
+
+
+def _table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """The first column names, the others are figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(headings))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
+
+
+def _bars(console: Console, bars: Sequence[Report]) -> None:
+    for bar in bars:
+        verdict, style = ("pass", "green") if bar["pass"] else ("FAIL", "red bold")
+        console.print(verdict, style=style, end="")
+        value = f"{bar['value']:.3f}" if bar["value"] < 100 else _rate(bar["value"])
+        console.print(f"  {bar['name']}: {value} ({bar['sense']} {bar['bar']:g})", soft_wrap=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Offline
+
+
+def _offline(console: Console, report: Report) -> None:
+    runs, figures = report["runs"], report["median"]
+    if len(runs) > 1:
+        columns = ("seed", "out tok/s", "wall", "TTFT p50", "p99", "ITL p50", "p99")
+        _table(console, f"{report['model']}, {report['work']}: every run", columns, [_run_line(run) for run in runs])
+    what = "median of the runs" if len(runs) > 1 else f"seed {runs[0]['seed']}"
+    _table(console, f"{report['model']}, {report['work']}, {what}", ("", ""), _figures(report, figures))
+    latencies = [("time to first token", figures.get("ttft_s")), ("time between tokens", figures.get("itl_s"))]
+    _table(console, "Latency", ("", *SHARES), [(name, *_latencies(values)) for name, values in latencies])
+    last = runs[-1]
+    for name, label in (("rows_per_step", "Rows a step"), ("tokens_per_step", "Tokens a step")):
+        console.print(f"{label}: mean {last[name]['mean']:.1f}, max {last[name]['max']}", style="bold")
+        for line in _histogram(last[name]["histogram"]):
+            console.print(line, soft_wrap=True)
+        console.print()
+    _environment(console, report)
+
+
+def _environment(console: Console, report: Report) -> None:
+    """What the figures depend on, and whether something else was running."""
+    options, load = report["settings"], report["load_before"]
+    shown = ("device", "dtype", "max_rows", "max_batch_tokens", "depth", "num_cores")
+    console.print(" · ".join(f"{name} {options[name]}" for name in shown), style="dim", soft_wrap=True)
+    if load is not None and load > options["num_cores"] / 2:
+        busy = f"The machine was busy before this began (load {load:.1f} on {options['num_cores']} cores)"
+        console.print(f"{busy}: the figures are worse than it can do.", style="yellow", soft_wrap=True)
+
+
+def _run_line(run: Report) -> tuple[str, ...]:
+    first, between = run["ttft_s"], run["itl_s"] or {}
+    return (
+        str(run["seed"]),
+        _rate(run["output_tps"]),
+        _seconds(run["wall_s"]),
+        _seconds(first["p50"]),
+        _seconds(first["p99"]),
+        _seconds(between.get("p50")),
+        _seconds(between.get("p99")),
+    )
+
+
+def _figures(report: Report, figures: Report) -> list[tuple[str, str]]:
+    memory, start = report["memory"], report["start"]
+    lines = [
+        ("output", f"{_rate(figures['output_tps'])} tok/s"),
+        ("prompt and output", f"{_rate(figures['total_tps'])} tok/s"),
+        ("wall time", _seconds(figures["wall_s"])),
+        ("requests", _count(figures["requests"])),
+        ("prompt tokens", _count(figures["prompt_tokens"])),
+        ("output tokens", _count(figures["output_tokens"])),
+        ("steps", _count(figures["steps"])),
+        ("cache hits", f"{_count(figures['cache_hit_tokens'])} tokens ({figures['cache_hit_ratio']:.1%})"),
+        (
+            "preemptions",
+            f"{_count(figures['preemptions'])} (swapped {_count(figures['swaps'])}, "
+            f"recomputed {_count(figures['recomputes'])})",
+        ),
+        ("peak memory", _size(memory["peak_rss_bytes"])),
+        ("start to ready", _seconds(start["ready_s"])),
+        ("start to first token", _seconds(start["first_token_s"])),
+    ]
+    if memory["peak_cuda_bytes"] is not None:
+        lines.insert(-2, ("peak GPU memory", _size(memory["peak_cuda_bytes"])))
+    return lines
+
+
+def _latencies(values: Report | None) -> tuple[str, ...]:
+    return tuple(_seconds((values or {}).get(name)) for name in SHARES)
+
+
+def _histogram(buckets: Sequence[Report]) -> list[str]:
+    """A line for every range that occurred."""
+    filled = [bucket for bucket in buckets if bucket["steps"]]
+    most = max(bucket["steps"] for bucket in filled)
+    lines = []
+    for bucket in filled:
+        low, high, num_steps = bucket["low"], bucket["high"], bucket["steps"]
+        name = str(low) if low == high else f"{low} to {high}"
+        lines.append(f" {name:>14}  {num_steps:>8,} steps  {'█' * -(-num_steps * BAR_WIDTH // most)}")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The others
+
+
+def _batch(console: Console, report: Report) -> None:
+    rounds = [
+        (str(index + 1), _rate(pair["one"]), _rate(pair["batch"]), f"{pair['batch'] / pair['one']:.2f}×")
+        for index, pair in enumerate(report["rounds"])
+    ]
+    rounds.append(("median", _rate(report["one_tps"]), _rate(report["batch_tps"]), f"{report['ratio']:.2f}×"))
+    title = f"{report['model']}: output tok/s, {report['prompt_len']} tokens in and {report['output_len']} out"
+    _table(console, title, ("round", "one stream", f"batch of {report['batch']}", "gain"), rounds)
+    _environment(console, report)
+
+
+def _growth(console: Console, report: Report) -> None:
+    readings = [
+        (_count(reading["requests"]), _size(reading["rss_bytes"]), _size(reading["rss_unsettled_bytes"]))
+        for reading in report["readings"]
+    ]
+    headings = ("requests so far", "resident memory", "with what malloc keeps")
+    _table(console, f"{report['model']}: growth", headings, readings)
+
+
+def _scheduler(console: Console, report: Report) -> None:
+    headings = ("rows", "plan", "commit", "plan and commit, a row", "whole loop")
+    names = ("plan_us", "commit_us", "plan_and_commit_us_per_row", "loop_us")
+    steps = [(str(step["rows"]), *(_micros(step[name]) for name in names)) for step in report["steps"]]
+    _table(console, "One step, everyone decoding", headings, steps)
+    sides = (
+        ("a step, requests waiting", report["waiting"], "few", "many"),
+        ("matching, prompt tokens", report["matching"], "short", "long"),
+        ("a step, tokens of the next", report["blocked"], "short", "long"),
+    )
+    growth = [
+        (name, _count(costs[low]), _micros(costs[f"{low}_us"]), _count(costs[high]), _micros(costs[f"{high}_us"]),
+         f"{costs['ratio']:.2f}×")
+        for name, costs, low, high in sides
+    ]  # fmt: skip
+    _table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _count(value: Any) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"  # a median may lie between two
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _micros(value: float) -> str:
+    return f"{value:.1f} µs" if value < 1000 else f"{value / 1000:.2f} ms"
+
+
+def _size(value: int) -> str:
+    return f"{value / (1 << 20):,.1f} MiB"

@@ -1,0 +1,213 @@
+"""`quire bench offline|batch|growth|scheduler`: measure the engine. The benchmarks themselves are in `quire.bench`.
+
+Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.output import print_error, print_note, write_json
+from quire.cli.run import OpenLLM, open_llm
+from quire.config_build import add_config_flags, config_from_args
+from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.bench.offline import Work
+    from quire.bench.stats import Report
+
+PASSED, BROKEN, MISSED = 0, 1, 2
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        usage="quire bench BENCHMARK [options]",
+        help="measure speed",
+        description="Measure the engine.",
+        epilog="Exit codes: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.",
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
+    _add_offline(benchmarks)
+    _add_batch(benchmarks)
+    _add_growth(benchmarks)
+    scheduler = benchmarks.add_parser(
+        "scheduler",
+        help="what deciding costs, without a model",
+        description="Time plan and commit against a device that answers at once, and how their cost grows.",
+    )
+    _add_json(scheduler)
+
+
+def run(args: Namespace) -> int:
+    return run_command(args, open_llm)
+
+
+def run_command(args: Namespace, open_llm: OpenLLM) -> int:
+    """Input that is wrong is "could not be measured" here: 2 must mean a missed bar and nothing else."""
+    try:
+        report = _MEASURE[args.benchmark](args, open_llm)
+    except QuireError as error:
+        print_error(error.what, error.hint)
+        return BROKEN
+    if args.json:
+        write_json(report)
+    else:
+        from quire.bench.tables import show
+
+        show(report)
+    must_pass = args.gate if args.benchmark == "batch" else True
+    return MISSED if must_pass and not report["pass"] else PASSED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def _add_offline(benchmarks: Any) -> None:
+    from quire.bench.workloads import TEMPERATURE, WORKLOADS
+
+    parser = benchmarks.add_parser(
+        "offline",
+        usage="quire bench offline (--requests FILE | --workload NAME) [options]",
+        help="a batch of requests from start to end",
+        description="Submit requests all at once and time them to the end. Answers run to their full length.",
+    )
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument(
+        "--requests",
+        type=Path,
+        metavar="FILE",
+        help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
+    )
+    work.add_argument("--workload", choices=tuple(WORKLOADS), help="work made from the seed, the same for every engine")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw from (default: 0)")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
+                        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
+    parser.add_argument("--repeat", type=_at_least(1), default=1, metavar="N",
+                        help="runs, each with the next seed; the median is reported too (default: 1)")  # fmt: skip
+    parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
+    parser.add_argument("--min-output-tps", type=float, metavar="X", help="exit 2 if the median is below this")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_batch(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "batch",
+        help="one stream against a batch",
+        description="Tokens per second of one greedy request and of a batch, by turns in the same run.",
+    )
+    parser.add_argument("--batch", type=_at_least(1), default=16, metavar="N", help="requests (default: 16)")
+    parser.add_argument("--prompt-len", type=_at_least(1), default=16, metavar="N", help="tokens (default: 16)")
+    parser.add_argument("--output-len", type=_at_least(1), default=64, metavar="N", help="tokens (default: 64)")
+    parser.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help="of both sides (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
+    parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_growth(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "growth",
+        help="memory after many requests",
+        description="Resident memory after some short requests and after many; it must not grow.",
+    )
+    parser.add_argument("--first", type=_at_least(1), default=200, metavar="N",
+                        help="requests before the first reading (default: 200)")  # fmt: skip
+    parser.add_argument("--last", type=_at_least(2), default=2000, metavar="N",
+                        help="requests before the second (default: 2000)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The benchmarks
+
+
+def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.offline import bench_offline
+
+    config, work = config_from_args(args), _work(args)
+    report = bench_offline(
+        lambda: open_llm(config),
+        work,
+        seed=args.seed,
+        repeat=args.repeat,
+        warmup=not args.no_warmup,
+        min_output_tps=args.min_output_tps,
+    )
+    if report["folded_to_vocab"] is not None:
+        size = report["folded_to_vocab"]
+        print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
+    return report
+
+
+def _work(args: Namespace) -> Work:
+    """The work by name or from the file. What is wrong with either shows here, before a model loads."""
+    from quire.bench.offline import Work
+    from quire.bench.workloads import draw_workload, make_job, read_jobs
+
+    make_job([0], 1, "", args.temperature, args.seed)
+    if args.workload is not None:
+        draw = partial(draw_workload, args.workload, temperature=args.temperature)
+        return Work(args.workload, draw, may_fold=True)
+    read = partial(read_jobs, args.requests, temperature=args.temperature)
+    read(args.seed)
+    return Work(args.requests.name, read, may_fold=False)
+
+
+def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.batching import bench_batch
+
+    config = config_from_args(args)
+    return bench_batch(
+        lambda: open_llm(config),
+        batch=args.batch,
+        prompt_len=args.prompt_len,
+        output_len=args.output_len,
+        rounds=args.rounds,
+        seed=args.seed,
+    )
+
+
+def _growth(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.growth import bench_growth, fit_cache
+
+    if args.first >= args.last:
+        raise QuireError("usage", f"--first {args.first} is not before --last {args.last}.", "Swap them.")
+    config = fit_cache(config_from_args(args), args.first)
+    return bench_growth(lambda: open_llm(config), first=args.first, last=args.last, seed=args.seed)
+
+
+def _scheduler(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.scheduling import bench_scheduler
+
+    return bench_scheduler()
+
+
+_MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
+    "offline": _offline,
+    "batch": _batch,
+    "growth": _growth,
+    "scheduler": _scheduler,
+}

@@ -23,6 +23,7 @@ from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.gguf import open_gguf
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
+from quire.kernels.table import select_choice
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
@@ -93,7 +94,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
     graphs = DecodeGraphs(model, store.tensors, rows, limits.max_rows) if _can_capture(device, specs) else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    runner = Runner(model, store, rows, sampling, Sampler(model.vocab_size, device), graphs)
+    sampler = Sampler(model.vocab_size, device, select_choice(device.type))
+    runner = Runner(model, store, rows, sampling, sampler, graphs)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     return Engine(Scheduler(cache, limits), runner, depth=limits.depth, tracer=tracer), memory
 

@@ -33,6 +33,7 @@ class LLM:
         self._engine = self._parts.engine
         self._lock = threading.RLock()
         self._replies: dict[str, _Open] = {}  # request id -> where its news go
+        self._num_ended = 0  # ends seen so far, by whichever thread turned the loop
         self._closed = False
 
     # -- what people call -----------------------------------------------------------------------------------------
@@ -51,11 +52,15 @@ class LLM:
         waiting = deque(zip(opened, todo, strict=True))
         with _bar(len(many), progress) as advance:
             try:
-                while waiting or not all(reply.done for reply in replies):
+                unfinished, seen = opened, -1
+                while unfinished:
                     self._submit(waiting)
-                    advance(sum(reply.done for reply in replies), sum(r.num_tokens for r in opened))
                     self._turn()
-                advance(len(replies), sum(r.num_tokens for r in opened))
+                    if seen != self._num_ended:  # looked at only when somebody ended, not at every step
+                        seen = self._num_ended
+                        unfinished = [o for o in unfinished if not o.reply.done]
+                    if advance is not None:
+                        advance(len(opened) - len(unfinished), sum(o.num_tokens for o in opened))
             finally:
                 self._forget(opened)
         return [reply.output for reply in replies]
@@ -142,12 +147,14 @@ class LLM:
         with self._lock:
             for delta in self._engine.turn():
                 opened = self._replies.get(delta.request_id)
-                if opened is not None:
-                    stop = opened.take(delta)
-                    if stop is not None:
-                        self._engine.cancel(stop)
-                    if delta.finish_reason is not None:
-                        del self._replies[delta.request_id]
+                if opened is None:
+                    continue
+                stop = opened.take(delta)
+                if stop is not None:
+                    self._engine.cancel(stop)
+                if delta.finish_reason is not None:
+                    del self._replies[delta.request_id]
+                self._num_ended += stop is not None or delta.finish_reason is not None
 
     def _forget(self, opened: list[_Open]) -> None:
         """Whatever is not done by now is not wanted any more."""
@@ -199,7 +206,7 @@ class _bar:
 
     def __enter__(self) -> Any:
         if not self._shown:
-            return lambda done, tokens: None
+            return None
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -62,3 +62,14 @@ def _triton_ops() -> Ops:
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
     )
+
+
+def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """One kernel from logits to tokens for greedy and temperature sampling; None where there is none."""
+    if device_type != "cuda":
+        return None
+    try:
+        from quire.kernels.triton.sample import sample_rows
+    except ImportError:
+        return None
+    return lambda logits, key, positions, scale, mask: sample_rows(logits, key, positions, scale, mask=mask)

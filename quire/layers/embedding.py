@@ -23,11 +23,11 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits in float32. A tied head names the embedding's tensor, which the loader then shares between them."""
+    """Logits. A tied head names the embedding's tensor, which the loader then shares between them."""
 
     def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scheme: Scheme):
         super().__init__()
         self.linear = Linear(width, [(name, vocab_size)], dtype=dtype, scheme=scheme)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden).float()
+        return self.linear(hidden)

@@ -152,7 +152,7 @@ class DenseModel(nn.Module):
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab] float32"""
+        """hidden [n, width] -> [n, vocab]"""
         return self.head(hidden)
 
 

@@ -49,7 +49,7 @@ class Model(Protocol):
         """Compute the step and leave its state in `caches`; returns hidden states, [tokens, width]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab] float32"""
+        """hidden [n, width] -> [n, vocab], in the type the model computes in; the sampler works in float32"""
 
 
 class Family(Protocol):

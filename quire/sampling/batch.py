@@ -91,6 +91,14 @@ class LogprobsAsked:
 
 
 @dataclass(slots=True)
+class Plain:
+    """Every sample is greedy or drawn by temperature alone: one fused kernel can do the step."""
+
+    key: Tensor  # [samples] int64
+    inv_temperature: Tensor  # [samples] float32; 0: greedy
+
+
+@dataclass(slots=True)
 class Batch:
     num_samples: int
     cohorts: list[Cohort] = field(default_factory=list)  # each sample is in exactly one
@@ -100,6 +108,7 @@ class Batch:
     min_tokens: MinTokens | None = None
     bad_words: BadWords | None = None
     logprobs: LogprobsAsked | None = None
+    plain: Plain | None = None  # None: some sample asks for more
 
     @property
     def edits(self) -> bool:

@@ -15,8 +15,11 @@ from torch import Tensor
 from quire.sampling.batch import EVERYTHING, Cohort
 from quire.sampling.rowwise import NOTHING, at_least, drop_below, row_sums
 
-_NEGLIGIBLE = -80.0  # exp below this is denormal or zero: nothing in a sum, yet slow to compute with
-_SEARCH_STEPS = 24  # halves a bracket of some 30 nats down to float32's own resolution
+_ONE = 2.0**40  # probability of the best token, as an integer weight for top-p
+_NEGLIGIBLE = -30.0  # scores whose weight rounds to 0
+_NUM_BINS = 4096
+_ALMOST_ALL = 1 - 1e-7
+_ROUNDING = 4e-6  # of scores and bin edges in float32, so that no token falls below its own bin
 
 
 def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
@@ -30,6 +33,7 @@ def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
         sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, NOTHING)
     if cohort.width == EVERYTHING:
         scores = (logits - logits.amax(1, keepdim=True)).mul_(scale)
+        scores.nan_to_num_(nan=0.0, neginf=NOTHING)  # of bad rows, lest they become wild indices
         return _keep_of_all(scores, cohort, sigma_floor), None
     best = logits.topk(cohort.width)
     scores = (best.values - best.values[:, :1]) * scale
@@ -66,20 +70,27 @@ def _keep_of_all(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> 
 def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
     """The highest floor [rows, 1] above which at least a top_p share of the probability lies.
 
-    Halving a bracket needs no sort and no look at the values. The last token kept is at least as likely as the average
-    of what is beyond top_p, and the vocabulary is no longer than it is: that bounds the bracket from below.
+    Probabilities are summed into bins of equal width by score, then the bin where the share is reached is cut into
+    bins again: two passes instead of a sort, and nobody looks at the values. Sums are of integers, so they are exact
+    in any order. Tokens in the same last bin (some 1e-6 apart) count as tied.
     """
-    weights = scores.clamp(min=_NEGLIGIBLE).exp_()
-    target = (top_p * row_sums(weights)).to(torch.float32)
-    low = torch.log1p(-top_p).to(torch.float32) - math.log(scores.shape[1]) - 1e-3
-    high = torch.zeros_like(low)
-    kept = torch.empty_like(scores)
-    for _ in range(_SEARCH_STEPS):
-        middle = (low + high) * 0.5
-        reached = row_sums(at_least(scores, middle, out=kept).mul_(weights)) >= target
-        low = torch.where(reached, middle, low)
-        high = torch.where(reached, high, middle)
-    return torch.where(top_p < 1, low, NOTHING)
+    place = scores.clamp(min=_NEGLIGIBLE)  # a buffer: fresh memory costs more than a pass on the CPU
+    weights = place.exp_().mul_(_ONE).to(torch.int64)
+    target = (top_p * weights.sum(1, keepdim=True)).ceil_().to(torch.int64)
+    # The last token kept is at least as likely as the average of what lies beyond top_p: this close to the best.
+    width = (math.log(scores.shape[1]) - torch.log1p(-top_p.clamp(max=_ALMOST_ALL))).to(torch.float32) + 1e-3
+    top = torch.zeros_like(width)
+    bins = torch.empty_like(weights)
+    sums = torch.empty(len(scores), _NUM_BINS + 2, dtype=torch.int64, device=scores.device)
+    for _ in range(2):
+        # Bin 0 takes all above the range and the last bin all below, so running sums count from the most likely token.
+        torch.sub(top, scores, out=place).mul_(_NUM_BINS / width).add_(1.0).clamp_(0.0, _NUM_BINS + 1.0)
+        reached = sums.zero_().scatter_add_(1, bins.copy_(place), weights).cumsum_(1)
+        cut = torch.searchsorted(reached, target)  # the first bin that reaches it
+        width = width / _NUM_BINS
+        top = top - (cut - 1) * width
+    floor = top - width - _ROUNDING
+    return torch.where(top_p < 1, floor, NOTHING)
 
 
 def _deviation(logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.upload import Arrays, upload
 from quire.sampling.batch import (
     EVERYTHING,
     GREEDY,
@@ -22,6 +23,7 @@ from quire.sampling.batch import (
     LogprobsAsked,
     MinTokens,
     Penalties,
+    Plain,
 )
 from quire.sampling.noise import stream_key
 from quire.types import RowInit, SamplingParams
@@ -37,8 +39,6 @@ _COLUMNS = {
 _COHORT_COLUMNS = ("key", "inv_temperature", "top_k", "top_p", "min_p", "top_n_sigma")
 _NO_LOGPROBS = -1
 _NO_LIMIT = 1 << 62
-
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass(slots=True)
@@ -160,6 +160,13 @@ class _Gathering:
         if 0 < len(asked) < len(self.rows):
             self.parts["logprobs"] = {"samples": asked}
 
+        columns = self.columns
+        filtered = (columns["top_p"] < 1) | (columns["min_p"] > 0) | (columns["top_n_sigma"] > 0)
+        greedy = columns["width"] == GREEDY
+        if set(widths) <= {GREEDY, EVERYTHING} and not (filtered & ~greedy).any():
+            scale = np.where(greedy, np.float32(0), columns["inv_temperature"])
+            self.parts["plain"] = {"key": columns["key"], "inv_temperature": scale}
+
         sent = upload(self.parts, device)
         batch = Batch(len(self.rows), [self._cohort(width, sent[f"cohort {width}"]) for width in widths])
         if "bias" in sent:
@@ -172,6 +179,8 @@ class _Gathering:
             batch.penalties = self._penalties(sent["penalties"])
         if "dry" in sent:
             batch.dry = Dry(**sent["dry"], host_samples=self.parts["dry"]["samples"].tolist())
+        if "plain" in sent and not batch.edits:
+            batch.plain = Plain(**sent["plain"])
         if len(asked):
             samples = sent["logprobs"]["samples"] if "logprobs" in sent else None
             batch.logprobs = LogprobsAsked(samples, asked.tolist(), self.columns["num_top"][asked].tolist())
@@ -249,22 +258,3 @@ class _Gathering:
 
     def _pick(self, samples: np.ndarray, names: tuple[str, ...]) -> Arrays:
         return {name: self.columns[name][samples] for name in names}
-
-
-def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Many small host arrays, one copy to the device; they come back under the same names."""
-    arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
-    starts = np.cumsum([0, *((array.nbytes + 7) // 8 * 8 for array in arrays)]).tolist()
-    packed = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    buffer = packed.numpy()
-    for start, array in zip(starts, arrays, strict=False):
-        buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    packed = packed.to(device, non_blocking=True)
-    views = (
-        packed[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
-    )
-    return {name: {key: next(views) for key in part} for name, part in parts.items()}
-
-
-_TORCH_TYPES: dict[type, torch.dtype] = {np.int64: torch.int64, np.float32: torch.float32, np.float64: torch.float64}

@@ -7,15 +7,14 @@ the CPU (several times cheaper than booleans, `where` and `masked_fill`).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 NOTHING = float("-inf")
 
 
-def at_least(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
+def at_least(x: Tensor, floor: Tensor) -> Tensor:
     """1.0 where x [rows, n] >= floor [rows, 1], else 0.0."""
-    return torch.ge(x, floor, out=torch.empty_like(x) if out is None else out)
+    return torch.ge(x, floor, out=torch.empty_like(x))
 
 
 def above(x: Tensor, floor: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def drop_below(x: Tensor, floor: Tensor) -> Tensor:
 def minus_inf_unless(kept: Tensor) -> Tensor:
     """What to add so that only the cells marked 1.0 remain: 0 for them, -inf for those marked 0.0. Works in place.
     (`log` would do the same in one pass, but its way to -inf is some twenty times slower on the CPU.)"""
-    return F.threshold_(kept.sub_(1.0), -0.5, NOTHING)
+    return torch.threshold_(kept.sub_(1.0), -0.5, NOTHING)
 
 
 def select(x: Tensor, samples: Tensor | None) -> Tensor:

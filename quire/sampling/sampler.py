@@ -11,6 +11,7 @@ Edits that leave a row nothing to choose make it bad too. Logprobs are those of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,42 +59,50 @@ class Histories:
         return min(max(self.len_bounds[s] for s in samples), self.tokens.shape[1])
 
 
+# logits [samples, vocab], keys, positions, inverse temperatures (0: greedy), packed mask -> tokens, bad
+FusedChoice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device | str):
+    def __init__(self, vocab_size: int, device: torch.device | str, fused: FusedChoice | None = None):
+        """`fused`: the device's own kernel for plain batches, with the same noise."""
         self.noise = Noise(vocab_size, device)
+        self._fused = fused
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
-        """Choose a token for each row of `logits` [samples, vocab] float32, which stay as they are. `mask`: what a
-        grammar allows (see `apply_mask`)."""
+        """Choose a token for each row of `logits` [samples, vocab], which stay as they are. `mask`: what a grammar
+        allows (see `apply_mask`)."""
+        packed = mask is None or mask.dtype != torch.bool
+        if self._fused is not None and batch.plain is not None and packed:
+            plain = batch.plain
+            tokens, bad = self._fused(logits, plain.key, histories.lengths, plain.inv_temperature, mask)
+            return Sampled(tokens, bad, self._score(logits, tokens, batch))
+        logits = logits.float()
         edited = edit(logits, batch, histories, mask)
+        bad = ~torch.isfinite(logits.amax(1))  # a NaN anywhere makes the largest NaN
+        if edited is not logits:
+            bad |= ~torch.isfinite(edited.amax(1))
         tokens = torch.zeros(batch.num_samples, dtype=torch.int64, device=logits.device)
-        best = logits.new_empty(batch.num_samples)
         for cohort in batch.cohorts:
-            score_of_best, chosen = self._choose(select(edited, cohort.samples), cohort, histories.lengths)
-            if cohort.samples is None:
-                tokens, best = chosen, score_of_best
-            else:
-                tokens.index_copy_(0, cohort.samples, chosen)
-                best.index_copy_(0, cohort.samples, score_of_best)
-        bad = ~(torch.isfinite(logits.amax(1)) & torch.isfinite(best))
+            chosen = self._choose(select(edited, cohort.samples), cohort, histories.lengths)
+            tokens = chosen if cohort.samples is None else tokens.index_copy_(0, cohort.samples, chosen)
         tokens = tokens.masked_fill(bad, 0)
-        scored = None
-        if batch.logprobs is not None:
-            asked = batch.logprobs.samples
-            scored = score(select(logits, asked), select(tokens, asked), batch.logprobs.num_top)
-        return Sampled(tokens, bad, scored)
+        return Sampled(tokens, bad, self._score(logits, tokens, batch))
 
-    def _choose(self, logits: Tensor, cohort: Cohort, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Best score [n] and token [n] of one cohort's rows [n, vocab]. Both are not finite or 0 when a row is bad."""
+    def _score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
+        if batch.logprobs is None:
+            return None
+        asked = batch.logprobs.samples
+        return score(select(logits, asked).float(), select(tokens, asked), batch.logprobs.num_top)
+
+    def _choose(self, logits: Tensor, cohort: Cohort, positions: Tensor) -> Tensor:
+        """The tokens [n] of one cohort's rows [n, vocab]."""
         if cohort.width == GREEDY:
-            best = logits.max(1)
-            return best.values, best.indices
+            return logits.max(1).indices  # the first of equals, as argmax, but faster on the CPU
         scores, token_ids = narrow(logits, cohort)
         noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
-        best = noise.add_(scores).max(1)
-        if token_ids is None:
-            return best.values, best.indices
-        return best.values, token_ids.gather(1, best.indices[:, None]).squeeze(1)
+        best = noise.add_(scores).max(1, keepdim=True).indices
+        return (best if token_ids is None else token_ids.gather(1, best)).squeeze(1)
 
 
 def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:

@@ -17,6 +17,8 @@ from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan, plan_memory
 from quire.config import Config
 from quire.edge import Edge
+from quire.engine.grammar import GrammarCompiler, MaskFiller
+from quire.engine.grammar_desk import GrammarDesk
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
@@ -50,6 +52,7 @@ class Assembly:
     memory: MemoryPlan
     files: ModelFiles
     dtype: str
+    desk: GrammarDesk | None  # where requests wait while their grammars compile; None: no tokenizer, no grammars
 
 
 def assemble(config: Config, progress: Progress | None = None) -> Assembly:
@@ -68,8 +71,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         random_weights=config.model.random_weights,
         progress=progress or QuietProgress(),
     )
-    engine, memory = build_engine(loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes)
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
+    engine, memory = build_engine(loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes)
     edge = Edge(
         tokenizer=tokenizer,
         template=template,
@@ -79,7 +82,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         defaults=loaded.generation_defaults,
         clock=engine.scheduler.clock,
     )
-    return Assembly(engine, edge, memory, files, loaded.dtype)
+    desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
+    return Assembly(engine, edge, memory, files, loaded.dtype, desk)
 
 
 def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
@@ -97,7 +101,22 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     sampler = Sampler(model.vocab_size, device, select_choice(device.type))
     runner = Runner(model, store, rows, sampling, sampler, graphs)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
-    return Engine(Scheduler(cache, limits), runner, depth=limits.depth, tracer=tracer), memory
+    scheduler = Scheduler(cache, limits)
+    engine = Engine(scheduler, runner, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+    return engine, memory
+
+
+def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
+    if tokenizer is None:
+        return None
+
+    def make_compiler() -> GrammarCompiler:
+        ids = range(tokenizer.vocab_size)
+        tokens = [tokenizer.token_bytes(i) for i in ids]
+        special = [i for i in ids if tokenizer.is_special(i)]
+        return GrammarCompiler(tokens, eos_ids, special_ids=special, vocab_size=vocab_size)
+
+    return GrammarDesk(make_compiler)
 
 
 def _can_capture(device: torch.device, specs: list[CacheSpec]) -> bool:

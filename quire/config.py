@@ -68,11 +68,38 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network, so set a key then")
+    port: int = knob(8000, "port to listen on (0: any free one)", low=0, high=65535)
+    api_key: str | None = knob(None, "key clients must send; several are separated by commas", secret=True)
+    admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
+    served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
+    cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
+    request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
+    rate_requests: int | None = knob(None, "requests a minute for each key (none by default)", low=1)
+    rate_tokens: int | None = knob(None, "prompt and output tokens a minute for each key (none by default)", low=1)
+    max_body: int = knob(32 << 20, "largest request body", low=1024, high=1 << 30, unit="bytes")
+    max_messages: int = knob(4096, "most messages in one conversation", low=1, high=1 << 20)
+    max_tools: int = knob(128, "most tools in one request", low=1, high=4096)
+    max_schema: int = knob(256 << 10, "largest schema or grammar", low=64, high=16 << 20, unit="bytes")
+    max_samples: int = knob(128, "most samples of one request (n times the number of prompts)", low=1, high=4096)
+    keep_alive: float = knob(10.0, "seconds of silence after which a stream gets a sign of life", low=0.05, high=3600)
+    drain_timeout: float = knob(60.0, "seconds open requests get to finish after SIGTERM", low=0.0, high=86400)
+    stall_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is ill", low=1.0)
+    response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
+    max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)
+    tool_format: str | None = knob(None, "how the model writes tool calls (default: read from its chat template)")
+    log_level: str = knob("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
+    log_form: str = knob("text", "log lines for people or for machines", choices=("text", "json"))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     # Where each knob that is not at its default was set; for people only, so it takes no part in comparisons.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

@@ -168,6 +168,20 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Grammars
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
+    grammar's text, by kind; `json_object` needs none. It binds after the tokens `after_reasoning` have been written."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
+    value: str = ""
+    after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning; empty: from the first token
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Cache specs: what a model needs kept between steps
 
 

@@ -19,6 +19,7 @@ from quire.cli.output import print_error
 from quire.types import QuireError
 
 COMMANDS = {
+    "serve": "answer OpenAI's and Anthropic's clients over HTTP",
     "run": "answer one prompt",
     "chat": "hold a conversation",
     "pull": "fetch a model",

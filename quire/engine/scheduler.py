@@ -373,8 +373,8 @@ class Scheduler:
                 delta.prompt_logprobs = output.prompt_logprobs[index]
             reason = None
             if index in output.bad_rows:
-                delta.error_code = "bad_logits"
-                delta.error = "The model produced logits that are not finite. Check the weights and the dtype."
+                error = _why_bad(request)
+                delta.error_code, delta.error = error.code, str(error)
                 reason = FinishReason.ERROR
                 self.cache.scrub(request)
             elif row.wants_sample:
@@ -482,6 +482,16 @@ class Scheduler:
         for request in self.waiting:
             assert request.row < 0 and request.inflight == 0 and request.pending == 0
             assert request.status is Status.SWAPPED or request.lease.is_empty
+
+
+def _why_bad(request: Request) -> QuireError:
+    """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
+    if request.grammar is None:
+        what = "The model produced logits that are not finite."
+        return QuireError("bad_logits", what, "Check the weights and the dtype.")
+    what = "The grammar and the other sampling parameters together allow no token."
+    hint = "Look at min_tokens, logit_bias and bad_words, or at the weights and the dtype."
+    return getattr(request.grammar, "error", None) or QuireError("no_allowed_token", what, hint)
 
 
 def _chunking(limits: Limits) -> Chunking:

@@ -1,0 +1,64 @@
+"""`quire serve [MODEL]`: the HTTP server with OpenAI's and Anthropic's APIs, and the engine in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+from quire import __version__
+from quire.cli.output import print_note, waiting
+from quire.cli.run import short_name
+from quire.config_build import add_config_flags, config_from_args
+from quire.files.source import resolve_model
+from quire.types import QuireError
+
+ENGINE_COMMAND = (sys.executable, "-m", "quire.cli.serve_engine")
+PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        usage="quire serve [MODEL] [options]",
+        help="answer OpenAI's and Anthropic's clients over HTTP",
+        description="Serve a model over HTTP. Clients need nothing but the URL that is printed once it is ready.",
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+    add_config_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    if args.positional_model is not None:
+        if hasattr(args, "model"):
+            raise QuireError("usage", "The model is named twice.", "Give MODEL or --model, not both.")
+        args.model = args.positional_model
+    config = config_from_args(args)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        what = f"The Python package {missing[0]} is not installed."
+        raise QuireError("missing_package", what, "`quire doctor` says how to get it.")
+    if config.server.host not in ("127.0.0.1", "::1", "localhost") and config.server.api_key is None:
+        print_note(f"anyone who reaches {config.server.host} can use this server; --api-key asks for a key.")
+    model = config.model
+    files = resolve_model(  # first: fetching draws its own bar, and a mistyped name is answered at once
+        model.model,
+        revision=model.revision,
+        token=model.hub_token,
+        offline=model.offline,
+        random_weights=model.random_weights,
+    )
+    import uvloop  # only now: help and errors should not wait for it
+
+    from quire.server.run import serve
+
+    with ExitStack() as loading:
+        loading.enter_context(waiting(f"Loading {short_name(config)} …"))
+
+        def ready(url: str) -> None:
+            loading.close()
+            print(f"Quire serves {short_name(config)} at {url}", flush=True)
+
+        return uvloop.run(serve(config, files, ENGINE_COMMAND, ready, __version__))

@@ -1,0 +1,32 @@
+"""The entry of the engine process: `quire serve` starts `python -m quire.cli.serve_engine ADDRESS`.
+
+It only ties `assemble`, which knows torch, to `engine.process`, which does not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from quire.config import Config
+from quire.engine.process import Built, ready_message, run_engine_process
+
+
+def build(config: Config) -> Built:
+    from quire.assemble import assemble  # torch takes seconds, and the wrong message should not wait for it
+
+    parts = assemble(config)
+    ready = ready_message(
+        parts.engine,
+        vocab_size=parts.edge.vocab_size,
+        max_len=parts.edge.max_len,
+        eos_ids=parts.edge.eos_ids,
+        defaults=parts.edge.defaults,
+        model=config.model.model,
+        dtype=parts.dtype,
+        memory=parts.memory.to_json(),
+    )
+    return Built(parts.engine, ready, parts.desk)
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine_process(sys.argv[1], build))

@@ -1,0 +1,245 @@
+"""Grammars for the engine: what a request's next token may be, as one bit per token id.
+
+`GrammarCompiler` turns a `GrammarSpec` into a `Grammar` in threads of its own, so that no schema holds up the loop;
+the loop asks a request's `Grammar` for a mask while the forward pass runs, all of a batch in one go (`MaskFiller`).
+The library behind it is llguidance; nobody else knows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from quire.engine.grammar_source import MAX_CHARS, check_size, explain, library_grammar
+from quire.engine.grammar_vocabulary import Vocabulary
+from quire.types import GrammarSpec, Plan, QuireError, Request
+
+DEADLINE_SECONDS = 10.0
+MAX_CACHED = 256
+MAX_PENDING = 256
+ONE_BY_ONE = 4  # up to so many masks are filled without the library's threads
+
+
+class Grammar:
+    """Where one request stands in its grammar. Follows the request's tokens, and finds its way back when asked about
+    fewer of them, or others: a replay costs a replay, never a wrong mask."""
+
+    def __init__(self, initial: Any, vocabulary: Vocabulary, marker: bytes = b""):
+        self._initial = initial  # never advanced: every request and every replay starts from a copy
+        self._vocabulary = vocabulary
+        self.mask_bytes = vocabulary.mask_bytes
+        self._marker = marker  # ends reasoning; empty: the grammar binds from the first token
+        self.error: QuireError | None = None  # it can't go on: the mask allows nothing
+        self._restart()
+
+    def fork(self) -> Grammar:
+        """The same grammar at its start, for another request."""
+        return Grammar(self._initial, self._vocabulary, self._marker)
+
+    def mask(self, tokens: Sequence[int], start: int = 0) -> bytes:
+        """One bit per token id that may come after `tokens[start:]`, which is what was sampled so far."""
+        matcher = self.advance(tokens, start)
+        if matcher is None:
+            return self.settled_mask()
+        return self.checked(matcher.compute_bitmask())
+
+    def advance(self, tokens: Sequence[int], start: int = 0) -> Any:
+        """Catch up with the tokens. Returns the library's matcher if it must be asked for a mask, None if the mask
+        needs no asking (`settled_mask`)."""
+        followed = self._followed
+        num_known = len(followed)
+        # What a request has sampled does not change, so its last token tells enough: only a rewind differs there.
+        if start + num_known > len(tokens) or (num_known and tokens[start + num_known - 1] != followed[-1]):
+            self._restart()
+            num_known = 0
+        for index in range(start + num_known, len(tokens)):
+            self._follow(tokens[index])
+        return self._matcher if self.is_binding and not self._ended and self.error is None else None
+
+    @property
+    def is_binding(self) -> bool:
+        """False while the model still reasons."""
+        return not self._looking
+
+    @property
+    def accepts_end(self) -> bool:
+        """May the output end here?"""
+        return self.is_binding and self.error is None and (self._ended or bool(self._matcher.is_accepting()))
+
+    def settled_mask(self) -> bytes:
+        """The mask where the matcher has no say: all while reasoning, the end after the end, nothing after an error."""
+        if self.error is not None:
+            return bytes(self.mask_bytes)
+        return self._vocabulary.end_mask if self._ended else self._vocabulary.full_mask
+
+    def checked(self, mask: bytes) -> bytes:
+        """The mask just computed, unless the matcher gave up over it."""
+        if self._matcher.is_error():
+            self.error = explain(self._matcher.get_error(), "grammar_failed")
+            return self.settled_mask()
+        return mask[: self.mask_bytes]
+
+    def _restart(self) -> None:
+        self._matcher = self._initial.deep_copy()
+        self._followed: list[int] = []
+        self._tail = b""
+        self._looking = bool(self._marker)
+        self._ended = False
+        self.error = None
+
+    def _follow(self, token: int) -> None:
+        self._followed.append(token)
+        if self._looking:
+            # By bytes, not by ids: a marker of several tokens can be written with others, merged with what follows.
+            self._tail = self._tail[-len(self._marker) :] + self._vocabulary.token_bytes(token)
+            self._looking = self._marker not in self._tail
+        elif self.error is None and not self._ended:
+            self._ended = token in self._vocabulary.eos_ids and bool(self._matcher.is_accepting())
+            if not self._ended and not self._matcher.consume_token(token):
+                self.error = explain(f"token {token} is not allowed here", "grammar_failed")
+
+
+class GrammarCompiler:
+    """Specs to grammars, within limits: size, time, how many wait, how many are kept. Any thread may call it."""
+
+    def __init__(self, tokenizer_bytes: Sequence[bytes], eos_ids: Sequence[int], *, special_ids: Sequence[int] = (),
+                 vocab_size: int | None = None, max_chars: int = MAX_CHARS, num_threads: int = 2,
+                 max_cached: int = MAX_CACHED, max_pending: int = MAX_PENDING):  # fmt: skip
+        """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more."""
+        self._vocabulary = Vocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size)
+        self._max_chars = max_chars
+        self._max_cached = max_cached
+        self._max_pending = max_pending
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-grammar")
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str, bool], Future[Any]] = OrderedDict()  # the last used at the end
+        self._num_pending = 0
+
+    def warm(self) -> None:
+        """Build the library's vocabulary now, not with the first grammar."""
+        self._pool.submit(lambda: self._vocabulary.library)
+
+    def compile(self, spec: GrammarSpec, *, deadline: float = DEADLINE_SECONDS) -> Grammar:
+        """Wait for a grammar at most `deadline` seconds. Raises `invalid_schema` or `grammar_too_complex`."""
+        try:
+            return self.submit(spec, deadline=deadline).result(deadline)
+        except FutureTimeout:
+            raise too_slow(deadline) from None
+
+    def submit(self, spec: GrammarSpec, *, deadline: float = DEADLINE_SECONDS) -> Future[Grammar]:
+        """The same without waiting. One that waits in line longer than `deadline` is refused when its turn comes; one
+        under way ends within the library's own limits."""
+        marker = self._vocabulary.text(spec.after_reasoning)
+        done: Future[Grammar] = Future()
+        done.set_running_or_notify_cancel()  # others may wait for the same grammar: it is not for one to cancel
+
+        def deliver(found: Future[Any]) -> None:
+            error = QuireError("engine_closed", "The engine was closed.") if found.cancelled() else found.exception()
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(Grammar(found.result(), self._vocabulary, marker))
+
+        try:
+            self._compiled(spec, bool(marker), deadline).add_done_callback(deliver)
+        except QuireError as error:
+            done.set_exception(error)
+        return done
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, spec: GrammarSpec, leads: bool, deadline: float) -> Future[Any]:
+        """The initial matcher of a spec, from the cache or on its way."""
+        check_size(spec, self._max_chars)
+        key = (spec.kind, spec.value, leads)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+            if self._num_pending >= self._max_pending:
+                what = f"{self._num_pending} grammars are waiting to be compiled already."
+                raise QuireError("queue_full", what, "Try again in a moment.")
+            self._num_pending += 1
+            future = self._pool.submit(self._build, spec, leads, time.monotonic() + deadline, deadline)
+            self._known[key] = future
+            if len(self._known) > self._max_cached:
+                self._known.popitem(last=False)
+        future.add_done_callback(lambda found: self._settle(key, found))
+        return future
+
+    def _settle(self, key: tuple[str, str, bool], found: Future[Any]) -> None:
+        with self._lock:
+            self._num_pending -= 1
+            failed = found.cancelled() or found.exception() is not None
+            if failed and self._known.get(key) is found:
+                del self._known[key]
+
+    def _build(self, spec: GrammarSpec, leads: bool, until: float, deadline: float) -> Any:
+        if time.monotonic() > until:
+            raise too_slow(deadline)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._vocabulary.library, library_grammar(spec, leads), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise explain(matcher.get_error(), "invalid_schema")
+        probe = matcher.deep_copy()  # shares what it works out with all later copies
+        allows_something = any(probe.compute_bitmask())
+        if probe.is_error() or not allows_something:
+            raise explain(probe.get_error() or "it allows no text at all", "invalid_schema")
+        return matcher
+
+
+class MaskFiller:
+    """Fills the masks of a step: the engine's `fill_masks`. Who has no grammar, or still reasons, gets none."""
+
+    def __init__(self, num_threads: int | None = None):
+        self._num_threads = num_threads
+        self._executor: Any = None
+
+    def __call__(self, plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
+        masks: dict[int, bytes] = {}
+        asked: list[tuple[int, Grammar, Any]] = []
+        for index, row in enumerate(plan.rows):
+            request = requests.get(row.request_id)
+            if not row.wants_sample or request is None or request.grammar is None:
+                continue
+            grammar: Grammar = request.grammar
+            matcher = grammar.advance(request.tokens, request.prompt_len)
+            if matcher is not None:
+                asked.append((index, grammar, matcher))
+            elif grammar.is_binding:
+                masks[index] = grammar.settled_mask()
+        if len(asked) <= ONE_BY_ONE:
+            for index, grammar, matcher in asked:
+                masks[index] = grammar.checked(matcher.compute_bitmask())
+        else:
+            self._fill_together(asked, masks)
+        return masks
+
+    def _fill_together(self, asked: list[tuple[int, Grammar, Any]], masks: dict[int, bytes]) -> None:
+        """All in one call, in the library's threads, without Python's lock."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._num_threads)
+        width = asked[0][1].mask_bytes
+        buffer = bytearray(width * len(asked))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        jobs = [(matcher, place) for place, (_, _, matcher) in enumerate(asked)]
+        self._executor.unsafe_compute_mask_ptr(jobs, address, width, len(asked))
+        for place, (index, grammar, _) in enumerate(asked):
+            masks[index] = grammar.checked(bytes(buffer[place * width : (place + 1) * width]))
+
+
+def too_slow(deadline: float) -> QuireError:
+    what = f"The grammar was not ready within {deadline:g} seconds."
+    return QuireError("grammar_too_complex", what, "Use a simpler schema or pattern, or try again later.")

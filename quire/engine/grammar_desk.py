@@ -1,0 +1,85 @@
+"""Where requests wait for their grammars: compiled in other threads, so that those who run go on meanwhile.
+
+The engine hands every new request to the desk and asks it each turn who is ready. A request whose grammar is known
+already does not wait at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from quire.engine.grammar import DEADLINE_SECONDS, Grammar, GrammarCompiler, too_slow
+from quire.types import GrammarSpec, QuireError, Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: Request
+    grammar: Future[Grammar]
+    until: float
+
+
+class GrammarDesk:
+    """One thread's, the loop's."""
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler], *, deadline: float = DEADLINE_SECONDS,
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        self._make_compiler = make_compiler  # called when the first grammar comes: most runs never see one
+        self._compiler: GrammarCompiler | None = None
+        self._deadline = deadline
+        self._clock = clock
+        self._waiting: dict[str, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, request: Request) -> bool:
+        """True: the request stays here for now. False: it may go on, with its grammar if it has one. Raises if the
+        grammar is known to be unusable."""
+        if not isinstance(request.grammar, GrammarSpec):
+            return False
+        if request.id in self._waiting:
+            raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.", "Use a fresh id.")
+        if self._compiler is None:
+            self._compiler = self._make_compiler()
+        grammar = self._compiler.submit(request.grammar, deadline=self._deadline)
+        if grammar.done():
+            request.grammar = grammar.result()
+            return False
+        self._waiting[request.id] = _Waiting(request, grammar, self._clock() + self._deadline)
+        return True
+
+    def ready(self) -> list[tuple[Request, QuireError | None]]:
+        """Who need not wait any longer: with a grammar, or with the reason why there is none."""
+        found: list[tuple[Request, QuireError | None]] = []
+        now = self._clock()
+        for place in list(self._waiting.values()):
+            error: QuireError | None = None
+            if place.grammar.done():
+                raised = place.grammar.exception()
+                if raised is None:
+                    place.request.grammar = place.grammar.result()
+                elif isinstance(raised, QuireError):
+                    error = raised
+                else:
+                    what = f"The grammar could not be compiled ({type(raised).__name__}: {raised})."
+                    error = QuireError("grammar_failed", what, "Please report it, with the schema.")
+            elif now > place.until:
+                error = too_slow(self._deadline)
+            else:
+                continue
+            del self._waiting[place.request.id]
+            found.append((place.request, error))
+        return found
+
+    def drop(self, request_id: str) -> Request | None:
+        """Someone does not want to wait any longer. None: nobody of that name waits here."""
+        place = self._waiting.pop(request_id, None)
+        return None if place is None else place.request
+
+    def wait(self, seconds: float) -> None:
+        """Until someone is ready, at most so long: for a loop that has nothing else to do."""
+        wait([place.grammar for place in self._waiting.values()], seconds, FIRST_COMPLETED)

@@ -1,0 +1,94 @@
+"""Specs in the grammar library's own words, and its complaints in ours. `GrammarCompiler` calls it in its threads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.types import GrammarSpec, QuireError
+
+MAX_CHARS = 262_144
+MAX_CHOICES = 10_000
+# White space between JSON's parts is bounded: a small model would else write it until its tokens run out.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+LEADING_SPACE = r"/[ \n\t]{0,4}/"  # what models write between their reasoning and the answer
+_TOO_MUCH = ("too big", "too large", "too complex", "too many", "limit", "fuel", "recursion", "max is")
+
+
+def check_size(spec: GrammarSpec, max_chars: int) -> None:
+    if len(spec.value) > max_chars:
+        what = f"The {_NAMES.get(spec.kind, 'grammar')} has {len(spec.value)} characters, the limit is {max_chars}."
+        raise QuireError("grammar_too_complex", what, "Use a smaller one.")
+
+
+def library_grammar(spec: GrammarSpec, leads: bool) -> str:
+    """The grammar's text for the library. `leads`: reasoning stood before, so white space may lead."""
+    from llguidance import LLMatcher, grammar_from
+
+    if spec.kind == "json_object":
+        return _json_grammar({"type": "object"}, leads)
+    if spec.kind == "json_schema":
+        return _json_grammar(_schema(spec.value), leads)
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.value)
+    if spec.kind == "choice":
+        return _choice_grammar(spec.value)
+    if spec.kind == "ebnf":
+        try:
+            return grammar_from("ebnf", spec.value)
+        except (ValueError, RecursionError) as error:
+            raise explain(str(error), "invalid_schema") from None
+    raise QuireError("invalid_schema", f"There is no grammar of kind {spec.kind!r}.", "Use json_schema, regex or ebnf.")
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise QuireError("grammar_too_complex", "The JSON schema is nested too deeply.", "Make it flatter.") from None
+    except ValueError as error:
+        raise QuireError("invalid_schema", f"The JSON schema is not JSON: {error}.", "Send an object.") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise QuireError("invalid_schema", "The JSON schema is not an object.", "Send an object.")
+    return schema
+
+
+def _json_grammar(schema: dict[str, Any], leads: bool) -> str:
+    asked = schema.get("x-guidance")
+    lenient = {"lenient": True} if isinstance(asked, dict) and asked.get("lenient") is True else {}
+    schema = {**schema, "x-guidance": {**JSON_OPTIONS, **lenient}}
+    try:
+        body = json.dumps(schema)
+    except RecursionError:
+        raise QuireError("grammar_too_complex", "The JSON schema is nested too deeply.", "Make it flatter.") from None
+    if leads:
+        return f"%llguidance {{}}\nstart: LEAD body\nLEAD: {LEADING_SPACE}\nbody: %json {body}\n"
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _choice_grammar(text: str) -> str:
+    try:
+        choices = json.loads(text)
+    except (ValueError, RecursionError):
+        choices = None
+    is_good = isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)
+    if not is_good or len(choices) > MAX_CHOICES:
+        what = f"A choice must be a list of at most {MAX_CHOICES} texts that are not empty."
+        raise QuireError("invalid_schema", what, "Send at least one.")
+    bodies = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+    return f"%llguidance {{}}\nstart: {bodies}\n"
+
+
+def explain(complaint: str, code: str) -> QuireError:
+    """The library's complaint as an error for people: which kind it is, in one line."""
+    line = " ".join(complaint.replace("<non-verbose/>", "").split())[:300].rstrip(".")
+    if any(word in line.lower() for word in _TOO_MUCH):
+        return QuireError("grammar_too_complex", f"The grammar is too complex: {line}.", "Use a simpler one.")
+    if code == "grammar_failed":
+        return QuireError(code, f"The output left its grammar: {line}.", "Please report it, with the schema.")
+    return QuireError(code, f"The schema or grammar can't be used: {line}.", "Correct it, or leave that part out.")
+
+
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}

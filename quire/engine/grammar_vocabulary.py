@@ -1,0 +1,73 @@
+"""A model's vocabulary as grammars need it: for the library, and as the masks that need no library."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from quire.types import QuireError
+
+
+class Vocabulary:
+    """Shared by all grammars of a model. The library's part is built on first use, by one thread."""
+
+    def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (),
+                 vocab_size: int | None = None):  # fmt: skip
+        size = max(len(tokens), vocab_size or 0)
+        if not eos_ids:
+            raise QuireError("no_end_token", "The model has no end-of-sequence token.", "Grammars need one.")
+        self._tokens = [*tokens, *[b""] * (size - len(tokens))]
+        self._special_ids = frozenset(special_ids)
+        self._lock = threading.Lock()
+        self._library: Any = None
+        self.eos_ids = frozenset(eos_ids)
+        self._eos_order = list(dict.fromkeys(eos_ids))
+        self.mask_bytes = 4 * -(-size // 32)
+        self.full_mask = _mask(range(size), self.mask_bytes)
+        self.end_mask = _mask(self.eos_ids, self.mask_bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokens[token_id]
+
+    def text(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(self._tokens[token_id] for token_id in token_ids)
+
+    @property
+    def library(self) -> Any:
+        with self._lock:
+            if self._library is None:
+                self._library = library_tokenizer(self._tokens, self._eos_order, self._special_ids)
+            return self._library
+
+
+class _Wrapped:
+    """The attributes the library reads off a tokenizer. It asks to tokenize only for tokens it would force ahead, which
+    we never let it do, and when it is built; one token a byte is an answer it accepts."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int]):
+        self.tokens = list(tokens)
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(special_ids)
+        self._one_byte = {token: index for index, token in reversed(list(enumerate(tokens))) if len(token) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        raw = text.encode() if isinstance(text, str) else text
+        return [self._one_byte[piece] for byte in raw if (piece := bytes([byte])) in self._one_byte]
+
+
+def library_tokenizer(tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = ()) -> Any:
+    """`tokens`: the bytes of each id, one entry for each of the model's logits; ids without text are empty."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(_Wrapped(tokens, eos_ids, special_ids), eos_token=list(eos_ids))  # type: ignore[arg-type]
+
+
+def _mask(ids: Collection[int], num_bytes: int) -> bytes:
+    mask = bytearray(num_bytes)
+    for token_id in ids:
+        mask[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(mask)

@@ -1,0 +1,40 @@
+"""Channels: a model's text as it streams becomes text, reasoning and tool calls, the same for every API.
+
+`make_channel_parser` makes the state machine of one sample, `choose_format` and `choose_reasoning` read a chat template
+for what its model speaks, `tool_grammar` turns `tool_choice` into a grammar the engine enforces.
+"""
+
+from quire.text.channels.choose import choose_format
+from quire.text.channels.events import (
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolSpec,
+    merge,
+)
+from quire.text.channels.formats import FORMATS
+from quire.text.channels.parser import ChannelParser, make_channel_parser
+from quire.text.channels.reasoning import ReasoningStyle, choose_reasoning, opens_reasoning
+from quire.text.channels.tool_grammar import tool_grammar
+
+__all__ = [
+    "FORMATS",
+    "ChannelParser",
+    "Event",
+    "ReasoningDelta",
+    "ReasoningStyle",
+    "TextDelta",
+    "ToolCallDelta",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolSpec",
+    "choose_format",
+    "choose_reasoning",
+    "make_channel_parser",
+    "merge",
+    "opens_reasoning",
+    "tool_grammar",
+]

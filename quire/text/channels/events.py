@@ -1,0 +1,106 @@
+"""What a channel parser says about a model's output: text, reasoning, and tool calls, in the order they were written.
+
+Every front end consumes these events and nothing else; `merge` is for whoever wants the whole instead of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False  # the arguments must follow the schema, enforced by grammar
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    index: int
+    arguments: str  # raw JSON text as it arrives; joined, the arguments of the call
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    index: int
+
+
+Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+class EventLog:
+    """Events of the chunk at hand. Neighbouring deltas of one kind become one, so a chunk gives few events."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self.num_calls = 0
+
+    def text(self, text: str) -> None:
+        if text:
+            self._add(TextDelta(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._add(ReasoningDelta(text))
+
+    def start_call(self, name: str) -> None:
+        self._add(ToolCallStart(self.num_calls, name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the call that was started last."""
+        if text:
+            self._add(ToolCallDelta(self.num_calls - 1, text))
+
+    def end_call(self) -> None:
+        self._add(ToolCallEnd(self.num_calls - 1))
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, event: Event) -> None:
+        joined = _joined(self._events[-1], event) if self._events else None
+        if joined is None:
+            self._events.append(event)
+        else:
+            self._events[-1] = joined
+
+
+def merge(events: Iterable[Event]) -> list[Event]:
+    """The same events with neighbouring deltas of one kind joined: how a text was cut into chunks no longer shows."""
+    log = EventLog()
+    for event in events:
+        log._add(event)
+    return log.take()
+
+
+def _joined(left: Event, right: Event) -> Event | None:
+    if isinstance(left, TextDelta) and isinstance(right, TextDelta):
+        return TextDelta(left.text + right.text)
+    if isinstance(left, ReasoningDelta) and isinstance(right, ReasoningDelta):
+        return ReasoningDelta(left.text + right.text)
+    if isinstance(left, ToolCallDelta) and isinstance(right, ToolCallDelta) and left.index == right.index:
+        return ToolCallDelta(left.index, left.arguments + right.arguments)
+    return None

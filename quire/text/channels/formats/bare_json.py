@@ -1,0 +1,42 @@
+"""Bare JSON: the whole answer is `{"name": …, "arguments": {…}}`, or a list of such, with no marker around it.
+
+Only a name among the request's tools makes it a call; any other JSON is an answer. For models whose template names no
+format we know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.text.channels.calls import read_call, read_calls
+from quire.text.channels.events import ToolSpec
+from quire.text.channels.grammar_text import GrammarText, either
+from quire.text.channels.source import Reading, Source
+
+
+class BareJson:
+    name = "json"
+    markers: tuple[str, ...] = ()
+    trigger = ""
+    repeats = False
+
+    def matches(self, template: str) -> bool:
+        return False  # nothing in a template says so; it is asked for, or what remains
+
+    def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
+        names = frozenset(tool.name for tool in tools) or None
+        source.keep("")
+        yield from source.spaces()
+        if (yield from source.next_is("[")):
+            yield from read_calls(source, names=names, is_marked=False)
+        while (yield from source.next_is("{")):
+            if not (yield from read_call(source, names=names, is_marked=False)):
+                break
+            source.keep("")
+            yield from source.spaces()
+        source.give_back()
+        yield from source.rest(source.log.text)
+
+    def grammar(self, text: GrammarText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        call = text.rule(either(text.json_call(tool, "arguments") for tool in tools))
+        return f'({call} | "[" {call} (", " {call})* "]")' if parallel else call

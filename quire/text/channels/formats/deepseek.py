@@ -1,0 +1,99 @@
+"""DeepSeek: calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`, a turn's calls between another such pair.
+V3 and R1 write `function<｜tool▁sep｜>name` and the arguments in a fenced block, V3.1 `name<｜tool▁sep｜>{…}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from quire.text.channels.events import ToolSpec
+from quire.text.channels.grammar_text import GrammarText, either, literal
+from quire.text.channels.source import JsonSpan, Reading, Source
+
+ALL_OPEN, ALL_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FENCE = "\n```"
+_NAME = re.compile(r"[A-Za-z0-9_.:\-]")
+
+
+class DeepSeek:
+    """Both forms are read whichever it is; `is_fenced` says which one the model was taught, for grammars."""
+
+    markers: tuple[str, ...] = (ALL_OPEN, OPEN, SEPARATOR, CLOSE, ALL_CLOSE)
+    trigger = ALL_OPEN
+    repeats = False  # a turn's calls stand behind one trigger
+
+    def __init__(self, *, is_fenced: bool = False):
+        self.name = "deepseek_fenced" if is_fenced else "deepseek"
+        self._is_fenced = is_fenced
+
+    def matches(self, template: str) -> bool:
+        return OPEN in template and SEPARATOR in template and ("```json" in template) == self._is_fenced
+
+    def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
+        while True:
+            space, marker = yield from source.plain(source.log.text, (ALL_OPEN, OPEN))
+            if not marker:
+                return
+            source.keep(space + marker)
+            yield from source.spaces()
+            if marker == ALL_OPEN and not (yield from source.match(OPEN)):
+                source.give_back()
+                continue
+            while (yield from _call(source)):
+                source.keep("")
+                yield from source.spaces()
+                closed = yield from source.match(CLOSE)
+                yield from source.spaces()
+                if (yield from source.match(ALL_CLOSE)) or closed:
+                    source.settle()
+                    yield from source.spaces()
+                source.give_back_unless_blank()
+                source.keep("")
+                if not (yield from source.match(OPEN)):
+                    source.settle()
+                    break
+
+    def grammar(self, text: GrammarText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        separator, begin, end = (text.marker(marker) for marker in (SEPARATOR, OPEN, CLOSE))
+        calls = []
+        for tool in tools:
+            arguments = text.arguments(tool)
+            if self._is_fenced:
+                fence = literal(tool.name + "\n```json\n")
+                calls.append(f'"function" {separator} {fence} {arguments} {literal(FENCE)}')
+            else:
+                calls.append(f"{literal(tool.name)} {separator} {arguments}")
+        one = text.rule(f"{begin} {either(calls)} {end}")
+        return f"{one}{'+' if parallel else ''} {text.marker(ALL_CLOSE)}"
+
+
+def _call(source: Source) -> Reading[bool]:
+    """A call after its opening marker, up to the end of its arguments."""
+    yield from source.spaces()
+    name = yield from source.word(_NAME)
+    if not (yield from source.match(SEPARATOR)):
+        source.give_back()
+        return False
+    yield from source.spaces()
+    is_fenced = not (yield from source.next_is("{"))
+    if is_fenced:
+        name = yield from source.word(_NAME)
+        yield from source.spaces()
+        if (yield from source.match("```")):
+            yield from source.match("json")
+        yield from source.spaces()
+    if not name or not (yield from source.next_is("{")):
+        source.give_back()
+        return False
+    source.settle()
+    source.log.start_call(name)
+    yield from source.span(JsonSpan(), source.log.arguments)
+    source.log.end_call()
+    if is_fenced:
+        source.keep("")
+        yield from source.spaces()
+        if (yield from source.match("```")):
+            source.settle()
+        source.give_back_unless_blank()
+    return True

@@ -1,0 +1,60 @@
+"""Writes grammars in the Lark dialect of the grammar engine: what a tool call of a format must look like.
+
+The formats describe one call with it, `tool_grammar` puts the whole together. It is text only: the engine compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from quire.text.channels.events import ToolSpec
+
+TokenIdOf = Callable[[str], int | None]  # the id of a special token written like this, if the model has one
+ANY_TEXT = r"/(?s:.*)/"
+
+
+class GrammarText:
+    def __init__(self, special_id: TokenIdOf):
+        self._special_id = special_id
+        self._rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Give an expression a name, which is returned."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def marker(self, text: str) -> str:
+        """A format's marker: the special token where the model has it as one, else its characters."""
+        token_id = self._special_id(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def is_special(self, text: str) -> bool:
+        return self._special_id(text) is not None
+
+    def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
+        """A JSON value. Where it need not be strict, keywords that can't be enforced are left out, not refused."""
+        options = {} if strict else {"x-guidance": {"lenient": True}}
+        return self.rule("%json " + json.dumps({**schema, **options}))
+
+    def json_call(self, tool: ToolSpec, key: str) -> str:
+        """`{"name": …, <key>: {…}}`, spaced as the templates do."""
+        begin = "{" + f'"name": {json.dumps(tool.name)}, {json.dumps(key)}: '
+        return f'{literal(begin)} {self.arguments(tool)} "}}"'
+
+    def arguments(self, tool: ToolSpec) -> str:
+        schema = {"type": "object", **tool.parameters}
+        return self.json(schema, strict=tool.strict)
+
+    def finish(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def either(bodies: Iterable[str]) -> str:
+    return "(" + " | ".join(bodies) + ")"

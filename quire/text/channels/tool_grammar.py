@@ -1,0 +1,62 @@
+"""Turns `tool_choice` into a grammar: a call that is required, named or strict is enforced, not hoped for.
+
+Front ends ask for it once per request and send the `GrammarSpec` along; the engine compiles it. It is written in the
+Lark dialect of the grammar engine, in the very format the model's parser reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.text.channels.events import ToolSpec
+from quire.text.channels.formats import FORMATS, ToolFormat
+from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, TokenIdOf, literal
+from quire.types import GrammarSpec, QuireError
+
+SPACE_AFTER_REASONING = r"/[ \n\t]{0,4}/"
+
+
+def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, parallel: bool = True,
+                 special_id: TokenIdOf = lambda text: None,
+                 after_reasoning: tuple[int, ...] = ()) -> GrammarSpec | None:  # fmt: skip
+    """The grammar for `choice`: "auto", "required", "none", or a tool's name. None: there is nothing to enforce.
+
+    `special_id` says which markers are special tokens of the model, and their ids (see `Tokenizer.is_special`):
+    such a marker is written as that token and nothing else. With "auto" only strict tools make a grammar: text stays
+    free, and what follows the format's trigger must be a call.
+    """
+    if choice == "none" or (choice == "auto" and not any(tool.strict for tool in tools)):
+        return None
+    if choice not in ("auto", "required"):
+        tools = [tool for tool in tools if tool.name == choice]
+        if not tools:
+            what = f"tool_choice names {choice!r}, which is not among the tools."
+            raise QuireError("invalid_parameter", what, "Name one of them.", "tool_choice")
+    if not tools:
+        what = f"tool_choice is {choice!r} but there are no tools."
+        raise QuireError("invalid_parameter", what, "Send tools, or tool_choice none.", "tool_choice")
+    tool_format = FORMATS[format_name]
+    text = GrammarText(special_id)
+    after_trigger = text.rule(tool_format.grammar(text, tools, parallel=parallel))
+    if choice == "auto":
+        start = _free(text, tool_format, after_trigger, parallel)
+    else:
+        one = f"{text.marker(tool_format.trigger)} {after_trigger}" if tool_format.trigger else after_trigger
+        one = text.rule(one)
+        start = f'{one} ("\\n"? {one})*' if parallel and tool_format.repeats else one
+        if after_reasoning:
+            start = f"{text.rule(SPACE_AFTER_REASONING)} {start}"
+    return GrammarSpec("ebnf", text.finish(start), after_reasoning)
+
+
+def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:
+    """Any text; a call wherever the trigger stands."""
+    if not tool_format.trigger:  # a call is known by its first character
+        no_call = text.rule(r"/([^{\[](?s:.*))?/")
+        return f"{no_call} | {after_trigger}"
+    if text.is_special(tool_format.trigger):
+        call = f"{text.rule(ANY_TEXT)} {text.marker(tool_format.trigger)} {after_trigger}"
+    else:
+        call = f"{text.rule(f'{ANY_TEXT} {literal(tool_format.trigger)}', '[lazy]')} {after_trigger}"
+    repeats = "*" if parallel and tool_format.repeats else "?"
+    return f"({text.rule(call)}){repeats} {text.rule(ANY_TEXT)}"

@@ -151,7 +151,6 @@ class Reply:
     """The samples of one prompt as they come in: deltas in, chunks out."""
 
     def __init__(self, edge: Edge, requests: list[Request]):
-        self.ids = [r.id for r in requests]
         self._requests = list(requests)
         self._outputs = [Output(r.id, r.tokens[: r.prompt_len]) for r in requests]
         for output, request in zip(self._outputs, requests, strict=True):
@@ -160,6 +159,7 @@ class Reply:
         self._streams = [
             TextStream(edge.tokenizer, r.params, r.stop_ids) if edge.tokenizer is not None else None for r in requests
         ]
+        self._places = {request.id: place for place, request in enumerate(requests)}
         self._open = len(requests)
 
     @property
@@ -175,7 +175,7 @@ class Reply:
 
     def push(self, delta: Delta) -> tuple[Chunk | None, str | None]:
         """One delta's news, and the id of the request to cancel when a stop string has ended its text."""
-        index = self.ids.index(delta.request_id)
+        index = self._places[delta.request_id]
         output, stream = self._outputs[index], self._streams[index]
         if output.finish_reason:
             return None, None  # it ended here already; the engine just heard of it

@@ -39,7 +39,6 @@ from quire.types import (
     Status,
     StepOutput,
     Timing,
-    TokenLogprobs,
     Usage,
 )
 
@@ -149,16 +148,17 @@ class Scheduler:
         decodes: list[Request] = []
         catch_ups: list[Request] = []
         for request in self.running:
-            behind = request.expected_len - request.planned
+            behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes))
+        has_next_slot = self.cache.has_next_slot
         for request in decodes + catch_ups:
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # became a victim a moment ago
-            if request.expected_len - request.planned == 1 and self.cache.has_next_slot(request):
+            if has_next_slot(request) and len(request.tokens) + request.pending == request.planned + 1:
                 budget -= self._plan_row(request, request.planned + 1, plan)  # what nearly every row of a step is
                 continue
             end, preempted = self._make_room(request, budget, plan)
@@ -182,10 +182,11 @@ class Scheduler:
     def _may_run(self, request: Request) -> bool:
         if request.status is not Status.RUNNING:
             return False
-        if request.pending and request.expected_len >= request.max_len:
-            return False  # the sample in flight is its last
-        if self.limits.depth > 2 and request.pending:
-            return False  # with several stages a row that awaits its sample is in one step only
+        if request.pending:
+            if len(request.tokens) + request.pending >= request.max_len:
+                return False  # the sample in flight is its last
+            if self.limits.depth > 2:
+                return False  # with several stages a row that awaits its sample is in one step only
         return self._only is None or request.id in self._only
 
     def _make_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
@@ -213,14 +214,16 @@ class Scheduler:
 
     def _plan_row(self, request: Request, end: int, plan: Plan) -> int:
         start = request.planned
-        wants_sample = end == request.expected_len
+        wants_sample = end == len(request.tokens) + request.pending
         plan.rows.append(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
-        plan.may_mask = plan.may_mask or request.grammar is not None
+        if request.grammar is not None:
+            plan.may_mask = True
         request.planned = end
         request.inflight += 1
         if wants_sample:
             request.pending += 1
-        self.cache.snapshot(request, end, plan)
+        if self.cache.state:
+            self.cache.snapshot(request, end, plan)
         return end - start
 
     def _admit(self, budget: int, plan: Plan) -> None:
@@ -362,49 +365,59 @@ class Scheduler:
     def commit(self, plan: Plan, output: StepOutput) -> list[Delta]:
         """A step's results are on the host: move `computed`, append tokens, end who is done."""
         deltas = []
+        bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
         for index, row in enumerate(plan.rows):
             request = self.requests.get(row.request_id)
             if request is None or request.row != row.row:
                 continue  # it ended while this step was in flight: what the step sampled for it is dropped
             request.inflight -= 1
             request.computed += row.count
-            delta = Delta(request.id)
-            if index in output.prompt_logprobs:
-                delta.prompt_logprobs = output.prompt_logprobs[index]
+            delta = Delta(row.request_id, output.tokens[index])
+            if prompt_logprobs and index in prompt_logprobs:
+                delta.prompt_logprobs = prompt_logprobs[index]
             reason = None
-            if index in output.bad_rows:
-                error = _why_bad(request)
-                delta.error_code, delta.error = error.code, str(error)
-                reason = FinishReason.ERROR
-                self.cache.scrub(request)
+            if bad_rows and index in bad_rows:
+                reason = self._spoil(request, delta)
             elif row.wants_sample:
                 request.pending -= 1
-                reason = self._append(request, delta, output.tokens[index], output.logprobs.get(index))
+                delta.logprobs = output.logprobs.get(index)
+                reason = self._append(request, delta)
             if reason is not None:
                 self._finish(delta, request, reason)
-            else:
-                self._wake(self.cache.commit(request, self._last_step))
+            elif arrived := self.cache.commit(request, self._last_step):
+                self._wake(arrived)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
         self.cache.settle(plan.step)
         self._settle_rows(plan.step)
         return deltas
 
-    def _append(self, request: Request, delta: Delta, tokens: list[int],
-                logprobs: list[TokenLogprobs] | None) -> FinishReason | None:  # fmt: skip
+    def _append(self, request: Request, delta: Delta) -> FinishReason | None:
+        """The new tokens become the request's, up to the one that ends it; what lies beyond is dropped."""
         if not request.first_token_at:
             request.first_token_at = self.clock()
-        for place, token in enumerate(tokens):
+        reason, used = None, 0
+        for token in delta.token_ids:
             request.tokens.append(token)
-            delta.token_ids.append(token)
-            self.stats.sampled_tokens += 1
-            if logprobs is not None:
-                delta.logprobs = (delta.logprobs or []) + [logprobs[place]]
+            used += 1
             if token in request.stop_ids and request.num_sampled >= request.params.min_tokens:
-                return FinishReason.STOP
+                reason = FinishReason.STOP
+                break
             if len(request.tokens) >= request.max_len:
-                return FinishReason.LENGTH
-        return None
+                reason = FinishReason.LENGTH
+                break
+        self.stats.sampled_tokens += used
+        if used < len(delta.token_ids):
+            delta.token_ids = delta.token_ids[:used]
+            delta.logprobs = delta.logprobs[:used] if delta.logprobs else None
+        return reason
+
+    def _spoil(self, request: Request, delta: Delta) -> FinishReason:
+        """No token could be chosen for it; its state must not reach anyone else."""
+        error = _why_bad(request)
+        delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
+        self.cache.scrub(request)
+        return FinishReason.ERROR
 
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
         """End a request in a commit; its full pages are worth keeping for whoever comes next, unless they are bad."""

@@ -77,6 +77,7 @@ class SamplingParams:
     seed: int | None = None  # None: drawn at the edge
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
+    pooling: str | None = None  # mean or last: the prompt's hidden states come back as one vector, for embeddings
     skip_special_tokens: bool = True
     # Filled in at the edge, where the tokenizer is: what bad_words and dry_breakers are in token ids.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -96,6 +97,8 @@ class SamplingParams:
             _check_int(name, getattr(self, name), low, high)
         if self.repetition_penalty is not None and self.repetition_penalty == 0:
             raise _bad("repetition_penalty", 0, "must be above 0 (1 switches it off)")
+        if self.pooling not in (None, "mean", "last"):
+            raise _bad("pooling", self.pooling, "must be mean or last")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"is larger than max_tokens={self.max_tokens}")
         for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOPS), ("bad_words", MAX_BAD_WORDS),
@@ -114,6 +117,11 @@ class SamplingParams:
         """Fill every `None` that has a default: the model's own first, then the neutral value."""
         known = {**_NEUTRAL, **{k: v for k, v in (defaults or {}).items() if k in _NEUTRAL and v is not None}}
         return replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every position of the prompt must be computed for this request itself: no head start from the cache."""
+        return self.prompt_logprobs is not None or self.pooling is not None
 
     @classmethod
     def names(cls) -> list[str]:
@@ -253,6 +261,7 @@ class Request:
     first_token_at: float = 0.0
     admitted_at: float = 0.0
     preemptions: int = 0
+    prompt_scored: int = 0  # prompt tokens whose logprobs were sent; a request that fell back computes them again
 
     @property
     def expected_len(self) -> int:
@@ -356,6 +365,7 @@ class StepOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per prompt token
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    pooled: dict[int, list[float]] = field(default_factory=dict)  # plan index -> the pooled hidden states of its prompt
     bad_rows: list[int] = field(default_factory=list)  # plan indices whose logits were not finite
 
 
@@ -383,6 +393,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None  # once, when the prompt of a request with `pooling` is computed
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None

@@ -488,8 +488,8 @@ class CacheIndex:
         lease.host = []
 
     def _may_share(self, request: Request) -> bool:
-        """Prompt logprobs need every position computed, so such a request takes no head start."""
-        return self.prefix_cache and request.params.prompt_logprobs is None
+        """Prompt logprobs and embeddings need every position computed, so such a request takes no head start."""
+        return self.prefix_cache and not request.params.needs_whole_prompt
 
     def _num_missing(self, lease: Lease, group: int, request: Request) -> int:
         return max(0, -(-len(request.tokens) // self.page_tokens) - len(lease.units[group]))

@@ -279,7 +279,7 @@ class Scheduler:
 
     def _hold(self, request: Request) -> bool:
         """Put a request aside while another computes the same prompt."""
-        if not self.cache.prefix_cache or request.params.prompt_logprobs is not None or self._only is not None:
+        if not self.cache.prefix_cache or request.params.needs_whole_prompt or self._only is not None:
             return False
         key = self.cache.claims.wait_for(request, self.cache.match(request).length)
         if key is None:
@@ -374,7 +374,10 @@ class Scheduler:
             request.computed += row.count
             delta = Delta(row.request_id, output.tokens[index])
             if prompt_logprobs and index in prompt_logprobs:
-                delta.prompt_logprobs = prompt_logprobs[index]
+                delta.prompt_logprobs = prompt_logprobs[index][max(0, request.prompt_scored - row.start) :]
+                request.prompt_scored = max(request.prompt_scored, row.start + len(prompt_logprobs[index]))
+            if output.pooled:
+                delta.embedding = output.pooled.get(index)
             reason = None
             if bad_rows and index in bad_rows:
                 reason = self._spoil(request, delta)

@@ -122,6 +122,7 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     ended: Ended | None = None
+    embedding: Annotated[list[float], Meta(max_length=MAX_BATCH)] | None = None
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
@@ -247,11 +248,11 @@ def news_of(delta: Delta) -> News:
     if delta.finish_reason is not None:
         what = None if delta.error is None else delta.error[:MAX_TEXT]
         ended = Ended(delta.finish_reason, what, delta.error_code, delta.usage, delta.timing)
-    return News(delta.request_id, delta.token_ids, delta.logprobs, delta.prompt_logprobs, ended)
+    return News(delta.request_id, delta.token_ids, delta.logprobs, delta.prompt_logprobs, ended, delta.embedding)
 
 
 def delta_of(news: News) -> Delta:
-    delta = Delta(news.id, news.token_ids, news.logprobs, news.prompt_logprobs)
+    delta = Delta(news.id, news.token_ids, news.logprobs, news.prompt_logprobs, news.embedding)
     if news.ended is not None:
         end = news.ended
         delta.finish_reason, delta.error, delta.error_code = end.reason, end.error, end.error_code

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Arrays = dict[str, np.ndarray]
 
+ALIGN = 16  # bytes; Triton compiles a kernel anew for pointers that are aligned differently
+
 _TORCH_TYPES: dict[type, torch.dtype] = {
     np.int32: torch.int32,
     np.int64: torch.int64,
@@ -23,7 +25,7 @@ _TORCH_TYPES: dict[type, torch.dtype] = {
 def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
     """The same arrays under the same names, on the device."""
     arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
-    starts = np.cumsum([0, *((array.nbytes + 7) // 8 * 8 for array in arrays)]).tolist()
+    starts = np.cumsum([0, *((array.nbytes + ALIGN - 1) // ALIGN * ALIGN for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     buffer = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):

@@ -88,7 +88,7 @@ class DeviceRows:
             query_starts=sent["query_starts"],
             seq_lens=seq_lens.to(torch.int32),
             logits_index=sent["logits_index"],
-            groups=self._groups(rows, token_rows, positions, -(-max(bounds) // self._page_tokens)),
+            groups=self._groups(rows, token_rows, positions),
             counts=counts.tolist(),
             len_bounds=bounds,
         )
@@ -112,13 +112,12 @@ class DeviceRows:
             query_starts=index,
             seq_lens=seq_lens.to(torch.int32),
             logits_index=index[:-1].long(),
-            groups=self._groups(rows, rows, positions, None),
+            groups=self._groups(rows, rows, positions),
             counts=[1] * num_rows,
             len_bounds=[self.max_len] * num_rows,
         )
 
-    def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor,
-                num_pages: int | None) -> dict[str, PagedInputs | StateInputs]:  # fmt: skip
+    def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor) -> dict[str, PagedInputs | StateInputs]:
         groups: dict[str, PagedInputs | StateInputs] = {}
         size = self._page_tokens
         for spec, table in zip(self.specs, self._tables, strict=True):
@@ -126,7 +125,8 @@ class DeviceRows:
                 groups[spec.group] = StateInputs(table[rows, 0].long())
             else:
                 slots = table[token_rows, positions // size].long() * size + positions % size
-                groups[spec.group] = PagedInputs(table[rows, :num_pages], slots)
+                # Whole rows: kernels are compiled for one width, and copying a little more costs less.
+                groups[spec.group] = PagedInputs(table.index_select(0, rows), slots)
         return groups
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:

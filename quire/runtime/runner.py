@@ -7,7 +7,7 @@ device comes out of the plan, in plan order, so a device that runs late runs the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Forward:
     rows: Tensor | None  # [samples]; None: nothing is sampled
     logits: Tensor | None  # [samples, vocab] float32
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
+    pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], where a prompt is now complete
 
 
 class Runner:
@@ -43,13 +44,18 @@ class Runner:
         self._sampler = sampler
         self._graphs = graphs
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many alternatives)
+        self._pooling: dict[int, Pooling] = {}  # row -> its hidden states so far
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:
         self._apply(plan)
         if not plan.rows:
             return Forward(plan, None, None, {})
-        if self._graphs is not None and all(row.count == 1 and row.wants_sample for row in plan.rows):
+        if (
+            self._graphs is not None
+            and not self._pooling
+            and all(row.count == 1 and row.wants_sample for row in plan.rows)
+        ):
             rows, logits = self._graphs.run([row.row for row in plan.rows])
             self._store.apply(plan.snapshots)
             return Forward(plan, rows, logits, {})
@@ -57,10 +63,10 @@ class Runner:
         step = gathered.step
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width]
         self._store.apply(plan.snapshots)
-        scores = self._prompt_logprobs(plan, hidden)
+        scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)
         if not len(step.logits_index):
-            return Forward(plan, None, None, scores)
-        return Forward(plan, gathered.sample_rows, self._model.logits(hidden[step.logits_index]), scores)
+            return Forward(plan, None, None, scores, pooled)
+        return Forward(plan, gathered.sample_rows, self._model.logits(hidden[step.logits_index]), scores, pooled)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
@@ -88,10 +94,13 @@ class Runner:
         for row in plan.freed:
             self._sampling.clear(row)
             self._prompt_top.pop(row, None)
+            self._pooling.pop(row, None)
         for init in plan.added:
             self._sampling.set(init)
             if init.params.prompt_logprobs is not None:
                 self._prompt_top[init.row] = (init.prompt_len, init.params.prompt_logprobs)
+            if init.params.pooling is not None:
+                self._pooling[init.row] = Pooling(init.params.pooling, init.prompt_len)
         self._store.apply(plan.copies)
         self._rows.apply(plan.added, plan.page_writes)
 
@@ -111,6 +120,19 @@ class Runner:
             begin += row.count
         return found
 
+    def _pool(self, plan: Plan, hidden: Tensor) -> dict[int, Tensor]:
+        """Add this chunk to the rows that pool, and give out those whose prompt is complete with it."""
+        found = {}
+        begin = 0
+        for index, row in enumerate(plan.rows if self._pooling else ()):
+            pooling = self._pooling.get(row.row)
+            if pooling is not None and row.start < pooling.prompt_len:
+                pooling.add(hidden[begin : begin + row.count])
+                if row.start + row.count >= pooling.prompt_len:
+                    found[index] = pooling.result()
+            begin += row.count
+        return found
+
     def _unpack(self, plan: Plan, masks: Mapping[int, bytes]) -> Tensor:
         """[samples, ceil(vocab / 32)] int32, one bit a token; rows without a mask allow everything."""
         num_words = -(-self._model.vocab_size // 32)
@@ -123,6 +145,24 @@ class Runner:
                     words[place] = torch.frombuffer(bits, dtype=torch.int32)
                 place += 1
         return words.to(self._rows.device)
+
+
+class Pooling:
+    """The hidden states of one prompt, gathered chunk by chunk into one vector, in float32."""
+
+    def __init__(self, kind: str, prompt_len: int):
+        self._kind = kind
+        self.prompt_len = prompt_len
+        self._total: Tensor | None = None  # [width]
+
+    def add(self, hidden: Tensor) -> None:
+        """hidden [tokens, width]"""
+        new = hidden[-1].float() if self._kind == "last" else hidden.float().sum(0)
+        self._total = new if self._total is None or self._kind == "last" else self._total + new
+
+    def result(self) -> Tensor:
+        assert self._total is not None
+        return self._total if self._kind == "last" else self._total / self.prompt_len
 
 
 class Ready:
@@ -143,6 +183,7 @@ class Ready:
         output = StepOutput(plan.step, [[] for _ in plan.rows])
         for index, (scored, num_top) in self._forward.prompt.items():
             output.prompt_logprobs[index] = to_records(scored, num_top)
+        output.pooled = {index: vector.tolist() for index, vector in self._forward.pooled.items()}
         if self._sampled is None or self._batch is None:
             return output
         if self._copied is not None:

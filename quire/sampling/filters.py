@@ -19,7 +19,7 @@ _ONE = 2.0**40  # probability of the best token, as an integer weight for top-p
 _NEGLIGIBLE = -30.0  # scores whose weight rounds to 0
 _NUM_BINS = 4096
 _ALMOST_ALL = 1 - 1e-7
-_ROUNDING = 4e-6  # of scores and bin edges in float32, so that no token falls below its own bin
+_ROUNDING = 1e-6  # of the last bin's edge in float32, so that no token falls below its own bin
 
 
 def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:

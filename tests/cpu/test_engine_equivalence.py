@@ -122,3 +122,26 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
                     torch.testing.assert_close(torch.tensor(record.top_logprobs), top.values, atol=1e-4, rtol=1e-4)
                 last = deltas[-1].logprobs
                 assert last is not None and abs(last[0].logprob - expected[-1].max().item()) < 1e-4
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_prompt_logprobs_come_once_whatever_happens(tmp_path: Path, preemption: str) -> None:
+    """Pushed out in the middle of its prompt, a request computes it again, but tells it once."""
+    from quire.types import SamplingParams
+    from tests.cpu.rig import make_request
+
+    model = load(make_tiny("llama", tmp_path)[1])
+    prompt = ragged_prompts(256)[15]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    engine = make_engine(model, chunk_tokens=7, max_rows=2, num_pages=24, preemption=preemption, prefix_cache=False)
+    engine.add(make_request("low", prompt, params, priority=5))
+    found: dict[str, list[int]] = {"low": [], "high": []}
+    turns = 0
+    while engine.has_work:
+        turns += 1
+        if turns == 6:
+            engine.add(make_request("high", prompt[::-1], params))
+        for delta in engine.turn():
+            found[delta.request_id] += [record.token_id for record in delta.prompt_logprobs or ()]
+    assert engine.scheduler.stats.preemptions > 0
+    assert found == {"low": prompt[1:], "high": prompt[::-1][1:]}

@@ -176,3 +176,7 @@ def test_ties_are_kept_together():
         batch, histories = set_up([Case(params)], 5)
         kept = torch.isfinite(processed_logits(torch.from_numpy(logits), batch, histories))
         assert kept.tolist() == [[True, True, True, True, False]]
+    flat = torch.zeros(1, 100)
+    flat[0, 70:] = -1.0
+    batch, histories = set_up([Case(resolved(top_k=64))], 100)
+    assert torch.isfinite(processed_logits(flat, batch, histories)).sum() == 70

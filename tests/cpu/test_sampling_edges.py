@@ -120,6 +120,7 @@ def test_bad_words_of_one_and_several_tokens():
     case = Case(resolved(bad_token_ids=words), [6, 3], [4])  # (9, 3, 4) does not stand here, and is longer than the row
     assert edited(case, torch.zeros(1, 10)) == [-INF, -INF, -INF, 0, 0, 0, 0, 0, 0, 0]
     assert edited(Case(resolved(bad_token_ids=((4, 2),)), [4, 6]), torch.zeros(1, 3)) == [0, 0, 0]
+    assert edited(Case(resolved(bad_token_ids=((1, 1, 2),)), [1]), torch.zeros(1, 3)) == [0, 0, 0]  # one 1 is not two
 
 
 def test_unknown_ids_are_ignored():

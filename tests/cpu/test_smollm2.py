@@ -56,7 +56,9 @@ def test_greedy_tokens_equal_transformers(llm: LLM, model_file: Path) -> None:
 
 
 def test_the_answer_reads_like_one(llm: LLM) -> None:
-    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0.0))[0]
+    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0.0))[
+        0
+    ]
     assert "Paris" in output.text and output.finish_reason == "stop"
     assert "<|im_end|>" not in output.text
 

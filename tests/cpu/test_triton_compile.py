@@ -1,0 +1,23 @@
+"""The Triton kernels compile for Hopper, which needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def test_kernels_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.compiled"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    wanted = {"_qk_norm_rope_write_kernel", "_decode_kernel", "_prefill_hopper_kernel", "_choose_kernel",
+              "_one_row_kernel", "_few_rows_kernel"}  # fmt: skip
+    assert wanted <= compiled.keys() and all(size > 0 for size in compiled.values())

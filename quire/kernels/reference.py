@@ -18,12 +18,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add `x` to the residual stream: the normed sum and the sum itself. May reuse the memory of `x`."""
-    total = x.add_(residual)
-    return rms_norm(total, weight, eps), total
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last dimension holds gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,22 +16,30 @@ from quire.kernels import reference, reference_attention
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 
 
+class FusedLinear(Protocol):
+    """A product that does its norm, SiLU-mul and residual addition in one kernel, for few rows."""
+
+    def wins(self, num_rows: int, has_epilogue: bool) -> bool: ...
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+            silu_mul: bool, residual: Tensor | None) -> Tensor: ...  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation per op, with the signature and meaning of the reference of the same name."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     plan_angles: Callable[..., Angles]
     qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
     paged_attention: Callable[..., Tensor]
+    fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
 
 REFERENCE = Ops(
     rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
     silu_mul=reference.silu_mul,
     plan_angles=angle_tables,
     qk_norm_rope_write=reference.qk_norm_rope_write,
@@ -48,20 +56,36 @@ def select_ops(device_type: str) -> Ops:
 def _triton_ops() -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, norm, rope
+        from quire.kernels.triton import attention, norm, rope, skinny
     except ImportError as error:
         warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
         return REFERENCE
 
     return Ops(
         rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm,
         silu_mul=norm.silu_mul,
         plan_angles=angles_from_positions,
         qk_norm_rope_write=rope.qk_norm_rope_write,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        fused_linear=_Skinny(skinny.skinny_linear),
     )
+
+
+class _Skinny:
+    """`triton.skinny` in the table's form. It beats cuBLAS at one row, and not with more."""
+
+    def __init__(self, skinny_linear: Callable[..., Tensor]):
+        self._linear = skinny_linear
+
+    def wins(self, num_rows: int, has_epilogue: bool) -> bool:
+        return num_rows == 1
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
+        return self._linear(
+            x, weight, bias, norm_weight=norm_weight, eps=eps, silu_mul=silu_mul, residual=residual
+        )  # fmt: skip
 
 
 def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.linear import Linear
-from quire.layers.norm import QKNorm
+from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
@@ -49,10 +49,11 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    def __init__(self, prefix: str, shape: AttentionShape, cache_index: int, *, qkv_bias: bool, out_bias: bool,
-                 qk_norm_eps: float | None, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
+                 out_bias: bool, qk_norm_eps: float | None, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
         """`cache_index`: this layer's place within its cache group; `qk_norm_eps` None: no such norm."""
         super().__init__()
+        self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
         self.scale = shape.head_dim**-0.5
@@ -67,11 +68,13 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.qk_norm = QKNorm(prefix, head_dim, qk_norm_eps, dtype)
 
-    def forward(self, x: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+    def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width] -> the stream with this block's share added"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         norm = self.qk_norm
         q_weight, k_weight, eps = (norm.q_weight, norm.k_weight, norm.eps) if norm is not None else (None, None, 0.0)
+        qkv = self.qkv(stream, norm=self.norm)
         q = self.ops.qk_norm_rope_write(
-            self.qkv(x), q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
+            qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
-        return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale))
+        return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale), residual=stream)

@@ -1,25 +1,22 @@
 """A linear layer over one or several checkpoint matrices. Attention, MLP and head are built of it.
 
 Matrices with the same input are merged into one weight, so that they cost one product: queries, keys and values; gate
-and up. How the weight is stored and applied is the scheme's business.
+and up. How the weight is stored and applied is the scheme's business, and so is what it fuses: a product is asked for
+together with the norm before it and the SiLU-mul or the addition to the residual stream after it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 
 
 class Linear(nn.Module):
-    """Which of the attributes below exist is up to the scheme."""
-
     weight: Tensor
     bias: Tensor | None
-    packed: Any  # a weight in a form only its own op understands
 
     def __init__(self, in_features: int, sources: list[tuple[str, int]], *, bias: bool = False, dtype: torch.dtype,
                  scheme: Scheme):  # fmt: skip
@@ -34,5 +31,8 @@ class Linear(nn.Module):
         """The loader calls this once the weights are real."""
         self.scheme.finish(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scheme.apply(self, x)
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, silu_mul: bool = False,
+                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+        """x [tokens, in_features] -> [tokens, out_features], or half of that with `silu_mul`. In order: the norm of x,
+        the product, silu(first half) * second half, the sum with `residual`."""
+        return self.scheme.apply(self, x, norm, silu_mul, residual)

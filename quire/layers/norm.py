@@ -1,4 +1,4 @@
-"""RMS norm, alone or fused with the residual addition before it; and the norm of queries and keys per head."""
+"""RMS norm of the residual stream, and the weights of the norm of queries and keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add `x` to the residual stream; return the normed stream and the stream. May reuse the memory of `x`."""
-        if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):

@@ -91,9 +91,9 @@ class DenseLayer(nn.Module):
                  scheme: Scheme):  # fmt: skip
         super().__init__()
         prefix = f"model.layers.{index}"
-        self.attention_norm = RMSNorm(f"{prefix}.input_layernorm", config.width, config.norm_eps, dtype, ops)
         self.attention = Attention(
             f"{prefix}.self_attn",
+            RMSNorm(f"{prefix}.input_layernorm", config.width, config.norm_eps, dtype, ops),
             AttentionShape(config.width, config.num_heads, config.num_kv_heads, config.head_dim),
             cache_index,
             qkv_bias=config.qkv_bias,
@@ -103,16 +103,20 @@ class DenseLayer(nn.Module):
             ops=ops,
             scheme=scheme,
         )
-        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.width, config.norm_eps, dtype, ops)
+        mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.width, config.norm_eps, dtype, ops)
         self.mlp = GatedMLP(
-            f"{prefix}.mlp", config.width, config.inner_width, bias=config.mlp_bias, dtype=dtype, ops=ops, scheme=scheme
+            f"{prefix}.mlp",
+            mlp_norm,
+            config.width,
+            config.inner_width,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            scheme=scheme,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, angles: Angles, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """`x` is what the layer before adds to the residual stream; so is what this one returns first."""
-        x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attention(x, angles, plan), residual)
-        return self.mlp(x), residual
+    def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width]: the residual stream, to which each block adds its share"""
+        return self.mlp(self.attention(stream, angles, plan))
 
 
 class DenseModel(nn.Module):
@@ -146,10 +150,10 @@ class DenseModel(nn.Module):
         """
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         angles = self.rope.angles(step.positions)
-        x, residual = self.embedding(step.tokens), None
+        stream = self.embedding(step.tokens)
         for layer, group in zip(self.layers, self.layer_groups, strict=True):
-            x, residual = layer(x, residual, angles, plans[group])
-        return self.norm(x, residual)[0]
+            stream = layer(stream, angles, plans[group])
+        return self.norm(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab]"""

@@ -16,7 +16,7 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import select_ops
+from quire.kernels.table import Ops, select_ops
 from quire.layers.quant import Dense, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
@@ -84,8 +84,8 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    compute_dtype, scheme = _choose_scheme(dtype, device)
     ops = select_ops(device.type)
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops)
     model = family(config, dtype=compute_dtype, device=device, page_tokens=page_tokens, ops=ops, scheme=scheme)
     return model, config
 
@@ -107,11 +107,11 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
     return own if own in DTYPES else "bfloat16"
 
 
-def _choose_scheme(dtype: str, device: torch.device) -> tuple[torch.dtype, Scheme]:
+def _choose_scheme(dtype: str, device: torch.device, ops: Ops) -> tuple[torch.dtype, Scheme]:
     """What to compute in, and how linears keep their weights."""
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
-        return torch.float32, Fp16Packed()
-    return DTYPES[dtype], Dense()
+        return torch.float32, Fp16Packed(ops)
+    return DTYPES[dtype], Dense(ops)
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

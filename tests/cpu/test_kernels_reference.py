@@ -28,14 +28,6 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), want.float())
 
 
-def test_add_rms_norm() -> None:
-    x, residual, weight = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)
-    total = x + residual
-    normed, stream = reference.add_rms_norm(x.clone(), residual, weight, 1e-5)
-    torch.testing.assert_close(stream, total)
-    torch.testing.assert_close(normed, reference.rms_norm(total, weight, 1e-5))
-
-
 def test_silu_mul() -> None:
     gate, up = torch.randn(4, 6), torch.randn(4, 6)
     want = gate / (1 + (-gate).exp()) * up

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.table import Ops
+from quire.layers.quant.scheme import finished, normed
 from quire.layers.weights import Weight
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
+    from quire.layers.norm import RMSNorm
 
 
 class Dense:
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
     def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
         weights = [(f"{prefix}.weight", rows) for prefix, rows in sources]
         biases = [(f"{prefix}.bias", rows) for prefix, rows in sources]
@@ -24,5 +30,12 @@ class Dense:
     def finish(self, linear: Linear) -> None:
         pass
 
-    def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        return functional.linear(x, linear.weight, linear.bias)
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+        fused = self.ops.fused_linear
+        if fused is not None and fused.wins(len(x), silu_mul or residual is not None):
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return fused.run(x, linear.weight, linear.bias, weight, eps, silu_mul, residual)
+        x = normed(self.ops, x, norm)
+        if residual is not None and linear.bias is None and not silu_mul:
+            return torch.addmm(residual, x, linear.weight.t())  # the sum costs nothing inside the product
+        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), silu_mul, residual)

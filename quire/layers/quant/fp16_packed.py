@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
+from quire.layers.quant.scheme import finished, normed
 from quire.layers.weights import own_weights
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
+    from quire.layers.norm import RMSNorm
 
 
 class Fp16Packed:
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
     def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
-        Dense().create(linear, sources, has_bias, dtype)
+        Dense(self.ops).create(linear, sources, has_bias, dtype)
         for _, weight in own_weights(linear):
             weight.stored = torch.float16 if weight.dim() > 1 else dtype
 
@@ -28,8 +34,9 @@ class Fp16Packed:
         linear.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
         del linear.weight, linear.bias
 
-    def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x, linear.packed)
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+        out = torch.ops.quantized.linear_dynamic_fp16(normed(self.ops, x, norm), linear.packed)
+        return finished(self.ops, out, silu_mul, residual)
 
     @staticmethod
     def is_supported() -> bool:

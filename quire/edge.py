@@ -159,6 +159,7 @@ class Reply:
         self._streams = [
             TextStream(edge.tokenizer, r.params, r.stop_ids) if edge.tokenizer is not None else None for r in requests
         ]
+        self.ids = [request.id for request in requests]
         self._places = {request.id: place for place, request in enumerate(requests)}
         self._open = len(requests)
 

@@ -114,6 +114,12 @@ class LLM:
         """For measurements and tests: statistics, the scheduler, the cache index."""
         return self._engine
 
+    def prepare(self) -> None:
+        """Compile kernels and capture graphs now, so that nothing is left to do while requests run. Optional: what is
+        not prepared is done when it is first needed."""
+        with self._lock:
+            self._engine.prepare()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

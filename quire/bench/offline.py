@@ -53,6 +53,7 @@ def bench_offline(open_llm: Callable[[], LLM], work: Work, *, seed: int = 0, rep
             check_jobs(llm, jobs)
             if warmup and not index:
                 first_token_at = run_jobs(llm, warmup_jobs(jobs), salt=b"bench/warm-up").first_token_at
+                llm.prepare()
             title = work.name if repeat == 1 else f"{work.name} {index + 1}/{repeat}"
             with progress_bar(f"{title} (output tokens)", sum(job.num_outputs for job in jobs)) as advance:
                 run = run_jobs(llm, jobs, salt=b"bench/%d" % index, advance=advance)

@@ -106,6 +106,9 @@ class StubDevice:
     def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> StubTicket:
         return StubTicket(forward)
 
+    def prepare(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

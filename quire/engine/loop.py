@@ -121,6 +121,11 @@ class Engine:
             deltas += self.turn()
         return deltas
 
+    def prepare(self) -> None:
+        """Slower to start, quicker from then on. Only while nothing runs."""
+        if not self.has_work:
+            self._workers.prepare()
+
     def close(self) -> None:
         self._workers.close()
         self.tracer.close()

@@ -27,6 +27,10 @@ class Workers(Protocol):
         """Sample from that forward. `masks`: plan index -> one bit per token id, set where the token is allowed."""
         ...
 
+    def prepare(self) -> None:
+        """Compile and capture now what would otherwise be done when it is first needed."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -20,7 +20,7 @@ from quire.sampling.batch import Batch
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Histories, Sampled, Sampler, start_copy, to_host
-from quire.types import Plan, StepOutput
+from quire.types import Plan, PlanRow, StepOutput
 
 
 @dataclass(slots=True)
@@ -83,9 +83,29 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Do ahead of time what would otherwise be done while serving."""
-        if self._graphs is not None:
-            self._graphs.capture_all()
+        """Do ahead of time what would otherwise be done while serving: compile kernels, capture graphs."""
+        if self._graphs is None:
+            return
+        count = 1
+        while count <= self._rows.padding_row:
+            self._rehearse(count)
+            count *= 2
+        self._graphs.capture_all()
+
+    def _rehearse(self, count: int) -> None:
+        """A step of `count` decodes and a short prompt, all of them padding: it computes nothing anyone will read."""
+        padding = self._rows.padding_row
+        rows = [PlanRow("", padding, 0, 1, 0, True) for _ in range(count)]
+        plan = Plan(0, [PlanRow("", padding, 0, min(32, self._rows.max_len), 0, True), *rows])
+        gathered = self._rows.gather(plan)
+        hidden = self._model.forward(gathered.step, self._store.tensors)
+        logits = self._model.logits(hidden[gathered.step.logits_index])
+        batch = self._sampling.gather([0] * (count + 1))
+        zeros = torch.zeros_like(gathered.sample_rows)
+        self._sampler.sample(
+            logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * (count + 1))
+        )
+        self._rows.computed[padding].zero_()
 
     def close(self) -> None:
         pass

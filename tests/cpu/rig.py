@@ -59,6 +59,9 @@ class LateDevice:
             ticket = self._queue.pop(0)
             ticket.ticket = self._inner.sample(self._inner.forward(ticket.plan), ticket.masks)
 
+    def prepare(self) -> None:
+        self._inner.prepare()
+
     def close(self) -> None:
         self._inner.close()
 

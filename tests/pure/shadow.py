@@ -95,6 +95,9 @@ class ShadowDevice:
             self.drain(forward)
         return forward
 
+    def prepare(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

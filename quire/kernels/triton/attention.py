@@ -1,0 +1,137 @@
+"""Paged attention for a step that mixes rows of one token and rows that catch up: plan once, attend in every layer.
+
+The twin of `kernels.reference_attention`. A step of single tokens needs nothing from the host but its bounds, so it
+can be captured; a mixed step uploads one small table, without waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton import decode, prefill, prefill_hopper
+from quire.kernels.triton.launch import INTERPRETED, is_hopper
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What an FP8 cache's entries are multiplied with."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What follows from a plan once the shape of the heads is known: the same for all layers."""
+
+    decode_tuning: decode.DecodeTuning | None = None
+    workspace: decode.DecodeWorkspace | None = None
+    token_index: Tensor | None = None  # [singles] int32; None: all tokens of the step, in order
+    row_index: Tensor | None = None  # [singles]; None: rows in order
+    prefill_tuning: prefill.PrefillTuning | None = None
+    tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
+    num_tiles: int = 0
+    items: Tensor | None = None  # int32, see `prefill_hopper.share_out`; None: `prefill` does it
+    num_programs: int = 0
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    page_table: Tensor  # [rows, max_pages] int32
+    positions: Tensor  # [tokens] int64
+    counts: list[int]
+    len_bounds: list[int]
+    page_tokens: int
+    window: int | None
+    row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
+    early: bool = False  # see `decode_attention`
+    prepared: _Prepared | None = None
+
+
+def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
+                   window: int | None, dtype: torch.dtype, row_index: Tensor | None = None,
+                   early: bool = False) -> TritonPlan:  # fmt: skip
+    """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
+    permanent one of all rows; `early` is for `decode_attention`. The work is done when the first layer attends."""
+    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
+                    softcap: float | None = None, scales: Scales | None = None) -> Tensor:  # fmt: skip
+    """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
+    if plan.prepared is None:
+        plan.prepared = _prepare(plan, q, k_cache, softcap)
+    work = plan.prepared
+    scales = scales or Scales()
+    num_tokens, num_heads, head_dim = q.shape
+    out = q.new_empty(num_tokens, num_heads * head_dim)
+    if work.items is not None:
+        prefill_hopper.prefill_attention(
+            q, k_cache, v_cache, plan.page_table, plan.positions, work.items, work.num_programs, scale,
+            window=plan.window, out=out,
+        )  # fmt: skip
+    elif work.tiles is not None and work.prefill_tuning is not None:
+        prefill.prefill_attention(
+            q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
+            work.prefill_tuning, softcap=softcap, window=plan.window, k_scale=scales.k, v_scale=scales.v, out=out,
+        )  # fmt: skip
+    if work.decode_tuning is not None:
+        decode.decode_attention(
+            q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.decode_tuning, work.workspace,
+            softcap=softcap, window=plan.window, token_index=work.token_index, row_index=work.row_index,
+            k_scale=scales.k, v_scale=scales.v, out=out,
+            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early,
+        )  # fmt: skip
+    return out
+
+
+def supports(head_dim: int, page_tokens: int) -> bool:
+    """Whether these kernels can run such a layer; others take the reference."""
+    return head_dim in (16, 32, 64, 128, 256) and page_tokens >= 8
+
+
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None) -> _Prepared:
+    counts, bounds = plan.counts, plan.len_bounds
+    num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
+    work = _Prepared()
+    singles = [row for row, count in enumerate(counts) if count == 1]
+    catch_ups = [row for row, count in enumerate(counts) if count > 1]
+    if singles:
+        len_bound = max(bounds[row] for row in singles)
+        if plan.window is not None:
+            len_bound = min(len_bound, plan.window)
+        work.decode_tuning = decode.tune(len(singles), num_kv_heads, head_dim, len_bound, q.element_size(), q.device)
+        group = num_heads // num_kv_heads
+        work.workspace = decode.DecodeWorkspace.create(
+            len(singles), num_kv_heads, group, head_dim, work.decode_tuning.num_splits, q.device
+        )
+    if not catch_ups:
+        work.row_index = plan.row_index
+        return work
+    assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
+    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, k_cache, softcap)
+    work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
+    per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
+    tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
+    fields, items = [field for tile in tiles for field in tile], []
+    if hopper:
+        work.num_programs = prefill_hopper.num_programs(len(tiles), num_kv_heads, q.device)
+        fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
+    firsts = prefill.first_tokens(counts)
+    parts = [fields, items, [firsts[row] for row in singles], singles]
+    uploaded = _upload([number for part in parts for number in part], q.device).split([len(part) for part in parts])
+    work.num_tiles, work.tiles = len(tiles), uploaded[0]
+    if hopper:
+        work.items = uploaded[1]
+    if singles:
+        work.token_index, work.row_index = uploaded[2:]
+    return work
+
+
+def _upload(numbers: list[int], device: torch.device) -> Tensor:
+    """To the device without waiting for it."""
+    host = torch.tensor(numbers, dtype=torch.int32)
+    return host if INTERPRETED else host.pin_memory().to(device, non_blocking=True)

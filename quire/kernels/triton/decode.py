@@ -1,0 +1,223 @@
+"""Attention of one token a row over its paged cache, split along the row's length so that few rows fill the card too.
+
+A program takes one key-value head of one row, with all query heads that share it, and a share of the row's blocks
+worked out on the device from the row's true length: the grid depends on the host's bounds only, so a captured launch
+stays right as rows grow. The program of a row that finishes last merges the shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import (
+    compute_type,
+    dot_precision,
+    index_type,
+    launch_options,
+    let_next_start,
+    num_multiprocessors,
+    wait_for_inputs,
+)
+
+MAX_SPLITS = 32
+MIN_SPAN = 64  # keys that are not worth splitting further
+WAVES = 8  # programs per multiprocessor that keep memory busy to the end
+MERGE_ELEMENTS = 8192  # partial results the merging program holds at a time
+
+
+@triton.jit
+def tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
+    table_ptr, positions_ptr, token_index_ptr, row_index_ptr,
+    q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    index = tl.program_id(2).to(tl.int64)
+    num_kv_heads = tl.num_programs(0)
+    if not EARLY:
+        wait_for_inputs(PDL)
+    token = index
+    if HAS_TOKENS:
+        token = tl.load(token_index_ptr + index).to(tl.int64)
+    row = index
+    if HAS_ROWS:
+        row = tl.load(row_index_ptr + index).to(tl.int64)
+    length = (tl.load(positions_ptr + token) + 1).to(tl.int32)
+    # A row that only pads the step has position -1 and maybe no row: nothing of it is read.
+    row = tl.maximum(row, 0)
+
+    first_key = 0
+    if WINDOW:
+        first_key = tl.maximum(length - window, 0)
+    first_block = first_key // BLOCK
+    num_blocks = tl.cdiv(length, BLOCK) - first_block
+    share = tl.maximum(tl.cdiv(num_blocks, NUM_SPLITS), MIN_BLOCKS)
+    num_shares = tl.maximum(tl.cdiv(num_blocks, share), 1)
+    begin = first_block + split * share
+    end = tl.minimum(begin + share, first_block + num_blocks)
+
+    if split < num_shares:
+        group = tl.arange(0, GROUP_BLOCK)
+        dims = tl.arange(0, D)
+        heads = kv_head * GROUP + group
+        if EARLY:
+            wait_for_inputs(PDL)
+        q = tl.load(q_ptr + token * q_stride + heads[:, None] * D + dims[None, :], mask=(group < GROUP)[:, None],
+                    other=0.0).to(COMPUTE)  # fmt: skip
+        best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        acc = tl.zeros([GROUP_BLOCK, D], tl.float32)
+        table_row = table_ptr + row * table_stride
+        for block in tl.range(begin, end):
+            keys = block * BLOCK + tl.arange(0, BLOCK)
+            valid = keys < length
+            page = tl.load(table_row + keys // PAGE, mask=valid, other=0).to(INDEX)
+            place = page * page_stride + (keys % PAGE) * slot_stride + kv_head * head_stride
+            where = place[:, None] + dims[None, :]
+            k = tl.load(k_ptr + where, mask=valid[:, None], other=0.0).to(COMPUTE)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+            if SOFTCAP:
+                scores = softcap * tanh(scores)
+            if WINDOW:
+                valid = valid & (keys >= first_key)
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_best[:, None])
+            fade = tl.exp2(best - new_best)
+            total = total * fade + tl.sum(weights, 1)
+            v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0.0).to(COMPUTE)
+            acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision=PRECISION)
+            best = new_best
+
+        out_base = out_ptr + token * num_kv_heads * GROUP * D
+        if num_shares == 1:
+            out = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
+            tl.store(out_base + heads[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty),
+                     mask=(group < GROUP)[:, None])  # fmt: skip
+        elif NUM_SPLITS > 1:
+            # Partial results of (row, kv head): [NUM_SPLITS, GROUP_STORED, D], and their maxima and sums.
+            cell = (index * num_kv_heads + kv_head) * NUM_SPLITS
+            stored = group < GROUP_STORED
+            mine = (cell + split) * GROUP_STORED + group
+            tl.store(partial_ptr + mine[:, None] * D + dims[None, :], acc, mask=stored[:, None])
+            tl.store(max_ptr + mine, best, mask=stored)
+            tl.store(sum_ptr + mine, total, mask=stored)
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            arrived = tl.atomic_add(counter_ptr + index * num_kv_heads + kv_head, 1, sem="acq_rel")
+            if arrived == num_shares - 1:
+                tl.store(counter_ptr + index * num_kv_heads + kv_head, 0)  # for the next layer
+                small = tl.arange(0, GROUP_STORED)
+                top = tl.full([GROUP_STORED], float("-inf"), tl.float32)
+                mass = tl.zeros([GROUP_STORED], tl.float32)
+                merged = tl.zeros([GROUP_STORED, D], tl.float32)
+                for start in range(0, num_shares, MERGE):
+                    shares = start + tl.arange(0, MERGE)
+                    there = (shares < num_shares)[:, None] & (small < GROUP_STORED)[None, :]
+                    cells = (cell + shares)[:, None] * GROUP_STORED + small[None, :]
+                    parts_best = tl.load(max_ptr + cells, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    parts_sum = tl.load(sum_ptr + cells, mask=there, other=0.0, cache_modifier=".cg")
+                    parts = tl.load(partial_ptr + cells[:, :, None] * D + dims[None, None, :], mask=there[:, :, None],
+                                    other=0.0, cache_modifier=".cg")  # fmt: skip
+                    new_top = tl.maximum(top, tl.max(parts_best, 0))
+                    factor = tl.exp2(parts_best - new_top[None, :])
+                    fade = tl.exp2(top - new_top)
+                    mass = mass * fade + tl.sum(parts_sum * factor, 0)
+                    merged = merged * fade[:, None] + tl.sum(parts * factor[:, :, None], 0)
+                    top = new_top
+                merged = merged * (v_scale / mass)[:, None]
+                small_heads = kv_head * GROUP + small
+                tl.store(out_base + small_heads[:, None] * D + dims[None, :], merged.to(out_ptr.dtype.element_ty),
+                         mask=(small < GROUP)[:, None])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    block: int  # keys at a time
+    num_splits: int
+    min_span: int  # keys that are not worth splitting further
+    num_warps: int = 2
+    num_stages: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Where programs of one row leave their shares; every layer of a step uses the same one."""
+
+    partial: Tensor  # [rows, kv_heads, splits, group, head_dim] float32
+    best: Tensor  # [rows, kv_heads, splits, group] float32
+    total: Tensor  # like `best`
+    counters: Tensor  # [rows * kv_heads] int32, all zero between launches
+
+    @classmethod
+    def create(cls, num_rows: int, num_kv_heads: int, group: int, head_dim: int, num_splits: int,
+               device: torch.device) -> DecodeWorkspace | None:  # fmt: skip
+        if num_splits == 1:
+            return None
+        shape = (num_rows, num_kv_heads, num_splits, triton.next_power_of_2(group))
+        partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
+        best, total = torch.empty(2, *shape, dtype=torch.float32, device=device)
+        return cls(partial, best, total, torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device))
+
+
+def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
+         device: torch.device) -> DecodeTuning:  # fmt: skip
+    """How to cut the work, from what the host knows. Any choice is right for any length."""
+    block = 64 if head_dim * element_size <= 256 else 32
+    num_programs = num_rows * num_kv_heads
+    most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))
+    wanted = max(WAVES * num_multiprocessors(device.index) // num_programs, 1)
+    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN)
+
+
+def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,
+                     tuning: DecodeTuning, workspace: DecodeWorkspace | None, *, softcap: float | None = None,
+                     window: int | None = None, token_index: Tensor | None = None, row_index: Tensor | None = None,
+                     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+                     num_rows: int | None = None, early: bool = False) -> Tensor:  # fmt: skip
+    """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
+    None) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for a row of nothing: zeros.
+    `early`: positions and pages were there before the last kernel that was launched without dependent launch, so they
+    may be read while kernels since then still run. Returns, or fills, [tokens, heads * head_dim].
+    """
+    num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+    group = q.shape[1] // num_kv_heads
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1] * head_dim)
+    rows = q.shape[0] if num_rows is None else num_rows
+    merge = max(1, min(tuning.num_splits, MERGE_ELEMENTS // (triton.next_power_of_2(group) * head_dim)))
+    # Exponentials are powers of two here, so scores carry log2(e); with a softcap it comes after the tanh.
+    log2e = 1.4426950408889634
+    score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
+    space = workspace
+    _decode_kernel[(num_kv_heads, tuning.num_splits, rows)](
+        q, k_cache, v_cache, out,
+        space and space.partial, space and space.best, space and space.total, space and space.counters,
+        page_table, positions, token_index, row_index,
+        q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
+        GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), GROUP_STORED=triton.next_power_of_2(group),
+        D=head_dim, PAGE=k_cache.shape[1], BLOCK=tuning.block, NUM_SPLITS=tuning.num_splits,
+        MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, HAS_TOKENS=token_index is not None,
+        HAS_ROWS=row_index is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
+        COMPUTE=compute_type(q, k_cache), EARLY=early,
+        **launch_options(q.device, tuning.num_warps, tuning.num_stages),
+    )  # fmt: skip
+    return out

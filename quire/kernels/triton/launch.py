@@ -1,0 +1,95 @@
+"""What every kernel's launch shares: dependent launch, prefetching into L2, and facts about the card.
+
+Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
+`wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_l2(address, num_bytes, ON: tl.constexpr):
+    """Ask for `num_bytes` (a multiple of 16) at a 16-byte aligned address to be brought into L2. One thread asks; the
+    copy engine does the rest and nobody waits."""
+    if ON:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,r",
+            [address.to(tl.int64, bitcast=True), num_bytes.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@functools.cache
+def has_dependent_launch(device_index: int | None) -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+@functools.cache
+def is_hopper(device_index: int | None) -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
+
+
+@functools.cache
+def num_multiprocessors(device_index: int | None) -> int:
+    if INTERPRETED:
+        return 4
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def launch_options(device: torch.device, num_warps: int, num_stages: int = 1) -> dict[str, object]:
+    """Keyword arguments of a launch: the constant PDL that the kernel takes, and how Triton is to launch it."""
+    pdl = has_dependent_launch(device.index)
+    options: dict[str, object] = {"PDL": pdl, "num_warps": num_warps, "num_stages": num_stages}
+    if pdl:
+        options["launch_pdl"] = True
+    return options
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products stay float32: the matrix units' tf32 would keep ten bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def index_type(cache: torch.Tensor) -> tl.dtype:
+    """What counts a cache's elements: 32 bits spare instructions where they suffice."""
+    return tl.int32 if cache.numel() < 2**31 else tl.int64
+
+
+def compute_type(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
+    """What attention multiplies in. FP8 turns into float16 in one instruction, and exactly; queries, weights and
+    scores are small enough for it."""
+    dtype = torch.float16 if cache.dtype == torch.float8_e4m3fn else q.dtype
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]

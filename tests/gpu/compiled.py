@@ -1,0 +1,67 @@
+"""Compile the kernels for Hopper on a machine without a GPU and print a JSON object: kernel -> bytes of code.
+
+`tests/cpu/test_triton_compile.py` starts this. The wrappers run with tensors on the CPU and a driver that only knows
+its target; launches compile and stop there. It also covers what the interpreter can't: bfloat16, and Gluon.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from quire.kernels.angles import Angles
+from quire.kernels.triton import attention, decode, launch, prefill_hopper, rope, sample, skinny
+
+launched: dict[str, int] = {}
+_run = JITFunction.run
+
+
+class HopperDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    kernel = _run(self, *args, grid=grid, warmup=True, **kwargs)
+    launched[self.__name__] = len(kernel.asm["cubin"])
+    return kernel
+
+
+def main() -> None:
+    driver.set_active(HopperDriver())
+    JITFunction.run = compile_only
+    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
+    for module in (launch, attention, decode, prefill_hopper, sample):
+        for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
+            if hasattr(module, name):
+                setattr(module, name, lambda index, value=value: value)
+    bf16 = torch.bfloat16
+    cache = torch.zeros(10, 16, 8, 128, dtype=bf16)
+    table = torch.zeros(4, 64, dtype=torch.int32)
+    places = torch.arange(4)
+    qkv, weight = torch.zeros(4, 48 * 128, dtype=bf16), torch.zeros(128, dtype=bf16)
+    angles = Angles(places, torch.rand(64))
+    q = rope.qk_norm_rope_write(qkv, weight, weight, 1e-6, angles, cache, cache, places, 32)
+    for counts in ([1] * 4, [4]):
+        plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
+        attention.paged_attention(q, cache, cache, plan, 0.1)
+    assert prefill_hopper.supports(q, cache, None)
+    sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
+    for rows in (1, 8):
+        skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
+    json.dump(launched, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,7 @@ from quire.files.gguf import open_gguf
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_choice
+from quire.layers.weights import weights_bytes
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
@@ -69,6 +70,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         max_model_len=config.model.max_model_len,
         page_tokens=config.cache.page_tokens,
         random_weights=config.model.random_weights,
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
         progress=progress or QuietProgress(),
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
@@ -151,8 +154,11 @@ def memory_report(config: Config) -> MemoryPlan:
     files = find_files(config, None)
     hf_config = read_config(files)
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
-    model, _ = build_model(hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    model, _ = build_model(
+        hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens, quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+    )  # fmt: skip
+    weights = weights_bytes(model)
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
     free = available_memory(device) - weights

@@ -32,6 +32,7 @@ class ModelConfig:
     hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
     offline: bool = knob(False, "never touch the network; use what is already on disk")
     dtype: str = knob("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    quant: str = knob("none", "quantize the weights while loading (fp8: CUDA)", choices=("none", "fp8"))
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
     random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
@@ -44,6 +45,7 @@ class CacheConfig:
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
     host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
+    kv_dtype: str = knob("auto", "what keys and values are kept in (fp8: CUDA)", choices=("auto", "fp8"))
     prefix_cache: bool = knob(True, "reuse the state of prompts that begin alike")
 
 

@@ -17,6 +17,7 @@ from quire.layers.quant.scheme import Scheme
 class Linear(nn.Module):
     weight: Tensor
     bias: Tensor | None
+    weight_scale: Tensor  # [out_features], of schemes that have one
 
     def __init__(self, in_features: int, sources: list[tuple[str, int]], *, bias: bool = False, dtype: torch.dtype,
                  scheme: Scheme):  # fmt: skip

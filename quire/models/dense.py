@@ -120,8 +120,8 @@ class DenseLayer(nn.Module):
 
 
 class DenseModel(nn.Module):
-    def __init__(self, config: DenseConfig, *, dtype: torch.dtype, device: torch.device, page_tokens: int, ops: Ops,
-                 scheme: Scheme):  # fmt: skip
+    def __init__(self, config: DenseConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         super().__init__()
         self.config = config
         self.ops = ops
@@ -129,7 +129,7 @@ class DenseModel(nn.Module):
         self.max_positions = config.max_positions
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
-        self.specs = _cache_specs(config, dtype, page_tokens)
+        self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
         self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype)
         self.layers = nn.ModuleList(

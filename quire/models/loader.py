@@ -16,8 +16,8 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import Ops, select_ops
-from quire.layers.quant import Dense, Fp16Packed, Scheme
+from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
 from quire.models.memory import available_memory
@@ -43,12 +43,15 @@ class LoadedModel:
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
-               random_weights: bool = False, progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto",
+               progress: Progress | None = None) -> LoadedModel:  # fmt: skip
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     dtype = resolve_dtype(dtype, device, hf_config)
-    model, config = build_model(hf_config, dtype=dtype, device=device, page_tokens=page_tokens)
+    model, config = build_model(
+        hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype
+    )
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     progress = progress or QuietProgress()
@@ -74,8 +77,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
 
 
-def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device,
-                page_tokens: int) -> tuple[Any, Any]:  # fmt: skip
+def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
+                quant: str = "none", kv_dtype: str = "auto") -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config."""
     if hf_config.get("quantization_config"):
         method = hf_config["quantization_config"].get("quant_method", "an unknown method")
@@ -85,8 +88,11 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
     ops = select_ops(device.type)
-    compute_dtype, scheme = _choose_scheme(dtype, device, ops)
-    model = family(config, dtype=compute_dtype, device=device, page_tokens=page_tokens, ops=ops, scheme=scheme)
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
+    model = family(
+        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device), device=device,
+        page_tokens=page_tokens, ops=ops, scheme=scheme,
+    )  # fmt: skip
     return model, config
 
 
@@ -107,11 +113,27 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
     return own if own in DTYPES else "bfloat16"
 
 
-def _choose_scheme(dtype: str, device: torch.device, ops: Ops) -> tuple[torch.dtype, Scheme]:
+def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str) -> tuple[torch.dtype, Scheme]:
     """What to compute in, and how linears keep their weights."""
+    if quant == "fp8":
+        _need_cuda("quant=fp8", device, ops)
+        return DTYPES[dtype], Fp8(ops)
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)
+
+
+def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if kv_dtype == "auto":
+        return compute_dtype
+    _need_cuda("kv_dtype=fp8", device, select_ops(device.type))
+    return torch.float8_e4m3fn
+
+
+def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:
+    if device.type != "cuda" or ops is REFERENCE:
+        name = setting.split("=")[0]
+        raise QuireError("invalid_parameter", f"{setting} needs a CUDA device and Triton.", "Leave it out.", param=name)
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

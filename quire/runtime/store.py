@@ -41,11 +41,12 @@ class CacheStore:
         device = self._device[group]
         targets = torch.tensor([c.target for c in run])
         if kind is CopyKind.ZERO:
-            device.index_fill_(dim, targets.to(device.device), 0)
+            _as_bytes(device).index_fill_(dim, targets.to(device.device), 0)
             return
         source = self._host_of(group) if kind is CopyKind.IN else device
         target = self._host_of(group) if kind is CopyKind.OUT else device
         sources = torch.tensor([c.source for c in run])
+        source, target = _as_bytes(source), _as_bytes(target)
         moved = source.index_select(dim, sources.to(source.device)).to(target.device)
         target.index_copy_(dim, targets.to(target.device), moved)
 
@@ -61,6 +62,11 @@ def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:
     if spec.kind == "paged":
         return (len(spec.layers), spec.planes, num_units, spec.page_tokens, *spec.shape)
     return (len(spec.layers), num_units, *spec.shape)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Torch moves 8-bit floats about only as plain bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _dtype(spec: CacheSpec) -> torch.dtype:

@@ -1,7 +1,8 @@
 """How a linear's weight is stored and applied: one small `Scheme` per way, chosen when a model is built."""
 
 from quire.layers.quant.dense import Dense
+from quire.layers.quant.fp8 import Fp8
 from quire.layers.quant.fp16_packed import Fp16Packed
 from quire.layers.quant.scheme import Scheme
 
-__all__ = ["Dense", "Fp16Packed", "Scheme"]
+__all__ = ["Dense", "Fp8", "Fp16Packed", "Scheme"]

@@ -32,7 +32,7 @@ class Dense:
 
     def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
         fused = self.ops.fused_linear
-        if fused is not None and fused.wins(len(x), silu_mul or residual is not None):
+        if fused is not None and fused.wins(len(x), linear.weight, silu_mul):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return fused.run(x, linear.weight, linear.bias, weight, eps, silu_mul, residual)
         x = normed(self.ops, x, norm)

@@ -1,0 +1,51 @@
+"""FP8 (e4m3) weights for CUDA, made while loading: one scale per output channel, half the bytes of bfloat16.
+
+One row keeps its activations as they are; more rows are scaled row by row to FP8 as well, where the matrix units are
+twice as fast. Norms, embeddings and the residual stream stay in the model's own type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.kernels.table import Ops
+from quire.layers.quant.dense import Dense
+from quire.layers.quant.scheme import finished, normed
+from quire.layers.weights import own_weights
+
+if TYPE_CHECKING:
+    from quire.layers.linear import Linear
+    from quire.layers.norm import RMSNorm
+
+
+class Fp8:
+    def __init__(self, ops: Ops):
+        from quire.kernels.triton import fp8, skinny
+
+        self.ops = ops
+        self._fp8, self._skinny = fp8, skinny
+
+    def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
+        Dense(self.ops).create(linear, sources, has_bias, dtype)
+        for name, weight in own_weights(linear):
+            if name == "weight":
+                weight.stored = torch.float8_e4m3fn
+
+    def finish(self, linear: Linear) -> None:
+        weight, scale = self._fp8.quantize_rows(linear.weight.data)
+        linear.register_buffer("weight_scale", scale)  # [out_features] float32
+        del linear.weight
+        linear.register_buffer("weight", weight)  # [out_features, in_features]
+
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+        if len(x) == 1:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return self._skinny.skinny_linear(
+                x, linear.weight, linear.bias, norm_weight=weight, eps=eps, silu_mul=silu_mul, residual=residual,
+                weight_scale=linear.weight_scale,
+            )  # fmt: skip
+        out = self._fp8.fp8_linear(normed(self.ops, x, norm), linear.weight, linear.weight_scale, linear.bias)
+        return finished(self.ops, out, silu_mul, residual)

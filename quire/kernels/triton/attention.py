@@ -100,7 +100,9 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
     singles = [row for row, count in enumerate(counts) if count == 1]
     catch_ups = [row for row, count in enumerate(counts) if count > 1]
     if singles:
-        len_bound = max(bounds[row] for row in singles)
+        # The table's width, not the rows' lengths: a kernel is compiled for each number of splits, and this way it
+        # follows from the number of rows alone.
+        len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
         work.decode_tuning = decode.tune(len(singles), num_kv_heads, head_dim, len_bound, q.element_size(), q.device)
@@ -122,7 +124,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
         fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
     firsts = prefill.first_tokens(counts)
     parts = [fields, items, [firsts[row] for row in singles], singles]
-    uploaded = _upload([number for part in parts for number in part], q.device).split([len(part) for part in parts])
+    uploaded = _upload(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
         work.items = uploaded[1]
@@ -131,7 +133,14 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
     return work
 
 
-def _upload(numbers: list[int], device: torch.device) -> Tensor:
-    """To the device without waiting for it."""
+def _upload(parts: list[list[int]], device: torch.device) -> list[Tensor]:
+    """To the device in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels are
+    compiled anew for pointers that are aligned differently."""
+    numbers: list[int] = []
+    spans = []
+    for part in parts:
+        spans.append(slice(len(numbers), len(numbers) + len(part)))
+        numbers += part + [0] * (-len(part) % 4)
     host = torch.tensor(numbers, dtype=torch.int32)
-    return host if INTERPRETED else host.pin_memory().to(device, non_blocking=True)
+    sent = host if INTERPRETED else host.pin_memory().to(device, non_blocking=True)
+    return [sent[span] for span in spans]

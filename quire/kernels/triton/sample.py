@@ -111,7 +111,7 @@ def _choose_kernel(
     tl.store(bad_ptr + place, tl.max(unfit, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _finish_kernel(
     best_ptr, token_ptr, bad_ptr, out_token_ptr, out_bad_ptr, rows_ptr, row_tokens_ptr, computed_ptr,
     row_tokens_stride, num_chunks, CHUNKS: tl.constexpr, APPEND: tl.constexpr, PDL: tl.constexpr,
@@ -151,8 +151,9 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
     num_chunks = min(max(wanted, 1), MAX_CHUNKS, triton.cdiv(vocab_size, BLOCK))
     chunk_len = triton.cdiv(triton.cdiv(vocab_size, num_chunks), 32) * 32
     best = torch.empty(num_samples, num_chunks, dtype=torch.float32, device=device)
-    tokens, wrong = torch.empty(2, num_samples, num_chunks, dtype=torch.int32, device=device)
-    block = min(BLOCK, triton.next_power_of_2(chunk_len))
+    tokens = torch.empty(num_samples, num_chunks, dtype=torch.int32, device=device)
+    wrong = torch.empty_like(tokens)
+    block = BLOCK if not INTERPRETED else min(BLOCK, triton.next_power_of_2(chunk_len))
     _choose_kernel[(num_chunks, num_samples)](
         logits, key, positions, inv_temperature, mask, best, tokens, wrong,
         logits.stride(0), 0 if mask is None else mask.stride(0), vocab_size, chunk_len,
@@ -165,7 +166,7 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
     rows, row_tokens, computed = append_to or (None, None, None)
     _finish_kernel[(num_samples,)](
         best, tokens, wrong, *out, rows, row_tokens, computed, 0 if row_tokens is None else row_tokens.stride(0),
-        num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), APPEND=append_to is not None,
+        num_chunks, CHUNKS=MAX_CHUNKS, APPEND=append_to is not None,
         **launch_options(device, num_warps=1),
     )  # fmt: skip
     return out

@@ -53,7 +53,7 @@ class EngineDriver:
                 self._admit_compiled()
                 if self._engine.has_work:
                     self._send(self._engine.turn())
-                elif self._desk:
+                elif self._desk is not None and len(self._desk):
                     self._desk.wait(DESK_SECONDS)
             self._end_all(FinishReason.CANCELLED, None)
         except BaseException as error:
@@ -71,7 +71,7 @@ class EngineDriver:
 
     def _accept(self) -> bool:
         """Take in what has arrived, waiting only if there is nothing to do; False: time to stop."""
-        for message in self._mailbox.receive(block=not self._engine.has_work and not self._desk):
+        for message in self._mailbox.receive(block=not self._engine.has_work and not self._num_compiling):
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Cancel):
@@ -79,6 +79,11 @@ class EngineDriver:
             else:
                 self._take(message)
         return True
+
+    @property
+    def _num_compiling(self) -> int:
+        """Requests that wait for their grammars."""
+        return 0 if self._desk is None else len(self._desk)
 
     def _take(self, request: Request) -> None:
         try:
@@ -92,7 +97,7 @@ class EngineDriver:
 
     def _admit_compiled(self) -> None:
         """Whoever waited for a grammar and has it now, or learns why there is none."""
-        for request, error in self._desk.ready() if self._desk else ():
+        for request, error in self._desk.ready() if self._desk is not None else ():
             try:
                 if error is not None:
                     raise error
@@ -101,7 +106,7 @@ class EngineDriver:
                 self._refuse(request, refusal)
 
     def _cancel(self, request_id: str) -> None:
-        request = self._desk.drop(request_id) if self._desk else None
+        request = self._desk.drop(request_id) if self._desk is not None else None
         if request is None:
             self._engine.cancel(request_id)
         else:

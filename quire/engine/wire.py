@@ -166,7 +166,10 @@ _PREFIX = MARK + bytes([VERSION])
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    frame = _PREFIX + _encoder.encode(message)
+    try:
+        frame = _PREFIX + _encoder.encode(message)
+    except UnicodeEncodeError:  # in a stop string or a pattern; the prompt itself is tokens by now
+        raise QuireError("invalid_text", "A text holds half a surrogate pair.", "Send valid Unicode.") from None
     if len(frame) > MAX_FRAME:
         what = f"A message of {len(frame)} bytes is larger than the {MAX_FRAME} the engine takes."
         raise QuireError("message_too_large", what, "Send fewer tokens, or ask for fewer logprobs.")

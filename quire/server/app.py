@@ -1,0 +1,110 @@
+"""The HTTP application: routers of both dialects, the gate in front, and errors in the caller's shape.
+
+`create_app` ties it to a `Server`; `run` starts that. Nothing here knows how text is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp
+
+from quire.server.anthropic.routes import anthropic_router
+from quire.server.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
+from quire.server.gate import Gate, route_label
+from quire.server.openai.embeddings import embeddings_router
+from quire.server.openai.response_routes import responses_router
+from quire.server.openai.routes import openai_router
+from quire.server.ops_routes import ops_router
+from quire.server.page.routes import page_router
+from quire.server.state import Server
+from quire.server.text_routes import text_router
+from quire.types import QuireError
+
+HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+
+
+def create_app(server: Server, version: str) -> ASGIApp:
+    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routers = (
+        ops_router(server),
+        openai_router(server),
+        responses_router(server),
+        embeddings_router(server),
+        anthropic_router(server),
+        text_router(server),
+        page_router(server),
+    )
+    for router in routers:
+        app.include_router(router)
+    _handle_errors(app, server, [route for router in routers for route in router.routes])
+    _document(app)
+    return Gate(app, server)
+
+
+def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) -> None:
+    def show(request: Request, error: ApiError) -> Response:
+        return error_response(dialect_of(request.url.path), error, request.state.request_id)
+
+    def answer(request: Request, error: ApiError) -> Response:
+        server.metrics.failed(route_label(request.scope), error.code)
+        return show(request, error)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return answer(request, error)
+
+    @app.exception_handler(QuireError)
+    async def quire_error(request: Request, error: QuireError) -> Response:
+        server.note_failure(route_label(request.scope), request.state.request_id, error)
+        return show(request, from_quire_error(error, server.generation.retry_after()))
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(request: Request, error: RequestValidationError) -> Response:
+        return answer(request, from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ApiError):  # what the gate said while the body was being read
+            return answer(request, error.__cause__)
+        code = HTTP_CODES.get(error.status_code, "invalid_request")
+        path = request.url.path[:200]
+        message = str(error.detail)
+        headers: dict[str, str] = {}
+        if error.status_code == 400:  # all FastAPI has to say of a body that can't be read
+            code, message = "invalid_json", "The body is not valid JSON."
+        elif error.status_code == 404:
+            message = f"There is no route {path}. GET /openapi.json lists them all."
+        elif error.status_code == 405:
+            allowed = ", ".join(_methods_of(routes, request.scope))
+            message, headers["allow"] = f"{path} does not take {request.method}, only {allowed}.", allowed
+        return answer(request, ApiError(error.status_code, code, message, headers=headers))
+
+
+def _methods_of(routes: Sequence[BaseRoute], scope: Any) -> list[str]:
+    """All methods of a path: it may be several routes, of which Starlette names only the first."""
+    methods: set[str] = set()
+    for route in routes:
+        if route.matches(scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
+
+
+def _document(app: FastAPI) -> None:
+    """FastAPI documents 422 for every route with a body; ours answer 400."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = original()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

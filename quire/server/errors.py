@@ -1,0 +1,134 @@
+"""What goes wrong, in the shape the caller's API gives to errors. Every error reply of the server is made here.
+
+An `ApiError` says status, code, message and the parameter at fault; a dialect turns it into a body. Errors of the
+other rooms (`QuireError`) are mapped by their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from starlette.responses import Response
+
+from quire.server.encoding import to_json
+from quire.types import QuireError
+
+Dialect = Literal["openai", "anthropic"]
+
+STATUS_BY_CODE = {
+    "model_not_found": 404,
+    "not_found": 404,
+    "queue_full": 429,
+    "rate_limited": 429,
+    "deadline_exceeded": 504,
+    "message_too_large": 413,
+    "engine_lost": 503,
+    "engine_failed": 503,
+    "engine_closed": 503,
+    "shutting_down": 503,
+    "step_failed": 500,
+    "bad_logits": 500,
+    "grammar_failed": 500,
+}
+# What these say of our insides is for the log, not for a client.
+INSIDE_CODES = frozenset({"step_failed", "engine_failed", "grammar_failed"})
+INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    def __init__(self, status: int, code: str, message: str, param: str | None = None,
+                 headers: Mapping[str, str] | None = None):  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, code, message, param)
+
+
+def from_quire_error(error: QuireError, retry_after: int = 1) -> ApiError:
+    """Whatever is not known to be our failure is the caller's: a prompt, a parameter, a template that refuses."""
+    status = STATUS_BY_CODE.get(error.code, 400)
+    headers = {"retry-after": str(retry_after)} if status in (429, 503) else {}
+    message = INSIDE_MESSAGE if error.code in INSIDE_CODES else str(error)
+    return ApiError(status, error.code, message, error.param, headers)
+
+
+def dialect_of(path: str) -> Dialect:
+    return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+
+
+def error_body(dialect: Dialect, error: ApiError, request_id: str = "") -> dict[str, Any]:
+    if dialect == "anthropic":
+        kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        inner = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+        return {"type": "error", "error": inner, "request_id": request_id}
+    kind = OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(dialect: Dialect, error: ApiError, request_id: str = "") -> Response:
+    body = to_json(error_body(dialect, error, request_id))
+    return Response(body, error.status, headers=error.headers, media_type="application/json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bodies that do not fit the schema
+
+_CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field", "json_invalid": "invalid_json"}
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing that is wrong with a body, query or path, named as the caller wrote it."""
+    if not errors:
+        return bad_request("invalid_request", "The request is not valid.")
+    first = min(errors, key=_vagueness)
+    kind, place = str(first["type"]), _place(first)
+    code = _CODES.get(kind, "invalid_value")
+    if kind == "json_invalid":
+        why = (first.get("ctx") or {}).get("error", "")
+        return bad_request(code, f"The body is not valid JSON{f': {why}' if why else ''}.")
+    if kind == "extra_forbidden":
+        return bad_request(code, f"Unknown field {place!r}. Check its spelling, or leave it out.", place)
+    if kind == "missing":
+        return bad_request(code, f"The field {place!r} is missing." if place else "The body is missing.", place)
+    return bad_request(code, f"{place or 'The body'}: {first['msg']}.", place)
+
+
+def _vagueness(error: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Of a value that may be of several types each is tried; the one that got furthest says best what is wrong."""
+    kind = str(error["type"])
+    return kind != "json_invalid", kind.endswith("_type"), -len(error["loc"])
+
+
+def _place(error: Mapping[str, Any]) -> str | None:
+    """("body", "messages", 0, "str") to messages[0]: what follows a union's branch names types, not fields."""
+    place, parts = "", list(error["loc"][1:])
+    unknown = str(parts.pop())[:200] if parts and error["type"] == "extra_forbidden" else None
+    for part in parts:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_NAMES and not part[0].isupper():
+            place += f".{part}" if place else part
+    if unknown is not None:
+        place += f".{unknown}" if place else unknown
+    return place or None
+
+
+_TYPE_NAMES = {"str", "int", "float", "bool", "constrained", "none", "list", "dict"}

@@ -1,0 +1,219 @@
+"""The gate every HTTP request passes first: an id, the key, the budget, the size and type of its body, CORS.
+
+A plain ASGI layer around the app. It also sees every reply leave, so it counts and logs them, and whatever escapes a
+route becomes an error in the caller's dialect: no stack trace and no empty reply ever reaches a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError, bad_request, dialect_of, error_response
+from quire.server.keys import key_of
+from quire.server.state import Server
+
+PROBES = frozenset({"/health", "/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/favicon.ico"})
+OPEN_FOLDER = "/page/"
+BODY_SECONDS = 60.0  # without a byte of a body that was announced
+BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
+CORS_METHODS = "GET, POST, DELETE, OPTIONS"
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app = app
+        self._server = server
+        origins = [origin.strip() for origin in (server.config.server.cors_origins or "").split(",")]
+        self._origins = {origin for origin in origins if origin}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await _Passage(self, self._app, self._server, scope, receive, send).run()
+
+    def cors(self, headers: Mapping[str, str]) -> dict[str, str]:
+        origin = headers.get("origin")
+        if origin is None or not self._origins:
+            return {}
+        if "*" in self._origins:
+            return {"access-control-allow-origin": "*", "access-control-expose-headers": "x-request-id"}
+        if origin not in self._origins:
+            return {}
+        return {"access-control-allow-origin": origin, "access-control-expose-headers": "x-request-id",
+                "vary": "origin"}  # fmt: skip
+
+
+class _Passage:
+    """One request on its way through."""
+
+    def __init__(self, gate: Gate, app: ASGIApp, server: Server, scope: Scope, receive: Receive, send: Send):
+        self._gate, self._app, self._server, self._log = gate, app, server, server.log
+        self._scope, self._receive, self._send = scope, receive, send
+        self._path: str = scope["path"]
+        self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        given = self._headers.get("x-request-id", "")
+        self._id = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        self._status = 0
+        self._num_bytes = 0
+        self._body_complete = False
+        self._limits: Any = None
+        self._extra = {"x-request-id": self._id, **gate.cors(self._headers)}
+        if dialect_of(self._path) == "anthropic":
+            self._extra["request-id"] = self._id
+
+    async def run(self) -> None:
+        server, started = self._server, time.monotonic()
+        server.metrics.http_opened()
+        server.open_replies += 1
+        server.idle.clear()
+        scope = {**self._scope, "state": {**self._scope.get("state", {}), "request_id": self._id}}
+        try:
+            await self._pass(scope)
+        finally:
+            server.open_replies -= 1
+            if not server.open_replies:
+                server.idle.set()
+            seconds = time.monotonic() - started
+            route = route_label(scope)
+            server.metrics.http_closed(route, self._scope["method"], self._status, seconds)
+            level = "debug" if self._path in PROBES or self._path == "/metrics" else "info"
+            totals = scope["state"].get("totals")  # of a route that generated something
+            tokens = {} if totals is None else asdict(totals)
+            self._log.write(level, "reply", id=self._id, method=self._scope["method"], path=self._path[:200],
+                            status=self._status, seconds=seconds, **tokens)  # fmt: skip
+
+    async def _pass(self, scope: Scope) -> None:
+        try:
+            if await self._answer_preflight():
+                return
+            self._check_key(scope)
+            self._check_body()
+            await self._app(scope, self._count_body, self._send_on)
+        except ApiError as error:
+            await self._refuse(error)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self._log.write("error", "bug", id=self._id, path=self._path[:200], error=what, place=_place_of(error))
+            self._server.metrics.failed(route_label(scope), "internal_error")
+            await self._refuse(ApiError(500, "internal_error", "The server made a mistake. It has been logged."))
+
+    async def _refuse(self, error: ApiError) -> None:
+        if self._status:
+            return  # the reply is on its way already; whoever wrote it has said what happened
+        await error_response(dialect_of(self._path), error, self._id)(self._scope, self._receive, self._send_on)
+
+    async def _answer_preflight(self) -> bool:
+        wants = self._headers.get("access-control-request-method")
+        if self._scope["method"] != "OPTIONS" or wants is None:
+            return False
+        if "access-control-allow-origin" not in self._extra:
+            raise ApiError(403, "cors_forbidden", "This origin may not call from a browser; see --cors-origins.")
+        self._extra |= {"access-control-allow-methods": CORS_METHODS, "access-control-allow-headers": CORS_HEADERS,
+                        "access-control-max-age": "600"}  # fmt: skip
+        await self._send_on({"type": "http.response.start", "status": 204, "headers": []})
+        await self._send_on({"type": "http.response.body", "body": b""})
+        return True
+
+    def _check_key(self, scope: Scope) -> None:
+        path, server = self._path, self._server
+        key = key_of(self._headers)
+        if path in PROBES or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return
+        if path == "/admin" or path.startswith("/admin/"):
+            if not server.admin_keys:
+                raise ApiError(403, "admin_closed", "The admin routes are closed. Start the server with --admin-key.")
+            self._demand(server.admin_keys.opens(key), key, "admin key")
+            return
+        if server.keys:
+            self._demand(server.keys.opens(key) | server.admin_keys.opens(key), key, "API key")
+        if server.draining and path.startswith("/v1/"):
+            headers = {"retry-after": "5", "connection": "close"}
+            raise ApiError(503, "shutting_down", "The server is shutting down.", headers=headers)
+        if server.rates.active and self._scope["method"] == "POST" and path.startswith("/v1/"):
+            self._limits = server.rates.budget(key if server.keys and key else _address(self._scope))
+            self._limits.take_request()
+            scope["state"]["budget"] = self._limits
+
+    def _demand(self, opened: bool, key: str | None, name: str) -> None:
+        if opened:
+            return
+        headers = {"www-authenticate": 'Bearer realm="quire"'}
+        if key is None:
+            raise ApiError(401, "missing_api_key", f"No {name} was sent. Send it as a bearer token.", headers=headers)
+        raise ApiError(401, "invalid_api_key", f"The {name} is not valid.", headers=headers)
+
+    def _check_body(self) -> None:
+        if self._scope["method"] not in BODY_METHODS:
+            return
+        length = self._headers.get("content-length")
+        if length is not None:
+            if not re.fullmatch(r"[0-9]{1,18}", length):
+                raise bad_request("invalid_header", "Content-Length is not a number.")
+            self._check_size(int(length))
+        has_body = length not in (None, "0") or "transfer-encoding" in self._headers
+        kind = self._headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            shown = f"{kind[:100]!r} is" if kind else "No content type is"
+            raise ApiError(415, "unsupported_media_type", f"{shown} not taken. Send the body as application/json.")
+
+    def _check_size(self, size: int) -> None:
+        limit = self._server.config.server.max_body
+        if size > limit:
+            message = f"The body has {size} bytes or more, the limit is {limit}."
+            raise ApiError(413, "body_too_large", message, headers={"connection": "close"})
+
+    async def _count_body(self) -> Message:
+        """The body may be neither too long nor too slow; once it is there, waiting is waiting for a hang-up."""
+        if self._body_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            message_text = f"The body did not arrive within {BODY_SECONDS:.0f} s."
+            raise ApiError(408, "body_too_slow", message_text, headers={"connection": "close"}) from None
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._body_complete = not message.get("more_body", False)
+            self._check_size(self._num_bytes)
+        return message
+
+    async def _send_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            extra = {**self._extra, **(self._limits.headers() if self._limits is not None else {})}
+            present = {name.lower() for name, _ in message.get("headers", [])}
+            added = [(name.encode(), value.encode("latin-1")) for name, value in extra.items()
+                     if name.encode() not in present]  # fmt: skip
+            message = {**message, "headers": [*message.get("headers", []), *added]}
+        await self._send(message)
+
+
+def route_label(scope: Mapping[str, Any]) -> str:
+    """The route's pattern, never the path: a metric must not grow with what clients make up."""
+    return getattr(scope.get("route"), "path", None) or "other"
+
+
+def _address(scope: Scope) -> str:
+    client = scope.get("client")
+    return f"address {client[0]}" if client else "address"
+
+
+def _place_of(error: BaseException) -> str:
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f"{trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,69 @@
+"""The whole of a sample, put together from its pieces: what a reply without streaming shows, and what is stored."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.server.sample import End, Piece
+from quire.text.channels.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from quire.types import Timing, TokenLogprobs, Usage
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class Call:
+    name: str
+    id: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Whole:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+    end: End = field(default_factory=lambda: End("stop", None, Usage(), Timing()))
+
+    def add(self, piece: Piece, call_prefix: str = "call_") -> None:
+        for event in piece.events:
+            if isinstance(event, TextDelta):
+                self.text += event.text
+            elif isinstance(event, ReasoningDelta):
+                self.reasoning += event.text
+            elif isinstance(event, ToolCallStart):
+                self.calls.append(Call(event.name, new_id(call_prefix)))
+            elif isinstance(event, ToolCallDelta):
+                self.calls[event.index].arguments += event.arguments
+        if piece.events and isinstance(piece.events[-1], ReasoningDelta):
+            self.num_reasoning_tokens += len(piece.token_ids)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs or ()
+        self.prompt_logprobs += piece.prompt_logprobs or ()
+        self.embedding = piece.embedding or self.embedding
+        self.end = piece.end or self.end
+
+
+class Gather:
+    """All samples of a request."""
+
+    def __init__(self, num_samples: int, call_prefix: str = "call_"):
+        self.samples = [Whole() for _ in range(num_samples)]
+        self._call_prefix = call_prefix
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self.samples[piece.index].add(piece, self._call_prefix)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(sample.num_reasoning_tokens for sample in self.samples)

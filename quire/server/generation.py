@@ -1,0 +1,190 @@
+"""The one way from a validated job to pieces of text: admission, submission, and the pieces as they come.
+
+Every route that generates goes through `Generation.open` and reads the `Run` it gets, streaming or not; only how the
+pieces are written differs between dialects. Leaving a run early cancels it in the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.config import ServerConfig
+from quire.edge import Edge
+from quire.engine.client import EngineClient, Ticket
+from quire.server.metrics import Metrics
+from quire.server.sample import ChannelParser, Piece, PlainText, Sample
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError, Request, SamplingParams, Usage
+
+
+@dataclass(slots=True)
+class Job:
+    """What a dialect wants generated: prompts in tokens, how to sample, how to read the text that comes."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    make_parser: Callable[[], ChannelParser] = PlainText
+    timeout: float | None = None
+    priority: int = 0
+    salt: bytes = b""
+    grammar: Any = None
+    route: str = ""
+    request_id: str = ""  # for logs
+    on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a request took, over all its samples: a prompt counts once however many samples it has."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Generation:
+    def __init__(self, client: EngineClient, edge: Edge, config: ServerConfig, metrics: Metrics):
+        self.client = client
+        self.edge = edge
+        self._config = config
+        self._metrics = metrics
+        limits = client.ready.limits
+        self._max_open = int(limits["max_rows"]) + int(limits["max_waiting"])
+        self._max_waiting_tokens = int(limits["max_waiting_tokens"])
+
+    def open(self, job: Job) -> Run:
+        """Submit a job. Raises at once if it is not valid or there is no room for it."""
+        self.check_samples(len(job.prompts), job.params.n)
+        timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
+        name = f"gen-{secrets.token_hex(10)}"
+        groups: list[list[Request]] = []
+        for place, tokens in enumerate(job.prompts):
+            self._check_length(tokens)
+            requests = self.edge.requests(
+                tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
+            )
+            groups.append([replace(request, grammar=job.grammar) for request in requests] if job.grammar else requests)
+        self._admit(groups)
+        samples: dict[str, Sample] = {}
+        for request in (request for requests in groups for request in requests):
+            samples[request.id] = Sample(request, self.tokenizer, job.make_parser(), len(samples))
+        return Run(self.client.submit(groups), samples, job, self._metrics)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.edge.tokenizer is None:
+            raise QuireError("no_tokenizer", "This model has no tokenizer.")
+        return self.edge.tokenizer
+
+    def check_samples(self, num_prompts: int, n: int) -> None:
+        """Before the prompts are tokenized: that would cost time for a request that is refused anyway."""
+        if n * num_prompts > self._config.max_samples:
+            prompts = f"{num_prompts} prompts times " if num_prompts > 1 else ""
+            what = f"{prompts}n={n} is more than the {self._config.max_samples} samples a request may have."
+            raise QuireError("invalid_parameter", what, "Ask for fewer.", "n" if n > 1 else "prompt")
+
+    def _check_length(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
+        if len(tokens) >= self.edge.max_len:
+            raise QuireError(
+                "prompt_too_long",
+                f"The prompt has {len(tokens)} tokens, the model's limit is {self.edge.max_len} for prompt and output.",
+                "Shorten the prompt.",
+                "prompt",
+            )
+
+    def _admit(self, groups: list[list[Request]]) -> None:
+        """The same bounds the engine's queue has, kept here too: a refusal then costs no round trip."""
+        client = self.client
+        count = sum(map(len, groups))
+        tokens = sum(requests[0].prompt_len * len(requests) for requests in groups)
+        if len(client.live) + count > self._max_open:
+            what = f"{len(client.live)} requests are open, and {self._max_open} is the limit."
+            raise QuireError("queue_full", what, "Try again a little later.")
+        if client.num_waiting_tokens and client.num_waiting_tokens + tokens > self._max_waiting_tokens:
+            what = f"{client.num_waiting_tokens} prompt tokens wait already, {self._max_waiting_tokens} is the limit."
+            raise QuireError("queue_full", what, "Try again a little later.")
+
+    def retry_after(self) -> int:
+        """Seconds after which there is probably room: what waits, at the rate at which requests have ended lately."""
+        waiting = max(1, self.client.beat.waiting)
+        return max(1, min(60, round(waiting * self._metrics.seconds_per_request())))
+
+
+@dataclass(slots=True)
+class Run:
+    """A job under way."""
+
+    _ticket: Ticket
+    _samples: dict[str, Sample]
+    job: Job
+    _metrics: Metrics
+    totals: Totals = field(default_factory=Totals)
+    started: float = field(default_factory=time.monotonic)
+    _first_at: dict[str, float] = field(default_factory=dict)
+    _ahead: list[Piece] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    @property
+    def done(self) -> bool:
+        return not self._ahead and all(sample.ended for sample in self._samples.values())
+
+    async def next(self, patience: float | None = None) -> list[Piece]:
+        """The next pieces; none after `patience` seconds without news. Raises QuireError if the job failed, and the
+        client's `Closed` once the run is closed."""
+        if self._ahead:
+            ahead, self._ahead = self._ahead, []
+            return ahead
+        pieces: list[Piece] = []
+        while not pieces and not self.done:
+            deltas = await self._ticket.next(patience)
+            for delta in deltas:
+                sample = self._samples[delta.request_id]
+                piece, cancel = sample.push(delta)
+                if cancel:
+                    self._ticket.cancel(delta.request_id)
+                if piece is not None:
+                    self._count(delta.request_id, piece)
+                    pieces.append(piece)
+            if not deltas and patience is not None:
+                break
+        return pieces
+
+    async def peek(self, patience: float) -> None:
+        """Wait a little for the first news, so that an early failure still gets its own status."""
+        self._ahead = await self.next(patience)
+
+    def close(self) -> None:
+        """Cancel whatever still runs. May be called twice."""
+        self._ticket.close()
+
+    def _count(self, name: str, piece: Piece) -> None:
+        now = time.monotonic()
+        if piece.token_ids and name not in self._first_at:
+            self._first_at[name] = now
+            self._metrics.first_token(self.job.route, now - self._samples[name].request.arrival)
+        if piece.end is not None:
+            self._add_usage(name, piece.end.usage)
+            first = self._first_at.get(name)
+            per_token = None
+            if first is not None and piece.end.usage.completion_tokens > 1:
+                per_token = (now - first) / (piece.end.usage.completion_tokens - 1)
+            total = now - self._samples[name].request.arrival
+            self._metrics.sample_ended(self.job.route, piece.end.usage, piece.end.timing, per_token, total)
+
+    def _add_usage(self, name: str, usage: Usage) -> None:
+        totals, first_of_prompt = self.totals, self._samples[name].request.sample_index == 0
+        totals.completion_tokens += usage.completion_tokens
+        if first_of_prompt:
+            totals.prompt_tokens += usage.prompt_tokens
+            totals.cached_tokens += usage.cached_tokens
+        if self.job.on_usage is not None:
+            self.job.on_usage(usage.completion_tokens + (usage.prompt_tokens if first_of_prompt else 0))

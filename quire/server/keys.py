@@ -1,0 +1,119 @@
+"""Who may call, and how much: keys compared in constant time, and a budget of requests and tokens per key.
+
+The gate asks before a request reaches any route; routes report the tokens a request really took.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.server.errors import ApiError
+
+MAX_BUDGETS = 4096  # callers remembered; the one not seen longest goes first
+
+
+class KeyRing:
+    """A set of keys. An empty ring opens for everyone."""
+
+    def __init__(self, keys: str | None):
+        names = [key.strip() for key in (keys or "").split(",")]
+        self._digests = [_digest(key) for key in names if key]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def opens(self, key: str | None) -> bool:
+        """Every key is compared, whichever fits, so the time taken says nothing."""
+        digest = _digest(key or "")
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """OpenAI's clients send a bearer token, Anthropic's a header of their own."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key")
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Fills evenly to `size` within a minute. It may go below zero: a request's tokens are known only at its end."""
+
+    size: float
+    level: float
+    at: float
+
+    def refill(self, now: float) -> None:
+        self.level = min(self.size, self.level + (now - self.at) * self.size / 60)
+        self.at = now
+
+    def seconds_until(self, level: float) -> float:
+        return max(0.0, (level - self.level) * 60 / self.size)
+
+
+@dataclass(slots=True)
+class Budget:
+    """One caller's buckets, by what they count."""
+
+    buckets: dict[str, Bucket]
+    clock: Callable[[], float]
+
+    def headers(self) -> dict[str, str]:
+        shown = {}
+        for name, bucket in self.buckets.items():
+            bucket.refill(self.clock())
+            shown[f"x-ratelimit-limit-{name}"] = str(int(bucket.size))
+            shown[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level)))
+            shown[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.size):.3f}s"
+        return shown
+
+    def take_request(self) -> None:
+        for name, bucket in self.buckets.items():
+            bucket.refill(self.clock())
+            if bucket.level < 1:
+                wait = max(1, math.ceil(bucket.seconds_until(1)))
+                message = f"The limit of {int(bucket.size)} {name} a minute is reached. Try again in {wait} s."
+                raise ApiError(429, "rate_limited", message, headers={"retry-after": str(wait), **self.headers()})
+        if "requests" in self.buckets:
+            self.buckets["requests"].level -= 1
+
+    def take_tokens(self, count: int) -> None:
+        if "tokens" in self.buckets:
+            self.buckets["tokens"].refill(self.clock())
+            self.buckets["tokens"].level -= count
+
+
+class RateLimits:
+    def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic):
+        self._sizes = {name: size for name, size in (("requests", requests), ("tokens", tokens)) if size is not None}
+        self._clock = clock
+        self._budgets: OrderedDict[str, Budget] = OrderedDict()
+
+    @property
+    def active(self) -> bool:
+        return bool(self._sizes)
+
+    def budget(self, caller: str) -> Budget:
+        name = _digest(caller).hex()
+        if name not in self._budgets:
+            now = self._clock()
+            buckets = {what: Bucket(size, size, now) for what, size in self._sizes.items()}
+            self._budgets[name] = Budget(buckets, self._clock)
+            if len(self._budgets) > MAX_BUDGETS:
+                self._budgets.popitem(last=False)
+        self._budgets.move_to_end(name)
+        return self._budgets[name]

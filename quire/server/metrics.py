@@ -1,0 +1,133 @@
+"""What is counted, in Prometheus form. The routes and the gate report here; `/metrics` renders it.
+
+Counters of the engine come with its beats and are exported as they are; times are measured in the HTTP process, where
+the client feels them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from quire.types import Timing, Usage
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class Metrics:
+    """One registry per server, so that several servers can live in one process (tests do that)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        registry: dict[str, Any] = {"registry": self.registry}
+        route = ("route",)
+        self._replies = Counter(
+            "quire_http_replies", "Replies by route and status", ("route", "method", "status"), **registry
+        )
+        self._reply_time = Histogram(
+            "quire_http_seconds", "From request to the end of the reply", route, buckets=SECONDS, **registry
+        )
+        self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
+        self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
+        self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
+        self._first_token = Histogram("quire_ttft_seconds", "Time to first token", route, buckets=SECONDS, **registry)
+        self._per_token = Histogram(
+            "quire_tpot_seconds", "Time per output token after the first", route, buckets=TOKEN_SECONDS, **registry
+        )
+        self._total = Histogram("quire_e2e_seconds", "From request to last token", route, buckets=SECONDS, **registry)
+        self._queue = Histogram("quire_queue_seconds", "Waiting to be admitted", route, buckets=SECONDS, **registry)
+        self._prompt = Counter("quire_prompt_tokens", "Prompt tokens", route, **registry)
+        self._cached = Counter("quire_cached_tokens", "Prompt tokens that came from the cache", route, **registry)
+        self._output = Counter("quire_output_tokens", "Tokens generated", route, **registry)
+        self._pace = 1.0  # seconds between two ends, smoothed
+        self._last_end: float | None = None
+
+    def watch(self, client: EngineClient) -> None:
+        self.registry.register(_EngineCollector(client))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def http_opened(self) -> None:
+        self._open.inc()
+
+    def http_closed(self, route: str, method: str, status: int, seconds: float) -> None:
+        self._open.dec()
+        self._replies.labels(route, method, str(status)).inc()
+        self._reply_time.labels(route).observe(seconds)
+
+    def failed(self, route: str, code: str) -> None:
+        self._failures.labels(route, code).inc()
+
+    def disconnected(self, route: str) -> None:
+        self._disconnects.labels(route).inc()
+
+    def first_token(self, route: str, seconds: float) -> None:
+        self._first_token.labels(route).observe(seconds)
+
+    def sample_ended(self, route: str, usage: Usage, timing: Timing, per_token: float | None, total: float) -> None:
+        self._prompt.labels(route).inc(usage.prompt_tokens)
+        self._cached.labels(route).inc(usage.cached_tokens)
+        self._output.labels(route).inc(usage.completion_tokens)
+        self._queue.labels(route).observe(timing.queue)
+        self._total.labels(route).observe(total)
+        if per_token is not None:
+            self._per_token.labels(route).observe(per_token)
+        now = self._clock()
+        if self._last_end is not None:
+            self._pace = 0.9 * self._pace + 0.1 * min(60.0, now - self._last_end)
+        self._last_end = now
+
+    def seconds_per_request(self) -> float:
+        return self._pace
+
+
+class _EngineCollector:
+    """The engine's own figures, read from its last beat when somebody asks."""
+
+    COUNTERS = (
+        ("steps", "Steps run"),
+        ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),
+        ("sampled_tokens", "Tokens sampled"),
+        ("preemptions", "Requests pushed out for lack of room"),
+        ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),
+        ("hit_tokens", "Prompt tokens found in the prefix cache"),
+        ("evicted_units", "Pages and slots dropped from the prefix cache"),
+        ("busy_seconds", "Time the loop was not waiting for work"),
+    )
+    GAUGES = (
+        ("running", "Requests that hold a row"),
+        ("waiting", "Requests in the queue"),
+        ("held", "Requests that wait for another's prompt"),
+    )
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+
+    def collect(self) -> Iterator[Any]:
+        beat = self._client.beat
+        for name, text in self.COUNTERS:
+            yield CounterMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
+        for name, text in self.GAUGES:
+            yield GaugeMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
+        per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
+        yield GaugeMetricFamily("quire_engine_batch_tokens", "Mean tokens of a step since the start", value=per_step)
+        yield GaugeMetricFamily("quire_engine_up", "1 while the engine lives", value=self._client.failure is None)
+        age = self._client.beat_age()
+        yield GaugeMetricFamily("quire_engine_step_age_seconds", "Since the loop last got past a step", value=age)
+        total = GaugeMetricFamily("quire_engine_cache_units", "Pages or slots of a group", labels=["group"])
+        free = GaugeMetricFamily("quire_engine_cache_available", "Free, or held by the cache only", labels=["group"])
+        for group in beat.groups:
+            total.add_metric([group.name], group.num_units)
+            free.add_metric([group.name], group.num_available)
+        yield total
+        yield free

@@ -1,0 +1,163 @@
+"""`/v1/chat/completions`: a conversation in, a message out, whole or as chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from quire.server.encoding import COMMENT, DONE, data_event
+from quire.server.errors import ApiError, error_body
+from quire.server.gather import Gather, Whole, new_id
+from quire.server.generation import Run, Totals
+from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.schemas import StreamOptions
+from quire.server.sample import Piece
+from quire.text.channels.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from quire.text.tokenizer import Tokenizer
+
+
+def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": totals.prompt_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": totals.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+    }
+
+
+class StreamUsage:
+    """What the chunks of a stream say of usage: nothing, all of it at the end, or with every chunk that so far."""
+
+    def __init__(self, run: Run, options: StreamOptions | None):
+        self._run = run
+        self.at_end = options is not None and options.include_usage
+        self._always = self.at_end and options is not None and options.continuous_usage_stats
+        self._num_tokens = 0
+        self.num_reasoning = 0
+
+    def count(self, piece: Piece) -> None:
+        self._num_tokens += len(piece.token_ids)
+        if piece.events and isinstance(piece.events[-1], ReasoningDelta):
+            self.num_reasoning += len(piece.token_ids)
+
+    def field(self) -> dict[str, Any]:
+        """To be added to a chunk."""
+        if not self.at_end:
+            return {}
+        so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)
+        return {"usage": usage_body(so_far, self.num_reasoning) if self._always else None}
+
+    def last(self) -> dict[str, Any]:
+        return usage_body(self._run.totals, self.num_reasoning)
+
+
+def finish_reason(reason: str, has_calls: bool) -> str:
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+class ChatWhole:
+    """The reply in one piece."""
+
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool):
+        self._run, self._model, self._tokenizer, self._with_logprobs = run, model, tokenizer, with_logprobs
+        self._gather = Gather(run.num_samples)
+        self.take = self._gather.take
+
+    async def body(self) -> dict[str, Any]:
+        return {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
+            "usage": usage_body(self._run.totals, self._gather.num_reasoning_tokens),
+            "system_fingerprint": None,
+        }
+
+    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text or (None if whole.calls else "")}
+        message["refusal"] = None
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments or "{}"},
+                }
+                for call in whole.calls
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
+            "finish_reason": finish_reason(whole.end.reason, bool(whole.calls)),
+        }
+
+
+class ChatStream:
+    """The reply as chunks: the role first, then deltas, then why it ended, then the usage if it was asked for."""
+
+    keep_alive = COMMENT
+
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool,
+                 options: StreamOptions | None):  # fmt: skip
+        self._run, self._tokenizer, self._with_logprobs = run, tokenizer, with_logprobs
+        self._usage = StreamUsage(run, options)
+        self._head = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()),
+                      "model": model, "system_fingerprint": None}  # fmt: skip
+        self._has_calls = [False] * run.num_samples
+
+    def start(self) -> bytes:
+        role = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, role) for index in range(self._run.num_samples))
+
+    def push(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join(self._piece(piece) for piece in pieces)
+
+    def _piece(self, piece: Piece) -> bytes:
+        frames = []
+        logprobs = None
+        self._usage.count(piece)
+        if self._with_logprobs and piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, self._tokenizer)
+        for event in piece.events:
+            delta = self._delta(piece, event)
+            if delta is not None:
+                frames.append(self._chunk(piece.index, delta, logprobs))
+                logprobs = None
+        if logprobs is not None:  # tokens that show no text yet
+            frames.append(self._chunk(piece.index, {}, logprobs))
+        if piece.end is not None:
+            reason = finish_reason(piece.end.reason, self._has_calls[piece.index])
+            frames.append(self._chunk(piece.index, {}, None, reason))
+        return b"".join(frames)
+
+    def _delta(self, piece: Piece, event: Event) -> dict[str, Any] | None:
+        if isinstance(event, TextDelta):
+            return {"content": event.text}
+        if isinstance(event, ReasoningDelta):
+            return {"reasoning_content": event.text}
+        if isinstance(event, ToolCallStart):
+            self._has_calls[piece.index] = True
+            call = {"index": event.index, "id": new_id("call_"), "type": "function",
+                    "function": {"name": event.name, "arguments": ""}}  # fmt: skip
+            return {"tool_calls": [call]}
+        if isinstance(event, ToolCallDelta):
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
+        return None
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return data_event({**self._head, "choices": [choice], **self._usage.field()})
+
+    async def finish(self) -> bytes:
+        if not self._usage.at_end:
+            return DONE
+        return data_event({**self._head, "choices": [], "usage": self._usage.last()}) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return data_event(error_body("openai", error)) + DONE

@@ -1,0 +1,121 @@
+"""`/v1/completions`: raw text goes on. Several prompts and several samples of each are one reply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from quire.server.encoding import COMMENT, DONE, data_event
+from quire.server.errors import ApiError, bad_request, error_body
+from quire.server.gather import Gather, Whole, new_id
+from quire.server.generation import Run
+from quire.server.openai.chat import StreamUsage, usage_body
+from quire.server.openai.logprobs import CompletionLogprobs
+from quire.server.openai.schemas import CompletionBody
+from quire.server.sample import Piece
+from quire.text.channels.events import TextDelta
+from quire.text.tokenizer import Tokenizer
+
+
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def check(body: CompletionBody) -> None:
+    if body.suffix:
+        raise bad_request("unsupported_parameter", "suffix is not supported by this model.", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("unsupported_parameter", "best_of must equal n; ask for n and choose.", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("invalid_value", "max_tokens=0 makes sense with echo only.", "max_tokens")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise bad_request("unsupported_parameter", "echo with logprobs can't be streamed.", "stream")
+
+
+class CompletionWhole:
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, body: CompletionBody):
+        self._run, self._model, self._tokenizer, self._body = run, model, tokenizer, body
+        self._gather = Gather(run.num_samples)
+        self.take = self._gather.take
+
+    async def body(self) -> dict[str, Any]:
+        totals = self._run.totals
+        if self._body.max_tokens == 0:
+            totals.completion_tokens = 0  # the one token that had to be sampled is not shown
+        return {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
+            "usage": usage_body(totals),
+        }
+
+    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        body, tokenizer = self._body, self._tokenizer
+        only_prompt = body.max_tokens == 0
+        text = "" if only_prompt else whole.text
+        prompt = self._run.job.prompts[index // self._run.job.params.n]
+        if body.echo:
+            text = tokenizer.decode(prompt) + text
+        logprobs = None
+        if body.logprobs is not None:
+            tokens: list[Any] = [] if only_prompt else list(whole.logprobs)
+            ids = [] if only_prompt else list(whole.token_ids)
+            if body.echo:
+                tokens, ids = [None, *whole.prompt_logprobs, *tokens], [*prompt, *ids]
+            logprobs = CompletionLogprobs(tokenizer).body(tokens, ids)
+        reason = "length" if only_prompt else whole.end.reason
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class CompletionStream:
+    keep_alive = COMMENT
+
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, body: CompletionBody):
+        self._run, self._tokenizer, self._body = run, tokenizer, body
+        self._usage = StreamUsage(run, body.stream_options)
+        self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
+        self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(run.num_samples)]
+
+    def start(self) -> bytes:
+        if not self._body.echo:
+            return b""
+        job = self._run.job
+        return b"".join(
+            self._chunk(index, self._tokenizer.decode(job.prompts[index // job.params.n]), None, None)
+            for index in range(self._run.num_samples)
+        )
+
+    def push(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join(self._piece(piece) for piece in pieces)
+
+    def _piece(self, piece: Piece) -> bytes:
+        shows = self._body.max_tokens != 0
+        self._usage.count(piece)
+        text = "".join(event.text for event in piece.events if isinstance(event, TextDelta)) if shows else ""
+        logprobs = None
+        if self._body.logprobs is not None and piece.logprobs:
+            logprobs = self._logprobs[piece.index].body(piece.logprobs, piece.token_ids)
+        reason = piece.end.reason if piece.end is not None else None
+        if not text and logprobs is None and reason is None:
+            return b""
+        return self._chunk(piece.index, text, logprobs, reason if shows or reason is None else "length")
+
+    def _chunk(self, index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return data_event({**self._head, "choices": [choice], **self._usage.field()})
+
+    async def finish(self) -> bytes:
+        if not self._usage.at_end:
+            return DONE
+        return data_event({**self._head, "choices": [], "usage": self._usage.last()}) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return data_event(error_body("openai", error)) + DONE

@@ -1,0 +1,120 @@
+"""The body of `/v1/responses`. Fields we know and do not need are accepted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quire.server.schemas import Body, ExtraSampling, Name, Stop
+
+JsonObject = dict[str, Any]
+
+
+class InputPart(Body):
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text", "input_image",
+                  "input_file", "input_audio"]  # fmt: skip
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[JsonObject] | None = None
+    logprobs: list[JsonObject] | None = None
+    image_url: Any = None
+    detail: str | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    input_audio: JsonObject | None = None
+
+
+class InputItem(Body):
+    """A message, a call, its result or earlier reasoning; which fields it needs follows from its type."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: Name | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    phase: str | None = None
+    call_id: Name | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class ResponseTool(Body):
+    type: str
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[a-zA-Z0-9_.:-]+$")] | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class NamedResponseTool(Body):
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(ExtraSampling):
+    model: Name | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Stop | None = None
+    seed: int | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    metadata: JsonObject | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    # Accepted, without effect here:
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonObject | None = None
+    safety_identifier: str | None = None
+    client_metadata: JsonObject | None = None

@@ -1,0 +1,144 @@
+"""Bodies of `/v1/responses` in our own words: items become messages, flat tools become functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.chat import Conversation
+from quire.server.errors import ApiError, bad_request
+from quire.server.gather import new_id
+from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
+from quire.server.schemas import sampling_params, schema_text
+from quire.types import GrammarSpec, SamplingParams
+
+Message = dict[str, Any]
+
+
+def params_of(body: ResponsesBody) -> SamplingParams:
+    return sampling_params(
+        body,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
+        seed=body.seed,
+        logprobs=body.top_logprobs,
+    )
+
+
+def items_of(body: ResponsesBody) -> list[InputItem]:
+    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversation:
+    """`messages`: the earlier conversation and the new input. Instructions hold for this call only."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+        if body.reasoning.effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    choice = body.tool_choice
+    return Conversation(
+        messages=[*system, *messages],
+        tools=[_tool_of(tool, index) for index, tool in enumerate(body.tools or ())],
+        tool_choice=choice.name if isinstance(choice, NamedResponseTool) else choice or "auto",
+        parallel_tools=body.parallel_tool_calls is not False,
+        template_kwargs=kwargs,
+        output=_output_of(body),
+    )
+
+
+def _tool_of(tool: ResponseTool, index: int) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    if tool.type != "function":
+        message = f"Tools of type {tool.type[:100]!r} run at the provider and do not exist here."
+        raise bad_request("unsupported_tool", message, f"{where}.type")
+    if tool.name is None:
+        raise bad_request("missing_field", f"The field '{where}.name' is missing.", f"{where}.name")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters,
+                "strict": tool.strict}  # fmt: skip
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _output_of(body: ResponsesBody) -> GrammarSpec | None:
+    form = body.text.format if body.text is not None else None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return GrammarSpec("json_object")
+    if form.schema_ is None:
+        raise bad_request("missing_field", "text.format of type json_schema needs a schema.", "text.format.schema")
+    return GrammarSpec("json_schema", schema_text(form.schema_, "text.format.schema"))
+
+
+def messages_of(items: list[InputItem]) -> list[Message]:
+    """Calls that follow one another, and the text before them, are one assistant message for a template."""
+    messages: list[Message] = []
+    reasoning = ""
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if item.type == "reasoning":
+            reasoning = _text_of(item.content or item.summary or [], where)
+        elif item.type == "function_call":
+            function = {"name": _needed(item.name, f"{where}.name"), "arguments": item.arguments or "{}"}
+            call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            text = _text_of(item.output or "", f"{where}.output")
+            messages.append(
+                {"role": "tool", "tool_call_id": _needed(item.call_id, f"{where}.call_id"), "content": text}
+            )
+        else:
+            role = _needed(item.role, f"{where}.role")
+            text = _text_of(_needed(item.content, f"{where}.content"), f"{where}.content")
+            messages.append({"role": "system" if role == "developer" else role, "content": text})
+        if reasoning and messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("reasoning_content", reasoning)
+            reasoning = ""
+    return messages
+
+
+def _needed(value: Any, where: str) -> Any:
+    if value is None:
+        raise bad_request("missing_field", f"The field {where!r} is missing.", where)
+    return value
+
+
+def _text_of(content: str | list[InputPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise _not_text(part, f"{where}[{place}]")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _not_text(part: InputPart, where: str) -> ApiError:
+    if part.type in ("input_image", "input_file", "input_audio"):
+        return bad_request(
+            "unsupported_content", f"The model takes text only, and {where} is of type {part.type!r}.", where
+        )
+    return bad_request("missing_field", f"The part at {where} has no text.", where)
+
+
+def stored_items(items: list[InputItem]) -> list[dict[str, Any]]:
+    """The input as `input_items` lists it: each with an id, text as parts."""
+    prefixes = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+    shown = []
+    for item in items:
+        body = item.model_dump(exclude_none=True)
+        body.setdefault("id", new_id(prefixes[item.type]))
+        body.setdefault("status", "completed")
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            body["content"] = [{"type": kind, "text": item.content}]
+        shown.append(body)
+    return shown

@@ -1,0 +1,84 @@
+"""OpenAI's routes for models, chat and completions: validate, open a run, answer whole or as a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.server.errors import ApiError
+from quire.server.generation import Run
+from quire.server.openai import completions
+from quire.server.openai.chat import ChatStream, ChatWhole
+from quire.server.openai.completions import CompletionStream, CompletionWhole
+from quire.server.openai.schemas import ChatBody, CompletionBody, OpenAISampling
+from quire.server.openai.translate import chat_params, conversation_of, output_grammar, params_of
+from quire.server.replies import stream_reply, whole_reply
+from quire.server.route_parts import error_docs, job_of
+from quire.server.state import Server
+
+
+def openai_router(server: Server) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], responses=error_docs("openai"))
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_body(server, name) for name in server.names if name != "*"]}
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        return model_body(server, server.check_model(name))
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request, body: ChatBody) -> Response:
+        model = server.check_model(body.model)
+        check_stream_options(body)
+        prompt = await server.chat.make(conversation_of(body))
+        job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
+        job.make_parser, job.grammar = prompt.make_parser, prompt.grammar
+        run = server.generation.open(job)
+        tokenizer = server.generation.tokenizer
+        if not body.stream:
+            whole = ChatWhole(run, model, tokenizer, bool(body.logprobs))
+            return await whole_reply(request, run, whole.take, whole.body, server)
+        stream = ChatStream(run, model, tokenizer, bool(body.logprobs), body.stream_options)
+        return await stream_reply(request, run, stream, server)
+
+    @router.post("/v1/completions", response_model=None)
+    async def raw_completions(request: Request, body: CompletionBody) -> Response:
+        model = server.check_model(body.model)
+        check_stream_options(body)
+        completions.check(body)
+        given = completions.prompts_of(body)
+        server.generation.check_samples(len(given), body.n or 1)
+        prompts = [await server.chat.encode(prompt) for prompt in given]
+        max_tokens = body.max_tokens or None if body.max_tokens != 0 else 1
+        prompt_logprobs = body.logprobs if body.echo else None
+        params = params_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+        job = job_of(request, body, prompts, params)
+        job.grammar = output_grammar(body.response_format, body.structured_outputs)
+        run: Run = server.generation.open(job)
+        tokenizer = server.generation.tokenizer
+        if not body.stream:
+            whole = CompletionWhole(run, model, tokenizer, body)
+            return await whole_reply(request, run, whole.take, whole.body, server)
+        stream = CompletionStream(run, model, tokenizer, body)
+        return await stream_reply(request, run, stream, server)
+
+    return router
+
+
+def check_stream_options(body: OpenAISampling) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "invalid_value", "stream_options needs stream to be true.", "stream_options")
+
+
+def model_body(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "quire",
+        "max_model_len": server.edge.max_len,
+    }

@@ -1,0 +1,153 @@
+"""The bodies OpenAI's clients send to the chat and completion routes. Fields we know and do not need are accepted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quire.server.schemas import Body, ExtraSampling, Name, Stop, Token
+
+JsonObject = dict[str, Any]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # the usage so far with every chunk
+    include_obfuscation: bool | None = None
+
+
+class ContentPart(Body):
+    type: Literal["text", "image_url", "input_audio", "file", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: JsonObject | None = None
+    input_audio: JsonObject | None = None
+    file: JsonObject | None = None
+    cache_control: JsonObject | None = None
+
+
+class FunctionCall(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # What our own and others' replies hold, sent back as it came:
+    refusal: str | None = None
+    annotations: list[JsonObject] | None = None
+    audio: JsonObject | None = None
+    function_call: None = None
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[a-zA-Z0-9_.:-]+$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Name
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: Name = "output"
+    description: str | None = None
+    schema_: Annotated[JsonObject, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """Output that must match something OpenAI's API has no field for. Exactly one of these."""
+
+    json_: Annotated[JsonObject | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None  # the grammar engine takes 2000
+    grammar: str | None = None
+
+
+class OpenAISampling(ExtraSampling):
+    model: Name | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: Stop | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    user: str | None = None
+
+
+class ChatBody(OpenAISampling):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: JsonObject | None = None
+    # Accepted, without effect here:
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonObject | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+
+
+TokenPrompt = Annotated[list[Token], Field(min_length=1)]
+
+
+class CompletionBody(OpenAISampling):
+    prompt: str | TokenPrompt | Annotated[list[str], Field(min_length=1)] | Annotated[
+        list[TokenPrompt], Field(min_length=1)
+    ]  # fmt: skip
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None

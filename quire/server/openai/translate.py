@@ -1,0 +1,125 @@
+"""OpenAI's bodies in our own words: sampling parameters, messages in the form templates know, output formats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.server.chat import Conversation
+from quire.server.errors import bad_request
+from quire.server.openai.schemas import (
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    NamedTool,
+    OpenAISampling,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from quire.server.schemas import logit_bias, sampling_params, schema_text
+from quire.types import GrammarSpec, SamplingParams
+
+
+def params_of(body: OpenAISampling, *, max_tokens: int | None, logprobs: int | None,
+              prompt_logprobs: int | None = None) -> SamplingParams:  # fmt: skip
+    return sampling_params(
+        body,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=logit_bias(body.logit_bias),
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
+        seed=body.seed,
+        n=body.n,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("invalid_value", "top_logprobs needs logprobs to be true.", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return params_of(body, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def conversation_of(body: ChatBody) -> Conversation:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    choice = body.tool_choice
+    return Conversation(
+        messages=[message_of(message, index) for index, message in enumerate(body.messages)],
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
+        parallel_tools=body.parallel_tool_calls is not False,
+        template_kwargs=kwargs,
+        continue_final=body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt,
+        output=output_grammar(body.response_format, body.structured_outputs),
+    )
+
+
+def message_of(message: ChatMessage, index: int) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    shown: dict[str, Any] = {"role": role, "content": _content_of(message.content, index)}
+    if message.tool_calls:
+        calls = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        shown |= {"tool_calls": calls, "content": shown["content"] or ""}
+    elif shown["content"] is None:
+        shown["content"] = message.refusal
+    if shown["content"] is None:
+        where = f"messages[{index}].content"
+        raise bad_request("missing_field", f"The message at {where} has no content.", where)
+    reasoning = message.reasoning_content or message.reasoning
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    return shown | {key: value for key, value in optional.items() if value is not None}
+
+
+def _content_of(content: str | list[ContentPart] | None, index: int) -> str | list[dict[str, str]] | None:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for place, part in enumerate(content):
+        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if text is None:
+            where = f"messages[{index}].content[{place}]"
+            if part.type in ("text", "refusal"):
+                raise bad_request("missing_field", f"The part at {where} has no text.", where)
+            message = f"The model takes text only, and {where} is of type {part.type!r}."
+            raise bad_request("unsupported_content", message, where)
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | None) -> GrammarSpec | None:
+    grammar = None
+    if form is not None and form.type == "json_object":
+        grammar = GrammarSpec("json_object")
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            message = "response_format of type json_schema needs a json_schema."
+            raise bad_request("missing_field", message, "response_format.json_schema")
+        grammar = GrammarSpec(
+            "json_schema", schema_text(form.json_schema.schema_, "response_format.json_schema.schema")
+        )
+    if structured is None:
+        return grammar
+    ways: list[GrammarSpec] = [] if grammar is None else [grammar]
+    if structured.json_ is not None:
+        ways.append(GrammarSpec("json_schema", schema_text(structured.json_, "structured_outputs.json")))
+    if structured.regex is not None:
+        ways.append(GrammarSpec("regex", structured.regex))
+    if structured.choice is not None:
+        ways.append(GrammarSpec("choice", json.dumps(structured.choice)))
+    if structured.grammar is not None:
+        ways.append(GrammarSpec("ebnf", structured.grammar))
+    if len(ways) != 1:
+        message = "structured_outputs needs exactly one of json, regex, choice and grammar, and no response_format."
+        raise bad_request("invalid_value", message, "structured_outputs")
+    return ways[0]

@@ -1,0 +1,51 @@
+"""Small things every router needs: the job of a request, and how errors look in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from quire.server.errors import ApiError, Dialect, error_body
+from quire.server.gate import route_label
+from quire.server.generation import Job
+from quire.server.schemas import ExtraSampling
+from quire.types import SamplingParams
+
+_STATUSES = {
+    400: ("invalid_value", "The request is not valid."),
+    401: ("missing_api_key", "No API key was sent."),
+    403: ("permission", "This key may not do that."),
+    404: ("not_found", "There is no such thing here."),
+    405: ("method_not_allowed", "This route takes other methods."),
+    413: ("body_too_large", "The body is too large."),
+    415: ("unsupported_media_type", "The body must be application/json."),
+    429: ("queue_full", "Too many requests; see Retry-After."),
+    500: ("internal_error", "The server made a mistake."),
+    503: ("engine_lost", "The engine is not there; see Retry-After."),
+    504: ("deadline_exceeded", "The request ran out of time."),
+}
+
+
+def job_of(request: Request, body: ExtraSampling, prompts: list[list[int]], params: SamplingParams) -> Job:
+    budget = getattr(request.state, "budget", None)
+    return Job(
+        prompts,
+        params,
+        timeout=body.timeout,
+        priority=body.priority,
+        salt=body.salt(),
+        route=route_label(request.scope),
+        request_id=request.state.request_id,
+        on_usage=None if budget is None else budget.take_tokens,
+    )
+
+
+def error_docs(dialect: Dialect) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document: which statuses a route may answer with, each with an example."""
+    docs: dict[int | str, dict[str, Any]] = {}
+    for status, (code, message) in _STATUSES.items():
+        example = error_body(dialect, ApiError(status, code, message))
+        content = {"application/json": {"schema": {"type": "object"}, "example": example}}
+        docs[status] = {"description": message, "content": content}
+    return docs

@@ -1,0 +1,195 @@
+"""Starts and stops a server: socket, engine process, application, uvicorn, signals. `quire serve` calls `serve`.
+
+The first SIGTERM (or Ctrl-C) drains: not ready, no new requests, open ones finish, then it stops. The second stops at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.config import Config
+from quire.edge import Edge
+from quire.engine.client import EngineClient
+from quire.files.gguf import open_gguf
+from quire.files.source import ModelFiles
+from quire.server.app import create_app
+from quire.server.chat import ChatPrompts
+from quire.server.generation import Generation
+from quire.server.keys import KeyRing, RateLimits
+from quire.server.logs import LibraryLines, Log
+from quire.server.metrics import Metrics
+from quire.server.state import Server
+from quire.server.store import ResponseStore
+from quire.text.template import ChatTemplate, template_for
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError
+
+BACKLOG = 2048
+
+
+async def serve(
+    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str
+) -> int:
+    """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
+    log = Log(config.server.log_level, config.server.log_form)
+    listener = bind(config.server.host, config.server.port)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)  # while the model loads there is nothing to drain
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        if tokenizer is None:
+            raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
+        client = await EngineClient.start(engine_command, config)
+    except BaseException as error:
+        listener.close()
+        if isinstance(error, asyncio.CancelledError) and task.uncancel() == 0:
+            return 128 + signal.SIGTERM
+        raise
+    server = None
+    try:
+        server = make_server(config, client, tokenizer, log)
+        client.on_failure = lambda error: log.write("error", "engine lost", error=str(error))
+        return await _run(server, listener, create_app(server, version), on_ready)
+    finally:
+        listener.close()
+        await client.stop(at_once=server is None or server.at_once)
+
+
+def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log: Log) -> Server:
+    ready, settings = client.ready, config.server
+    edge = Edge(
+        tokenizer=tokenizer,
+        template=_lazy_template(tokenizer, config.model.chat_template),
+        vocab_size=ready.vocab_size,
+        max_len=ready.max_len,
+        eos_ids=tuple(ready.eos_ids),
+        defaults=ready.defaults,
+    )
+    metrics = Metrics()
+    metrics.watch(client)
+    return Server(
+        config=config,
+        client=client,
+        edge=edge,
+        metrics=metrics,
+        generation=Generation(client, edge, settings, metrics),
+        chat=ChatPrompts(edge, config),
+        store=ResponseStore(settings.response_store, settings.max_stored),
+        names=served_names(config),
+        keys=KeyRing(settings.api_key),
+        admin_keys=KeyRing(settings.admin_key),
+        rates=RateLimits(settings.rate_requests, settings.rate_tokens),
+        log=log,
+        created=int(time.time()),
+    )
+
+
+def served_names(config: Config) -> list[str]:
+    if config.server.served_model_name is not None:
+        names = [name.strip() for name in config.server.served_model_name.split(",")]
+        return [name for name in names if name] or ["model"]
+    name = config.model.model
+    return [Path(name).resolve().name if Path(name).exists() else name]
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
+    if files.kind == "gguf":
+        return Tokenizer.from_gguf(open_gguf(files.path).metadata)
+    folder = Path(files.path)
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded: a port that is taken should not be found out a minute later."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except OSError as error:
+        what = f"Can't listen on {host} port {port}: {error.strerror or error}."
+        raise QuireError("address_in_use", what, "Choose another --host or --port.", "port") from None
+
+
+async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: Callable[[str], None]) -> int:
+    http = _Http(
+        uvicorn.Config(app, loop="none", http="httptools", lifespan="off", log_config=None, access_log=False,
+                       server_header=False, backlog=BACKLOG, timeout_keep_alive=75)
+    )  # fmt: skip
+    library = logging.getLogger("uvicorn.error")
+    library.propagate = False
+    library.addHandler(LibraryLines(server.log))
+    library.setLevel(logging.WARNING)
+    stopper = _Stopper(server, http)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopper.signalled)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    while not http.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host, port = listener.getsockname()[:2]
+    if http.started:
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    await serving
+    await server.store.close()
+    return 0
+
+
+class _Http(uvicorn.Server):
+    """Signals are ours: uvicorn would stop listening at the first one, and a probe could not see us drain."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stopper:
+    def __init__(self, server: Server, http: _Http):
+        self._server, self._http, self._log = server, http, server.log
+        self._draining: asyncio.Task[None] | None = None
+
+    def signalled(self) -> None:
+        if self._draining is None:
+            self._server.draining = True
+            self._draining = asyncio.create_task(self._drain())
+            return
+        self._log.write("warning", "stop at once", open=self._server.open_replies)
+        self._draining.cancel()
+        self._server.at_once = True
+        self._http.force_exit = self._http.should_exit = True
+
+    async def _drain(self) -> None:
+        server, patience = self._server, self._server.config.server.drain_timeout
+        self._log.write("info", "draining", open=server.open_replies, seconds=patience)
+        if server.open_replies:
+            try:
+                await asyncio.wait_for(server.idle.wait(), patience)
+            except TimeoutError:
+                self._log.write("warning", "drain timed out", open=server.open_replies)
+                self._http.force_exit = True
+        self._http.should_exit = True
+
+
+def _lazy_template(tokenizer: Tokenizer, override: str | None) -> Callable[[], ChatTemplate]:
+    """Compiled when the first conversation comes."""
+    made: list[ChatTemplate] = []
+
+    def template() -> ChatTemplate:
+        if not made:
+            made.append(template_for(tokenizer, override))
+        return made[0]
+
+    return template

@@ -1,0 +1,111 @@
+"""One sample on its way out: token ids become text, the text becomes text, reasoning and tool calls.
+
+`Generation` holds one `Sample` per request and pushes deltas into it; the dialects see only the `Piece`s that come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.text.channels.events import Event, TextDelta
+from quire.text.stream import TextStream
+from quire.text.tokenizer import Tokenizer
+from quire.types import Delta, FinishReason, QuireError, Request, Timing, TokenLogprobs, Usage
+
+
+class ChannelParser(Protocol):
+    """Splits a model's text into channels; any chunking gives the same events, joined."""
+
+    def push(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+class PlainText:
+    """The channel parser of raw completions: everything is text."""
+
+    def push(self, text: str) -> list[Event]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+@dataclass(slots=True)
+class End:
+    reason: str  # stop or length
+    stop_text: str | None  # the stop string that was hit
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(slots=True)
+class Piece:
+    """News of one sample."""
+
+    index: int
+    events: list[Event] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None
+    end: End | None = None
+
+
+class Sample:
+    def __init__(self, request: Request, tokenizer: Tokenizer, parser: ChannelParser, index: int):
+        self.request = request
+        self.index = index  # among all samples of the API request
+        self.num_tokens = 0
+        self.ended = False
+        self._stream = TextStream(tokenizer, request.params, request.stop_ids)
+        self._parser = parser
+        self._stopped = False  # by a stop string: the engine has been told, its last delta is awaited
+
+    def push(self, delta: Delta) -> tuple[Piece | None, bool]:
+        """A delta's news, and whether the engine must be told that this sample is over. Raises if it failed."""
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
+            raise _failure(delta)
+        if delta.finish_reason is FinishReason.CANCELLED and not self._stopped:
+            raise QuireError("engine_closed", "The engine was stopped before the answer was complete.")
+        piece = Piece(self.index, prompt_logprobs=delta.prompt_logprobs, embedding=delta.embedding)
+        text = ""
+        if delta.token_ids and not self._stopped:
+            text = self._push_tokens(delta, piece)
+        stopped_now = self._stream.stopped and not self._stopped
+        self._stopped = self._stopped or self._stream.stopped
+        over = delta.finish_reason is not None
+        if stopped_now or (over and not self._stopped):
+            text += self._stream.finish()
+        if text:
+            piece.events = self._parser.push(text)
+        if over:
+            piece.events = piece.events + self._parser.finish()
+            piece.end = self._end(delta)
+        cancel = stopped_now and not over
+        return (piece if piece.token_ids or piece.events or over or piece.prompt_logprobs else None), cancel
+
+    def _push_tokens(self, delta: Delta, piece: Piece) -> str:
+        before = self._stream.num_tokens_used
+        text = self._stream.push(delta.token_ids)
+        used = self._stream.num_tokens_used - before
+        piece.token_ids = delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used]
+        if delta.logprobs is not None:
+            piece.logprobs = delta.logprobs[:used]
+        self.num_tokens += used
+        return text
+
+    def _end(self, delta: Delta) -> End:
+        self.ended = True
+        usage = delta.usage or Usage(self.request.prompt_len)
+        usage.completion_tokens = self.num_tokens
+        reason = "stop" if self._stopped else str((delta.finish_reason or FinishReason.STOP).value)
+        stop_text = self._stream.stop_reason if isinstance(self._stream.stop_reason, str) else None
+        return End(reason, stop_text, usage, delta.timing or Timing())
+
+
+def _failure(delta: Delta) -> QuireError:
+    if delta.finish_reason is FinishReason.DEADLINE:
+        return QuireError("deadline_exceeded", "The request ran out of time.", "Ask for less, or raise the timeout.")
+    return QuireError(delta.error_code or "step_failed", delta.error or "The request failed.")

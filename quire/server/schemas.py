@@ -1,0 +1,75 @@
+"""What the bodies of both dialects have in common: strict fields, and the sampling parameters beyond each API's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.server.errors import bad_request
+from quire.types import MAX_STOPS, SamplingParams
+
+
+class Body(BaseModel):
+    """Unknown fields are errors, and a number in quotes is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+Name = Annotated[str, Field(max_length=512)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+class ExtraSampling(Body):
+    """Sampling parameters that neither API has, under the names Quire has everywhere."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    top_n_sigma: float | None = None
+    repetition_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_len: int | None = None
+    dry_range: int | None = None
+    dry_breakers: Annotated[list[str], Field(max_length=64)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    include_stop: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    def salt(self) -> bytes:
+        return (self.cache_salt or "").encode("utf-8", "surrogatepass")[:256]
+
+
+_EXTRA = [name for name in ExtraSampling.model_fields if name not in ("priority", "timeout", "cache_salt")]
+
+
+def sampling_params(body: ExtraSampling, **own: Any) -> SamplingParams:
+    """The dialect's own fields by our names, and the extra ones; what is None keeps the model's default."""
+    given = {name: getattr(body, name) for name in _EXTRA} | own
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    bias = {}
+    for token, value in given.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 10:
+            raise bad_request("invalid_value", f"logit_bias: {token[:50]!r} is not a token id.", "logit_bias")
+        bias[int(token)] = float(value)
+    return bias
+
+
+def schema_text(schema: dict[str, Any], where: str) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise bad_request("invalid_schema", "The schema is nested too deeply or holds NaN.", where) from None

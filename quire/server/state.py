@@ -1,0 +1,81 @@
+"""What all routes of one server share: the engine's client, the edge, limits, counters, and whether it is draining."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config import Config
+from quire.edge import Edge
+from quire.engine.client import EngineClient
+from quire.server.chat import ChatPrompts
+from quire.server.errors import INSIDE_CODES, ApiError
+from quire.server.generation import Generation
+from quire.server.keys import KeyRing, RateLimits
+from quire.server.logs import Log
+from quire.server.metrics import Metrics
+from quire.server.store import ResponseStore
+from quire.types import QuireError
+
+
+@dataclass(slots=True)
+class Server:
+    config: Config
+    client: EngineClient
+    edge: Edge
+    metrics: Metrics
+    generation: Generation
+    chat: ChatPrompts
+    store: ResponseStore
+    names: list[str]  # the model's names; the first one is shown
+    keys: KeyRing
+    admin_keys: KeyRing
+    rates: RateLimits
+    log: Log
+    created: int  # when the server started, in Unix seconds
+    draining: bool = False
+    at_once: bool = False  # told twice to stop: wait for nothing
+    open_replies: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_model(self, name: str | None) -> str:
+        """The name a reply carries. `*` among the names accepts whatever a client calls the model."""
+        if name is None or name in self.names:
+            return name or self.name
+        if "*" in self.names:
+            return name
+        shown = name if len(name) <= 200 else name[:197] + "..."
+        message = f"The model {shown!r} is not served here. This server has {', '.join(map(repr, self.names))}."
+        raise ApiError(404, "model_not_found", message, "model")
+
+    def note_failure(self, route: str, request_id: str, error: QuireError) -> None:
+        """Count a failed request, and log what a client should not be told."""
+        self.metrics.failed(route, error.code)
+        if error.code in INSIDE_CODES:
+            self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
+
+    def health(self) -> dict[str, Any]:
+        """From the engine's own progress, not from the fact that HTTP answers."""
+        client, patience = self.client, self.config.server.stall_timeout
+        beat_age, progress_age = client.beat_age(), client.progress_age()
+        problem = None
+        if client.failure is not None:
+            inside = client.failure.code in INSIDE_CODES
+            problem = "The engine failed; the server's log says why." if inside else str(client.failure)
+        elif beat_age > patience:
+            problem = f"The engine has not got past a step for {beat_age:.0f} s."
+        elif progress_age > patience:
+            problem = f"The engine has open requests and computed no token for {progress_age:.0f} s."
+        return {
+            "status": "ok" if problem is None else "unhealthy",
+            "problem": problem,
+            "step_age_seconds": round(beat_age, 3),
+            "progress_age_seconds": round(progress_age, 3),
+            "steps": client.beat.steps,
+            "tokens": client.beat.sampled_tokens,
+        }

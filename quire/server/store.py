@@ -1,0 +1,86 @@
+"""Stored responses in one SQLite file, read and written in a thread of its own so that the event loop never waits.
+
+Without a file they live in memory and are gone at exit. Only the newest are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from quire.types import QuireError
+
+T = TypeVar("T")
+_TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    body TEXT NOT NULL,
+    items TEXT NOT NULL,
+    messages TEXT NOT NULL
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    id: str
+    owner: str  # who made it, as a digest of the key: nobody else sees it
+    body: dict[str, Any]  # the response as it was answered
+    items: list[dict[str, Any]]  # its input items
+    messages: list[dict[str, Any]]  # the whole conversation up to and with the answer, to go on from
+
+
+class ResponseStore:
+    def __init__(self, path: str | None, max_stored: int):
+        self._max_stored = max_stored
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-store")
+        try:
+            self._database = self._thread.submit(self._open, path or ":memory:").result()
+        except sqlite3.Error as error:
+            self._thread.shutdown()
+            what = f"The response store {path} can't be opened: {error}."
+            raise QuireError("invalid_setting", what, "Give another file.", "response_store") from None
+
+    @staticmethod
+    def _open(path: str) -> sqlite3.Connection:
+        database = sqlite3.connect(path, isolation_level=None)
+        if path != ":memory:":
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=NORMAL")
+        database.execute(_TABLE)
+        return database
+
+    async def put(self, response: StoredResponse) -> None:
+        texts = [json.dumps(part) for part in (response.body, response.items, response.messages)]
+        await self._do(lambda: self._put(response, texts))
+
+    def _put(self, response: StoredResponse, texts: list[str]) -> None:
+        insert = "INSERT OR REPLACE INTO responses (id, owner, body, items, messages) VALUES (?, ?, ?, ?, ?)"
+        cursor = self._database.execute(insert, (response.id, response.owner, *texts))
+        self._database.execute("DELETE FROM responses WHERE number <= ?", ((cursor.lastrowid or 0) - self._max_stored,))
+
+    async def get(self, response_id: str, owner: str) -> StoredResponse | None:
+        query = "SELECT body, items, messages FROM responses WHERE id = ? AND owner = ?"
+        row = await self._do(lambda: self._database.execute(query, (response_id, owner)).fetchone())
+        if row is None:
+            return None
+        body, items, messages = (json.loads(text) for text in row)
+        return StoredResponse(response_id, owner, body, items, messages)
+
+    async def delete(self, response_id: str, owner: str) -> bool:
+        query = "DELETE FROM responses WHERE id = ? AND owner = ?"
+        return bool(await self._do(lambda: self._database.execute(query, (response_id, owner)).rowcount))
+
+    async def close(self) -> None:
+        await self._do(self._database.close)
+        self._thread.shutdown()
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,47 @@
+// OpenAI's and Anthropic's packages for Node against a server that repeats what the user said. Prints one JSON object.
+const { default: OpenAI } = require("openai");
+const { default: Anthropic } = require("@anthropic-ai/sdk");
+
+const [url, key, call] = process.argv.slice(2);
+const parameters = { type: "object", properties: { city: { type: "string" } } };
+
+async function openai() {
+  const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
+  const messages = [{ role: "user", content: "Hello there, parrot!" }];
+  const whole = await client.chat.completions.create({ model: "parrot", messages });
+  let streamed = "";
+  const stream = await client.chat.completions.create({ model: "parrot", messages, stream: true });
+  for await (const chunk of stream) streamed += chunk.choices[0]?.delta?.content ?? "";
+  const tools = [{ type: "function", function: { name: "weather", parameters } }];
+  const asked = [{ role: "user", content: call }];
+  const called = await client.chat.completions.create({ model: "parrot", messages: asked, tools });
+  let argumentsText = "";
+  const calls = await client.chat.completions.create({ model: "parrot", messages: asked, tools, stream: true });
+  for await (const chunk of calls) argumentsText += chunk.choices[0]?.delta?.tool_calls?.[0]?.function?.arguments ?? "";
+  const response = await client.responses.create({ model: "parrot", input: "Hello there, parrot!" });
+  const refused = await client.chat.completions.create({ model: "nobody", messages }).catch((error) => error.status);
+  return {
+    whole: whole.choices[0].message.content, streamed, response: response.output_text, refused,
+    called: called.choices[0].message.tool_calls[0].function.arguments, argumentsText,
+  };
+}
+
+async function anthropic() {
+  const client = new Anthropic({ baseURL: url, apiKey: key, maxRetries: 0 });
+  const messages = [{ role: "user", content: "Hello there, parrot!" }];
+  const whole = await client.messages.create({ model: "parrot", max_tokens: 50, messages });
+  const stream = client.messages.stream({ model: "parrot", max_tokens: 50, messages });
+  let streamed = "";
+  stream.on("text", (text) => (streamed += text));
+  const last = await stream.finalMessage();
+  const tools = [{ name: "weather", input_schema: parameters }];
+  const asked = [{ role: "user", content: call }];
+  const called = await client.messages.stream({ model: "parrot", max_tokens: 99, messages: asked, tools }).finalMessage();
+  const refused = await client.messages.create({ model: "nobody", max_tokens: 1, messages }).catch((error) => error.status);
+  return {
+    whole: whole.content[0].text, streamed, stop: last.stop_reason, refused,
+    called: called.content.find((block) => block.type === "tool_use").input, reason: called.stop_reason,
+  };
+}
+
+(async () => console.log(JSON.stringify({ openai: await openai(), anthropic: await anthropic() })))();

@@ -1,0 +1,241 @@
+"""What operators rely on: probes, metrics, limits, deadlines, hang-ups, draining, and an engine that dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import KEY, ROOT, Started, need, start, stub_command
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "one two three", "max_tokens": 4000}
+
+
+@pytest.fixture(scope="module")
+def slow(model_here: None) -> Iterator[Started]:
+    """Two rows, two places in the queue, and steps that take a while."""
+    flags = ("--max-rows", "2", "--max-waiting", "2", "--keep-alive", "0.1", "--api-key", KEY, "--log-form", "json",
+             "--cors-origins", "https://page.example")  # fmt: skip
+    started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.01"})
+    yield started
+    started.stop()
+
+
+def client_of(started: Started) -> Any:
+    need("httpx")
+    import httpx
+
+    return httpx.Client(base_url=started.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+
+
+def until(happened: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for something that is told to another process; only a hang makes this fail."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def engine(client: Any) -> dict[str, Any]:
+    return client.get("/v1/stats").json()["engine"]
+
+
+def is_idle(client: Any) -> bool:
+    stats = engine(client)
+    pages = stats["groups"][0]
+    return stats["running"] == stats["waiting"] == 0 and pages["available"] == pages["units"]
+
+
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+def test_probes_and_metrics(slow: Started) -> None:
+    with client_of(slow) as client:
+        for probe in ("/healthz", "/readyz"):
+            reply = client.get(probe)
+            assert reply.status_code == 200 and reply.json()["status"] == "ok"
+        assert client.post(CHAT, json={"messages": [{"role": "user", "content": "count me"}]}).status_code == 200
+        client.get("/nothing/here")
+        text = client.get("/metrics").text
+        route = f'route="{CHAT}"'
+        for line in (
+            f"quire_ttft_seconds_count{{{route}}} ",
+            f"quire_tpot_seconds_count{{{route}}} ",
+            f"quire_e2e_seconds_count{{{route}}} ",
+            f"quire_queue_seconds_count{{{route}}} ",
+            f'quire_http_replies_total{{method="POST",{route},status="200"}} ',
+            'quire_failures_total{code="unknown_route",route="other"} ',
+            "quire_engine_running ",
+            "quire_engine_waiting ",
+            "quire_engine_batch_tokens ",
+            "quire_engine_hit_tokens_total ",
+            "quire_engine_preemptions_total ",
+            'quire_engine_cache_available{group="full"} ',
+        ):
+            assert line in text, line
+
+
+def test_hanging_up_cancels_a_stream(slow: Started) -> None:
+    with client_of(slow) as client:
+        with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as reply:
+            next(events_of(reply.iter_lines()))
+        until(lambda: is_idle(client))
+
+
+def test_hanging_up_cancels_a_reply_that_is_not_streamed(slow: Started) -> None:
+    import httpx
+
+    with client_of(slow) as client:
+        before = engine(client)["ended"]
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(COMPLETE, json=LONG, timeout=0.3)
+        until(lambda: is_idle(client) and engine(client)["ended"] > before)
+
+
+def test_a_full_queue_answers_429_and_idle_streams_get_signs_of_life(slow: Started) -> None:
+    with client_of(slow) as client:
+        streams = [client.stream("POST", COMPLETE, json={**LONG, "stream": True}) for _ in range(4)]
+        replies = [stream.__enter__() for stream in streams]
+        try:
+            refused = client.post(COMPLETE, json=LONG)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert replies[3].status_code == 200
+            assert next(line for line in replies[3].iter_lines() if line) == ": keep-alive"
+        finally:
+            for stream in streams:
+                stream.__exit__(None, None, None)
+        until(lambda: is_idle(client))
+
+
+def test_deadlines(slow: Started) -> None:
+    with client_of(slow) as client:
+        reply = client.post(COMPLETE, json={**LONG, "timeout": 0.2})
+        assert reply.status_code == 504 and reply.json()["error"]["code"] == "deadline_exceeded"
+        with client.stream("POST", COMPLETE, json={**LONG, "timeout": 0.2, "stream": True}) as stream:
+            last = list(events_of(stream.iter_lines()))[-1]
+        assert last["error"]["code"] == "deadline_exceeded", "in mid-stream an error is an event"
+        message = {"model": None, "max_tokens": 4000, "messages": [{"role": "user", "content": "word " * 900}]}
+        with client.stream("POST", "/v1/messages", json={**message, "timeout": 0.2, "stream": True}) as stream:
+            assert list(events_of(stream.iter_lines()))[-1]["error"]["type"] == "timeout_error"
+        until(lambda: is_idle(client))
+
+
+def test_cors_for_the_origins_that_were_named(slow: Started) -> None:
+    with client_of(slow) as client:
+        origin = {"origin": "https://page.example"}
+        assert client.get("/healthz", headers=origin).headers["access-control-allow-origin"] == origin["origin"]
+        reply = client.options(CHAT, headers={**origin, "access-control-request-method": "POST"})
+        assert reply.status_code == 204 and "authorization" in reply.headers["access-control-allow-headers"]
+        other = client.get("/healthz", headers={"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_log_lines_carry_the_request_id(slow: Started) -> None:
+    with client_of(slow) as client:
+        client.get("/v1/models", headers={"x-request-id": "find-me"})
+        until(lambda: any("find-me" in line for line in slow.lines))
+        line = next(json.loads(line) for line in slow.lines if "find-me" in line)
+        assert line["event"] == "reply" and line["status"] == 200 and line["path"] == "/v1/models"
+        client.post(COMPLETE, json={"prompt": "one two", "max_tokens": 3}, headers={"x-request-id": "me-too"})
+        until(lambda: any("me-too" in line for line in slow.lines))
+        line = next(json.loads(line) for line in slow.lines if "me-too" in line)
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (2, 3)
+
+
+def test_rate_limits(model_here: None) -> None:
+    started = start(stub_command("--rate-requests", "3", "--rate-tokens", "1000"))
+    try:
+        with client_of(started) as client:
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            replies = [client.post(CHAT, json=body) for _ in range(4)]
+            assert [reply.status_code for reply in replies] == [200, 200, 200, 429]
+            assert replies[0].headers["x-ratelimit-limit-requests"] == "3"
+            assert replies[0].headers["x-ratelimit-remaining-requests"] == "2"
+            assert int(replies[1].headers["x-ratelimit-remaining-tokens"]) < 1000
+            assert replies[3].json()["error"]["code"] == "rate_limited" and int(replies[3].headers["retry-after"]) > 1
+            assert client.get("/v1/models").status_code == 200
+    finally:
+        started.stop()
+
+
+def test_sigterm_drains_and_a_second_one_stops_at_once(model_here: None) -> None:
+    for signals in (1, 2):
+        started = start(stub_command(), {"STUB_STEP_SECONDS": "0.01"})
+        with client_of(started) as client, client_of(started) as probe:
+            count = 60 if signals == 1 else 4000
+            body = {"prompt": "one two", "max_tokens": count, "stream": True}
+            with client.stream("POST", COMPLETE, json=body) as stream:
+                events = events_of(stream.iter_lines())
+                next(events)
+                started.process.send_signal(signal.SIGTERM)
+                until(lambda probe=probe: probe.get("/readyz").status_code == 503)
+                assert probe.get("/healthz").status_code == 200
+                refused = probe.post(COMPLETE, json=body)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+                if signals == 1:
+                    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+                else:
+                    started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(20) == 0, started.lines
+
+
+def test_an_engine_that_dies_takes_nobody_else_along(model_here: None) -> None:
+    import os
+
+    started = start(stub_command("--admin-key", KEY), {"STUB_STEP_SECONDS": "0.01"})
+    try:
+        with client_of(started) as client:
+            pid = client.get("/admin/engine").json()["pid"]
+            with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as stream:
+                events = events_of(stream.iter_lines())
+                next(events)
+                os.kill(pid, signal.SIGKILL)
+                assert list(events)[-1]["error"]["code"] == "engine_lost"
+            assert client.get("/healthz").status_code == client.get("/readyz").status_code == 503
+            refused = client.post(COMPLETE, json=LONG)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_lost"
+            assert refused.headers["retry-after"]
+    finally:
+        started.stop()
+
+
+def test_a_step_that_hangs_shows_in_the_probe(model_here: None) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    started = start(stub_command("--stall-timeout", "1"), {"STUB_STEP_SECONDS": "3"})
+    try:
+        with client_of(started) as client, ThreadPoolExecutor(1) as pool:
+            assert client.get("/healthz").status_code == 200
+            answer = pool.submit(client.post, COMPLETE, json={"prompt": "one", "max_tokens": 1})
+            until(lambda: client.get("/healthz").status_code == 503)
+            assert "past a step" in client.get("/readyz").json()["problem"]
+            assert answer.result().status_code == 200
+            until(lambda: client.get("/healthz").status_code == 200)
+    finally:
+        started.stop()
+
+
+def test_what_is_wrong_at_the_start_is_one_clear_line(stub: Started) -> None:
+    port = stub.url.rpartition(":")[2]
+    for flags, code, words in (
+        (["no-such-model-anywhere", "--offline"], 2, "no-such-model-anywhere"),
+        (["smollm2", "--port", port], 1, f"port {port}"),
+        (["smollm2", "--port", "0", "--tool-format", "klingon"], 2, "klingon"),
+        (["smollm2", "--port", "99999"], 2, "port"),
+    ):
+        command = [sys.executable, "-m", "tests.e2e.stub_server", *flags]
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1 and words in lines[0] and "Traceback" not in done.stderr, done.stderr

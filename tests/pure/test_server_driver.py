@@ -1,0 +1,130 @@
+"""The loop around an engine: messages in, news out, whatever happens to the engine or to a grammar."""
+
+from __future__ import annotations
+
+from quire.cache.index import CacheIndex
+from quire.engine.driver import Cancel, EngineDriver, Message, Stop
+from quire.engine.loop import Engine
+from quire.engine.scheduler import Limits, Scheduler
+from quire.types import CacheSpec, Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams
+from tests.pure.shadow import ShadowDevice
+
+
+def make_engine(max_rows: int = 4, max_waiting: int = 100) -> Engine:
+    cache = CacheIndex([CacheSpec("full", "paged", (0,), (1,), "float32", page_tokens=4)], [200])
+    limits = Limits(max_rows, max_batch_tokens=32, chunk_tokens=32, max_waiting=max_waiting)
+    return Engine(Scheduler(cache, limits), ShadowDevice(cache))
+
+
+class Script:
+    """A mailbox that hands out its batches one a turn, then says stop."""
+
+    def __init__(self, *batches: list[Message]):
+        self.batches = list(batches)
+        self.sent: list[Delta] = []
+
+    def receive(self, block: bool) -> list[Message]:
+        return self.batches.pop(0) if self.batches else [Stop()] if block else []
+
+    def send(self, deltas: list[Delta]) -> None:
+        self.sent += deltas
+
+    def ends(self) -> dict[str, tuple[str | None, str | None]]:
+        return {d.request_id: (d.finish_reason.value, d.error_code) for d in self.sent if d.finish_reason is not None}
+
+
+class Desk:
+    """A grammar desk that is ready when a test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Request] = {}
+        self.answers: dict[str, QuireError | None] = {}
+        self.num_waits = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def take(self, request: Request) -> bool:
+        if request.grammar is None:
+            return False
+        self.waiting[request.id] = request
+        return True
+
+    def ready(self) -> list[tuple[Request, QuireError | None]]:
+        found = [name for name in self.waiting if name in self.answers]
+        return [(self.waiting.pop(name), self.answers[name]) for name in found]
+
+    def drop(self, request_id: str) -> Request | None:
+        return self.waiting.pop(request_id, None)
+
+    def wait(self, seconds: float) -> None:
+        self.num_waits += 1
+        if self.num_waits == 3:
+            self.answers = {"good": None, "bad": QuireError("invalid_schema", "no")}
+            for request in self.waiting.values():
+                request.grammar = None  # compiled; the shadow device knows no masks
+
+
+def request(name: str, count: int = 3, grammar: GrammarSpec | None = None) -> Request:
+    return Request(name, [1, 2, 3], 3, SamplingParams(max_tokens=count).resolve(), 3 + count, grammar=grammar)
+
+
+def test_requests_run_and_cancelled_ones_end() -> None:
+    mailbox = Script([request("a"), request("b", 100)], [], [Cancel("b"), Cancel("nobody")])
+    driver = EngineDriver(make_engine(), mailbox)
+    driver.run()
+    assert mailbox.ends() == {"a": ("length", None), "b": ("cancelled", None)}
+    assert driver.failure is not None and driver.failure.code == "engine_closed"
+
+
+def test_stopping_ends_what_is_open_and_refuses_what_comes_after() -> None:
+    mailbox = Script([request("a", 100)], [Stop()], [request("late")])
+    EngineDriver(make_engine(), mailbox).run()
+    assert mailbox.ends() == {"a": ("cancelled", None), "late": ("error", "engine_closed")}
+
+
+def test_an_engine_that_breaks_tells_everyone() -> None:
+    engine = make_engine()
+    mailbox = Script([request("a", 100), request("b", 100)])
+    driver = EngineDriver(engine, mailbox)
+
+    def broken() -> None:
+        raise RuntimeError("surprise")
+
+    engine.turn = broken  # type: ignore[method-assign, assignment]
+    driver.run()
+    assert mailbox.ends() == {"a": ("error", "engine_failed"), "b": ("error", "engine_failed")}
+    assert driver.failure is not None and "surprise" in str(driver.failure)
+
+
+def test_an_engine_without_grammars_says_so() -> None:
+    mailbox = Script([request("a", grammar=GrammarSpec("regex", "a"))])
+    EngineDriver(make_engine(), mailbox).run()
+    assert mailbox.ends() == {"a": ("error", "no_grammar")}
+
+
+def test_requests_wait_for_their_grammars_and_others_do_not() -> None:
+    spec = GrammarSpec("regex", "a")
+    first = [
+        request("good", grammar=spec),
+        request("bad", grammar=spec),
+        request("gone", grammar=spec),
+        request("free"),
+    ]
+    desk, mailbox = Desk(), Script(first, *([[]] * 6), [Cancel("gone")])
+    EngineDriver(make_engine(), mailbox, desk).run()  # type: ignore[arg-type]
+    assert mailbox.ends() == {
+        "good": ("length", None),
+        "bad": ("error", "invalid_schema"),
+        "gone": ("cancelled", None),
+        "free": ("length", None),
+    }
+    order = [delta.request_id for delta in mailbox.sent if delta.finish_reason is FinishReason.LENGTH]
+    assert order == ["free", "good"] and desk.num_waits >= 3
+
+
+def test_a_full_queue_refuses_one_and_keeps_the_rest() -> None:
+    mailbox = Script([request("a"), request("b")], [], [])
+    EngineDriver(make_engine(max_rows=1, max_waiting=1), mailbox).run()
+    refused = [name for name, end in mailbox.ends().items() if end[1] == "queue_full"]
+    assert len(refused) == 1 and len(mailbox.ends()) == 2

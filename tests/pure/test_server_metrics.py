@@ -1,0 +1,56 @@
+"""What is counted, and that the dashboard asks only for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from quire.engine.wire import Beat, Group
+from quire.server.metrics import Metrics
+from quire.types import Timing, Usage
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
+
+
+class FakeClient:
+    failure = None
+    beat = Beat(steps=4, computed_tokens=100, running=2, groups=[Group("full", 10, 7)])
+
+    def beat_age(self) -> float:
+        return 0.5
+
+
+def make_text() -> str:
+    metrics = Metrics()
+    metrics.watch(FakeClient())  # type: ignore[arg-type]
+    metrics.http_opened()
+    metrics.http_closed("/r", "POST", 200, 0.1)
+    metrics.failed("/r", "code")
+    metrics.disconnected("/r")
+    metrics.first_token("/r", 0.1)
+    metrics.sample_ended("/r", Usage(7, 5, 3), Timing(0.01, 0.1, 0.2), 0.05, 0.2)
+    return metrics.render().decode()
+
+
+def test_engine_figures_come_from_the_last_beat() -> None:
+    text = make_text()
+    assert "quire_engine_batch_tokens 25.0" in text and "quire_engine_running 2.0" in text
+    assert 'quire_engine_cache_available{group="full"} 7.0' in text and "quire_engine_up 1.0" in text
+
+
+def test_tokens_are_counted_by_route() -> None:
+    text = make_text()
+    for line in ("quire_prompt_tokens_total", "quire_cached_tokens_total", "quire_output_tokens_total"):
+        assert f'{line}{{route="/r"}}' in text
+
+
+def test_the_dashboard_asks_only_for_what_there_is() -> None:
+    known = set(re.findall(r"^(quire_\w+)", make_text(), re.MULTILINE))
+    expressions = [t["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for t in panel["targets"]]
+    asked = {name for expression in expressions for name in re.findall(r"quire_\w+", expression)}
+    assert asked and asked <= known, asked - known

@@ -1,0 +1,114 @@
+"""The messages between the processes: they come out as they went in, and what is wrong is said clearly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from quire.engine import wire
+from quire.types import (
+    Delta,
+    FinishReason,
+    GrammarSpec,
+    QuireError,
+    Request,
+    SamplingParams,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
+
+PARAMS = SamplingParams(
+    temperature=0.5, logit_bias=((3, -math.inf), (5, 1.5)), stop=("a", "b"), n=3, seed=-7, bad_token_ids=((1, 2), (3,))
+).resolve()
+
+
+def make_requests() -> list[Request]:
+    return [
+        Request(id=f"r/{index}", tokens=[1, 2, 70000], prompt_len=3, params=PARAMS, max_len=9, stop_ids=frozenset({2}),
+                seed=-7, sample_index=index, priority=-1, arrival=1.5, deadline=2.5, salt=b"\0salt",
+                grammar=GrammarSpec("regex", "a+", (5, 6)))
+        for index in range(3)
+    ]  # fmt: skip
+
+
+def test_requests_survive_the_way() -> None:
+    message = wire.decode_to_engine(wire.encode(wire.submit_message(make_requests())))
+    assert isinstance(message, wire.Submit)
+    for came, sent in zip(wire.submitted_requests(message), make_requests(), strict=True):
+        for name in ("id", "tokens", "prompt_len", "params", "max_len", "stop_ids", "seed", "sample_index", "priority",
+                     "arrival", "deadline", "salt", "adapter", "grammar"):  # fmt: skip
+            assert getattr(came, name) == getattr(sent, name), name
+
+
+def test_samples_do_not_share_their_tokens() -> None:
+    message = wire.submit_message(make_requests())
+    first, second, _ = wire.submitted_requests(message)
+    first.tokens.append(4)
+    assert second.tokens == [1, 2, 70000]
+
+
+def test_a_prompt_is_sent_once_however_many_samples_it_has() -> None:
+    one = make_requests()[:1]
+    one[0].tokens = list(range(1000, 11000))
+    many = [Request(f"r/{i}", one[0].tokens, 10000, PARAMS, 10009, sample_index=i) for i in range(100)]
+    assert len(wire.encode(wire.submit_message(many))) < 1.2 * len(wire.encode(wire.submit_message(one)))
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        Delta("a", [1, 2]),
+        Delta("a", [7], logprobs=[TokenLogprobs(7, -0.5, 1, [7, 8], [-0.5, -math.inf])]),
+        Delta("a", prompt_logprobs=[TokenLogprobs(7, -0.5, 1, [], [])]),
+        Delta("a", [3], finish_reason=FinishReason.STOP, usage=Usage(3, 2, 1), timing=Timing(0.1, 0.2, 0.3)),
+        Delta("a", finish_reason=FinishReason.ERROR, error="oh no", error_code="step_failed"),
+    ],
+)
+def test_deltas_survive_the_way(delta: Delta) -> None:
+    message = wire.decode_from_engine(wire.encode(wire.Deltas([wire.news_of(delta)])))
+    assert isinstance(message, wire.Deltas) and [wire.delta_of(news) for news in message.news] == [delta]
+
+
+def test_a_beat_and_a_failure_survive_the_way() -> None:
+    beat = wire.Beat(steps=3, running=2, groups=[wire.Group("full", 10, 9)])
+    assert wire.decode_from_engine(wire.encode(beat)) == beat
+    failed = wire.decode_from_engine(wire.encode(wire.Failed("code", "what", "hint", "param")))
+    assert isinstance(failed, wire.Failed) and str(failed.error()) == "what hint" and failed.error().param == "param"
+
+
+def test_another_version_is_a_clear_error() -> None:
+    frame = bytearray(wire.encode(wire.StopEngine()))
+    frame[2] += 1
+    with pytest.raises(QuireError, match=r"version 2.*version 1") as caught:
+        wire.decode_to_engine(bytes(frame))
+    assert caught.value.code == "version_mismatch"
+
+
+@pytest.mark.parametrize("frame", [b"", b"Q", b"GET / HTTP/1.1", wire.MARK, wire.MARK + bytes([wire.VERSION])])
+def test_what_is_no_message_is_refused(frame: bytes) -> None:
+    with pytest.raises(QuireError) as caught:
+        wire.decode_to_engine(frame)
+    assert caught.value.code in ("bad_message", "version_mismatch")
+
+
+def test_a_message_for_the_other_side_is_refused() -> None:
+    with pytest.raises(QuireError, match="malformed"):
+        wire.decode_to_engine(wire.encode(wire.Beat()))
+
+
+def test_lists_are_bounded() -> None:
+    frame = wire.encode(wire.CancelMany(["x"] * (wire.MAX_BATCH + 1)))
+    with pytest.raises(QuireError, match="malformed"):
+        wire.decode_to_engine(frame)
+    with pytest.raises(QuireError, match="malformed"):
+        wire.decode_to_engine(wire.encode(wire.CancelMany(["x" * 257])))
+
+
+def test_wrong_types_are_refused() -> None:
+    frame = wire.encode(wire.CancelMany([5]))  # type: ignore[list-item]
+    with pytest.raises(QuireError, match="malformed"):
+        wire.decode_to_engine(frame)

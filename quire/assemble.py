@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,10 +17,10 @@ from quire.config import Config
 from quire.edge import Edge
 from quire.engine.grammar import GrammarCompiler, MaskFiller
 from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
-from quire.files.gguf import open_gguf
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_choice
@@ -36,7 +34,7 @@ from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.text.template import ChatTemplate, template_for
+from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import CacheSpec, QuireError
 
@@ -62,7 +60,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         torch.set_num_threads(config.engine.threads or len(os.sched_getaffinity(0)))
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
-    template = _lazy_template(tokenizer, config.model.chat_template)
+    template = lazy_template(tokenizer, config.model.chat_template)
     loaded = load_model(
         files,
         dtype=config.model.dtype,
@@ -183,31 +181,6 @@ def find_files(config: Config, progress: Progress | None) -> ModelFiles:
         random_weights=model.random_weights,
         progress=progress,
     )
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
-    """None for a folder without one, such as a bare config.json: it is then driven by token ids."""
-    if files.kind == "gguf":
-        return Tokenizer.from_gguf(open_gguf(files.path).metadata)
-    if not (Path(files.path) / "tokenizer.json").exists():
-        return None
-    return Tokenizer.from_folder(Path(files.path))
-
-
-def _lazy_template(tokenizer: Tokenizer | None, override: str | None) -> Any:
-    """Compiled when the first conversation comes, so that raw prompts do not pay for it."""
-    made: list[ChatTemplate] = []
-
-    def template() -> ChatTemplate:
-        if tokenizer is None:
-            raise QuireError("no_tokenizer", "This model has no tokenizer.", "Send token ids instead of messages.")
-        if not made:
-            made.append(template_for(tokenizer, override))
-        return made[0]
-
-    if override is not None:
-        template()  # a wrong path is an error at start, not at the first request
-    return template
 
 
 def _memory(model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int,

@@ -25,6 +25,7 @@ OTHER_VARIABLES = {
     "QUIRE_DEBUG": "1 shows tracebacks of unexpected errors",
 }
 MASK = "********"
+ENGINE_TABLES = ("model", "cache", "scheduler", "engine")  # what commands without a server have flags for
 
 
 class Setting(NamedTuple):

@@ -19,8 +19,9 @@ from quire.bench.progress import progress_bar
 from quire.bench.stats import Bar, Report
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
+from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, Request, SamplingParams, StepOutput
 
 ROW_COUNTS = (1, 16, 64, 256)

@@ -10,44 +10,13 @@ What is released while steps are in flight goes to limbo first and is free only 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from quire.cache.claims import Claims
-from quire.cache.lease import TOKEN_BYTES, Lease, Snapshot, token_bytes
+from quire.cache.lease import Lease, Snapshot, token_bytes
+from quire.cache.match import CacheStats, Match
 from quire.cache.pool import Pool
 from quire.cache.tree import ABSENT, Node, PrefixTree
-from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, SamplingParams, Status
-
-_PLAIN = SamplingParams()
-
-
-@dataclass(slots=True)
-class Match:
-    """The longest prefix every group can offer: its length, and the node of each of its pages."""
-
-    length: int = 0
-    nodes: list[Node] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Explanation:
-    """Why a prompt was or was not served from the cache."""
-
-    num_tokens: int
-    cached_len: int  # tokens that would come from the cache now
-    diverged_at: int | None  # first token at which it leaves everything that is cached; None: it does not
-    reason: str
-
-
-@dataclass(slots=True)
-class CacheStats:
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_units: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
-    copied_on_write: int = 0
+from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 
 
 class CacheIndex:
@@ -111,32 +80,6 @@ class CacheIndex:
             if self._offers(node, index + 1, runs):
                 best = index + 1
         return Match(best * self.page_tokens, nodes[:best])
-
-    def explain(self, tokens: list[int], salt: bytes = b"") -> Explanation:
-        """Where a prompt leaves what is cached: the answer to "why was this not a hit?"."""
-        request = Request("explain", list(tokens), len(tokens), _PLAIN, len(tokens) + 1, salt=salt)
-        request.lease = lease = Lease.empty(salt, self.page_tokens, len(self.specs))
-        cached = self.match(request).length
-        lease.extend_keys(tokens, len(tokens) // self.page_tokens)
-        node: Node | None = None
-        known = 0
-        for key in lease.keys:
-            found = self.tree.get(key)
-            if found is None:
-                break
-            node, known = found, known + 1
-        start = known * self.page_tokens
-        tail = token_bytes(tokens[start : start + self.page_tokens])
-        diverged = start + self.tree.diverging_child(lease.root, node, tail, TOKEN_BYTES)
-        if cached >= len(tokens) - self.page_tokens and cached > 0:
-            return Explanation(len(tokens), cached, None if diverged >= len(tokens) else diverged, "cached")
-        if not self.prefix_cache:
-            return Explanation(len(tokens), 0, 0, "the prefix cache is switched off")
-        if diverged == 0:
-            return Explanation(len(tokens), 0, 0, "nothing cached begins like this")
-        if diverged >= len(tokens):
-            return Explanation(len(tokens), cached, None, "known, but part of it was evicted or not yet computed")
-        return Explanation(len(tokens), cached, diverged, f"diverged at token {diverged}")
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -355,17 +298,6 @@ class CacheIndex:
         while limbo and limbo[0][0] <= self._settled:
             _, on_host, group, unit = limbo.popleft()
             self._drop(on_host, group, unit)
-
-    def pin(self, request_tokens: list[int], salt: bytes = b"", *, pinned: bool = True) -> int:
-        """Soft-pin (or unpin) the cached part of these tokens; returns how many tokens that is."""
-        request = Request("pin", list(request_tokens), len(request_tokens), _PLAIN, len(request_tokens) + 1, salt=salt)
-        request.lease = Lease.empty(salt, self.page_tokens, len(self.specs))
-        match = self.match(request, limit=len(request_tokens))
-        if match.nodes:
-            self.tree.pin(match.nodes[-1], 1 if pinned else -1)
-            for node in match.nodes:
-                self.tree.reoffer(node, lambda group, unit: self.pools[group].refs(unit) == 1)
-        return match.length
 
     def check(self) -> None:
         """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""

@@ -28,7 +28,7 @@ from quire.cli.run import (
     stream_answer,
     summary,
 )
-from quire.config_build import add_config_flags, config_from_args
+from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError, SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser)
-    add_config_flags(parser)
+    add_config_flags(parser, groups=ENGINE_TABLES)
 
 
 def run(args: Namespace) -> int:

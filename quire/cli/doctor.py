@@ -19,7 +19,13 @@ import quire
 from quire.cli.machine import PACKAGES, has_nvidia_driver, installed_version, read_machine
 from quire.cli.output import format_bytes, waiting, write_json
 from quire.config import Config, knobs
-from quire.config_build import add_config_flags, config_from_args, describe_config, override_config
+from quire.config_build import (
+    ENGINE_TABLES,
+    add_config_flags,
+    config_from_args,
+    describe_config,
+    override_config,
+)
 from quire.types import QuireError
 
 
@@ -31,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         description="Show the machine, packages, settings and memory plan. Fetches nothing.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(parser)
+    add_config_flags(parser, groups=ENGINE_TABLES)
 
 
 def run(args: Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quire.cli.output import AnswerLines, format_seconds, print_dim, waiting, write_json
 from quire.config import Config
-from quire.config_build import add_config_flags, config_from_args
+from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object when done, instead of text")
     add_sampling_flags(parser)
-    add_config_flags(parser)
+    add_config_flags(parser, groups=ENGINE_TABLES)
 
 
 def run(args: Namespace) -> int:

@@ -92,6 +92,12 @@ class StepTarget:
         return (self._y - slope * self._x) / self._n, slope
 
 
+def choose_chunking(max_batch_tokens: int, step_target_seconds: float | None) -> Chunking:
+    if step_target_seconds is None:
+        return TokenBudget(max_batch_tokens)
+    return StepTarget(max_batch_tokens, step_target_seconds)
+
+
 class Admission(Protocol):
     """Refuse a request the queue has no room for, by raising."""
 

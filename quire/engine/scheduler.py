@@ -11,22 +11,12 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import le
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
-from quire.engine.policies import (
-    ORDERS,
-    Admission,
-    Chunking,
-    LastInOrder,
-    Order,
-    QueueBounds,
-    StepTarget,
-    TokenBudget,
-    Victims,
-)
+from quire.engine.limits import Limits, SchedulerStats
+from quire.engine.policies import ORDERS, Admission, Chunking, LastInOrder, Order, QueueBounds, Victims, choose_chunking
 from quire.engine.queue import Deadlines, WaitQueue
 from quire.types import (
     Delta,
@@ -43,32 +33,6 @@ from quire.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler must keep to; resolved from the config and the machine before it is built."""
-
-    max_rows: int
-    max_batch_tokens: int
-    chunk_tokens: int
-    max_waiting: int = 16384
-    max_waiting_tokens: int = 64_000_000
-    preemption: str = "auto"  # auto and swap: to the host while it has room; recompute: always drop
-    order: str = "priority"
-    step_target_seconds: float | None = None
-    depth: int = 1
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    steps: int = 0
-    computed_tokens: int = 0
-    sampled_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
-    recomputes: int = 0
-    ended: int = 0
-
-
 class Scheduler:
     def __init__(self, cache: CacheIndex, limits: Limits, *, clock: Callable[[], float] = time.monotonic,
                  order: Order | None = None, chunking: Chunking | None = None, admission: Admission | None = None,
@@ -78,7 +42,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.clock = clock
         self._order = order or ORDERS[limits.order]
-        self._chunking = chunking or _chunking(limits)
+        self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds)
         self._admission = admission or QueueBounds(limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
         self.requests: dict[str, Request] = {}  # every request that has not ended
@@ -508,9 +472,3 @@ def _why_bad(request: Request) -> QuireError:
     what = "The grammar and the other sampling parameters together allow no token."
     hint = "Look at min_tokens, logit_bias and bad_words, or at the weights and the dtype."
     return getattr(request.grammar, "error", None) or QuireError("no_allowed_token", what, hint)
-
-
-def _chunking(limits: Limits) -> Chunking:
-    if limits.step_target_seconds is not None:
-        return StepTarget(limits.max_batch_tokens, limits.step_target_seconds)
-    return TokenBudget(limits.max_batch_tokens)

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.client import EngineClient
-from quire.files.gguf import open_gguf
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
@@ -31,7 +30,7 @@ from quire.server.logs import LibraryLines, Log
 from quire.server.metrics import Metrics
 from quire.server.state import Server
 from quire.server.store import ResponseStore
-from quire.text.template import ChatTemplate, template_for
+from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
@@ -71,7 +70,7 @@ def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log:
     ready, settings = client.ready, config.server
     edge = Edge(
         tokenizer=tokenizer,
-        template=_lazy_template(tokenizer, config.model.chat_template),
+        template=lazy_template(tokenizer, config.model.chat_template),
         vocab_size=ready.vocab_size,
         max_len=ready.max_len,
         eos_ids=tuple(ready.eos_ids),
@@ -102,13 +101,6 @@ def served_names(config: Config) -> list[str]:
         return [name for name in names if name] or ["model"]
     name = config.model.model
     return [Path(name).resolve().name if Path(name).exists() else name]
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
-    if files.kind == "gguf":
-        return Tokenizer.from_gguf(open_gguf(files.path).metadata)
-    folder = Path(files.path)
-    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -181,15 +173,3 @@ class _Stopper:
                 self._log.write("warning", "drain timed out", open=server.open_replies)
                 self._http.force_exit = True
         self._http.should_exit = True
-
-
-def _lazy_template(tokenizer: Tokenizer, override: str | None) -> Callable[[], ChatTemplate]:
-    """Compiled when the first conversation comes."""
-    made: list[ChatTemplate] = []
-
-    def template() -> ChatTemplate:
-        if not made:
-            made.append(template_for(tokenizer, override))
-        return made[0]
-
-    return template

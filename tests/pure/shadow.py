@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.cache.index import CacheIndex
+from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, CopyKind, Plan, Request, SamplingParams, StepOutput
 
 VOCAB = 50

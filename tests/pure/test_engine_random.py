@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from quire.cache.insight import pin
 from tests.pure.shadow import MIXES, Rig, random_prompt, reference_output
 
 SEED = int(os.environ.get("TEST_SEED", "7"))
@@ -41,7 +42,7 @@ def test_random_moves(mix: str, preemption: str, depth: int) -> None:
             rig.engine.cancel(name)
             ended_early.add(name)
         elif move < 0.31 and pool:
-            rig.cache.pin(rng.choice(pool), pinned=rng.random() < 0.5)
+            pin(rig.cache, rng.choice(pool), pinned=rng.random() < 0.5)
         else:
             rig.now += rng.random() * 0.01
             rig.turn()

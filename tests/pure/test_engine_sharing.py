@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.cache.insight import explain, pin
+from quire.engine.limits import Limits
+from quire.engine.scheduler import Scheduler
 from quire.types import QuireError
 from tests.pure.shadow import Rig, reference_output
 
@@ -97,14 +100,14 @@ def test_prefix_cache_can_be_switched_off() -> None:
 
 def test_a_miss_can_be_explained() -> None:
     rig = big()
-    assert rig.cache.explain(LONG).reason == "nothing cached begins like this"
+    assert explain(rig.cache, LONG).reason == "nothing cached begins like this"
     rig.add(LONG, max_tokens=1)
     rig.finish()
     changed = [*LONG[:22], (LONG[22] + 1) % 50, *LONG[23:]]
-    why = rig.cache.explain(changed)
+    why = explain(rig.cache, changed)
     assert (why.diverged_at, why.cached_len, why.reason) == (22, 20, "diverged at token 22")
-    assert rig.cache.explain(LONG).reason == "cached"
-    assert rig.cache.explain([49, *LONG]).diverged_at == 0
+    assert explain(rig.cache, LONG).reason == "cached"
+    assert explain(rig.cache, [49, *LONG]).diverged_at == 0
 
 
 def test_eviction_takes_leaves_of_the_least_recently_used_first() -> None:
@@ -115,8 +118,8 @@ def test_eviction_takes_leaves_of_the_least_recently_used_first() -> None:
         rig.finish()
     rig.add([3] * 30, max_tokens=1)  # needs 8 pages, 4 are free: 4 leaves of `old` must go
     rig.finish()
-    assert rig.cache.explain(old).cached_len == 16
-    assert rig.cache.explain(new).cached_len == 32
+    assert explain(rig.cache, old).cached_len == 16
+    assert explain(rig.cache, new).cached_len == 32
 
 
 def test_pinned_prefixes_go_last() -> None:
@@ -124,17 +127,17 @@ def test_pinned_prefixes_go_last() -> None:
     old, new = LONG[:33], [t ^ 1 for t in LONG[:33]]
     rig.add(old, max_tokens=1)
     rig.finish()
-    assert rig.cache.pin(old) == 32
+    assert pin(rig.cache, old) == 32
     rig.add(new, max_tokens=1)
     rig.finish()
     rig.add([3] * 30, max_tokens=1)
     rig.finish()
-    assert rig.cache.explain(old).cached_len == 32
-    assert rig.cache.explain(new).cached_len == 16
-    rig.cache.pin(old, pinned=False)
+    assert explain(rig.cache, old).cached_len == 32
+    assert explain(rig.cache, new).cached_len == 16
+    pin(rig.cache, old, pinned=False)
     rig.add([4] * 60, max_tokens=1)  # soft: with everything needed, pins or not, it goes
     rig.finish()
-    assert rig.cache.explain(old).cached_len < 32
+    assert explain(rig.cache, old).cached_len < 32
 
 
 def test_hits_are_counted() -> None:
@@ -238,8 +241,6 @@ def test_cancel_works_from_every_state() -> None:
 
 
 def test_queue_bounds_refuse_with_a_reason() -> None:
-    from quire.engine.scheduler import Limits, Scheduler
-
     rig = big()
     limits = Limits(4, 64, 64, max_waiting=2, max_waiting_tokens=60)
     rig.scheduler = Scheduler(rig.cache, limits, clock=lambda: 0.0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quire.cache.index import CacheIndex
 from quire.engine.driver import Cancel, EngineDriver, Message, Stop
+from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams
 from tests.pure.shadow import ShadowDevice
 

@@ -1,0 +1,31 @@
+"""What a scheduler must keep to, and what it counts. Limits are resolved from the config before it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler must keep to; resolved from the config and the machine before it is built."""
+
+    max_rows: int
+    max_batch_tokens: int
+    chunk_tokens: int
+    max_waiting: int = 16384
+    max_waiting_tokens: int = 64_000_000
+    preemption: str = "auto"  # auto and swap: to the host while it has room; recompute: always drop
+    order: str = "priority"
+    step_target_seconds: float | None = None
+    depth: int = 1
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    recomputes: int = 0
+    ended: int = 0

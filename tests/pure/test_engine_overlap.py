@@ -156,3 +156,22 @@ def test_committed_tokens_survive_a_later_failure() -> None:
     rig.finish()
     assert rig.outputs["r1"] == tokens[: first + 1] and rig.reasons["r1"] == "error"
     assert rig.outputs["r2"] == reference_output(other, 0, 1, frozenset())
+
+
+def test_ids_can_be_reused_while_their_last_step_is_in_flight() -> None:
+    rig = late()
+    rig.add(PROMPT, max_tokens=20)
+    rig.turn()
+    rig.turn()
+    rig.engine.cancel("r1")
+    rig.outputs.clear()
+    rig.count = 0
+    rig.add(PROMPT[::-1], max_tokens=5, seed=1)
+    ends = []
+    while rig.engine.has_work:
+        for delta in rig.engine.turn():
+            ends += [delta.finish_reason.value] if delta.finish_reason else []
+            rig.outputs["r1"] += delta.token_ids
+        rig.scheduler.check()
+    assert ends == ["cancelled", "length"]
+    assert rig.outputs["r1"] == reference_output(PROMPT[::-1], 1, 5, frozenset())

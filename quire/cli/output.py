@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -92,15 +92,40 @@ def _styled(style: str, text: str) -> str:
 
 
 @contextmanager
-def waiting(message: str) -> Iterator[None]:
-    """A spinner on stderr while something slow goes on, where there is a terminal to show it."""
+def waiting(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something slow goes on, where there is a terminal to show it. Yields how to change
+    what it says."""
     if not is_terminal(sys.stderr) or find_spec("rich") is None:
-        yield
+        yield lambda text: None
         return
     from rich.console import Console  # a tenth of a second
 
-    with Console(stderr=True, highlight=False).status(one_line(message)):
-        yield
+    with Console(stderr=True, highlight=False).status(one_line(message)) as status:
+        yield lambda text: status.update(one_line(text))
+
+
+class LoadingShare:
+    """How much of a model is loaded, told through a spinner. Implements `files.progress.Progress`."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._what, self._total, self._shown = "", 1, -1
+
+    def start(self, what: str, total: int, done: int = 0) -> None:
+        self._what, self._total, self._shown = what, max(total, 1), -1
+        self.update(done)
+
+    def update(self, done: int) -> None:
+        share = 100 * done // self._total
+        if share != self._shown:
+            self._shown = share
+            self._say(f"{self._what} … {share}%")
+
+    def finish(self) -> None:
+        pass
+
+    def note(self, line: str) -> None:
+        self._say(line)
 
 
 def format_bytes(size: int) -> str:

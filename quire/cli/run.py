@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.cli.output import AnswerLines, format_seconds, print_dim, waiting, write_json
+from quire.cli.output import AnswerLines, LoadingShare, format_seconds, print_dim, waiting, write_json
 from quire.config import Config
 from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError, SamplingParams
@@ -144,13 +144,13 @@ def open_llm(config: Config) -> LLM:
         offline=model.offline,
         random_weights=model.random_weights,
     )
-    with waiting(f"Loading {short_name(config)} …"):
+    with waiting(f"Loading {short_name(config)} …") as say:
         try:
             from quire.llm import LLM
         except ModuleNotFoundError as error:
             what = f"The Python package {error.name} is not installed."
             raise QuireError("missing_package", what, "`quire doctor` says how to get it.") from error
-        return LLM(config=config)
+        return LLM(config=config, progress=LoadingShare(say))
 
 
 def short_name(config: Config) -> str:

@@ -34,7 +34,7 @@ class Llm(FakeLLM):
             select.select([], [], [], 0.01)
 
 sys.modules["quire.llm"] = types.ModuleType("quire.llm")
-sys.modules["quire.llm"].LLM = lambda config: Llm([["\\x1b[2Jgood"] for _ in range(9)])
+sys.modules["quire.llm"].LLM = lambda config, progress=None: Llm([["\\x1b[2Jgood"] for _ in range(9)])
 from quire.cli.main import main
 sys.exit(main())
 """

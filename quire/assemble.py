@@ -6,7 +6,6 @@ are decided here and nowhere else.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_choice
 from quire.layers.weights import weights_bytes
+from quire.machine import read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
@@ -57,7 +57,7 @@ class Assembly:
 def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     device = pick_device(config.engine.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.engine.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)

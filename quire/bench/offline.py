@@ -17,6 +17,7 @@ from quire.bench.memory import peak_memory
 from quire.bench.progress import progress_bar
 from quire.bench.stats import Bar, Report, median_of
 from quire.bench.workloads import Job, fold_into
+from quire.machine import read_machine
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -105,7 +106,7 @@ def settings(llm: LLM) -> Report:
         "page_tokens": llm.engine.scheduler.cache.page_tokens,
         "cache_units": [pool.num_units - 1 for pool in llm.engine.scheduler.cache.pools],
         "prefix_cache": llm.config.cache.prefix_cache,
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": read_machine().num_usable_cores,
     }
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import quire
-from quire.cli.machine import PACKAGES, has_nvidia_driver, installed_version, read_machine
 from quire.cli.output import format_bytes, waiting, write_json
 from quire.config import Config, knobs
 from quire.config_build import (
@@ -26,6 +25,7 @@ from quire.config_build import (
     describe_config,
     override_config,
 )
+from quire.machine import PACKAGES, has_nvidia_driver, installed_version, read_machine
 from quire.types import QuireError
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import quire
 from quire.cli import doctor
-from quire.cli.machine import PACKAGES, read_machine
+from quire.machine import PACKAGES, read_machine
 from quire.config import Config
 from quire.types import QuireError
 

@@ -182,11 +182,13 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
-    grammar's text, by kind; `json_object` needs none. It binds after the tokens `after_reasoning` have been written."""
+    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget). It binds after
+    the tokens `after_reasoning` have been written."""
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
     value: str = ""
     after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning; empty: from the first token
+    budget: int | None = None  # after so many tokens of reasoning its end marker is forced
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from quire.engine.grammar_source import MAX_CHARS, check_size, explain, library_grammar
-from quire.engine.grammar_vocabulary import Vocabulary
+from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask
 from quire.types import GrammarSpec, Plan, QuireError, Request
 
 DEADLINE_SECONDS = 10.0
@@ -30,17 +30,21 @@ class Grammar:
     """Where one request stands in its grammar. Follows the request's tokens, and finds its way back when asked about
     fewer of them, or others: a replay costs a replay, never a wrong mask."""
 
-    def __init__(self, initial: Any, vocabulary: Vocabulary, marker: bytes = b""):
+    def __init__(self, initial: Any, vocabulary: Vocabulary, closing: tuple[int, ...] = (), budget: int | None = None):
+        """`closing`: the marker that ends reasoning, in tokens; empty: the grammar binds from the first token.
+        `budget`: how many tokens reasoning may take before its end is forced. `initial` None: nothing binds after."""
         self._initial = initial  # never advanced: every request and every replay starts from a copy
         self._vocabulary = vocabulary
         self.mask_bytes = vocabulary.mask_bytes
-        self._marker = marker  # ends reasoning; empty: the grammar binds from the first token
+        self._closing = closing
+        self._marker = vocabulary.text(closing)
+        self._budget = budget
         self.error: QuireError | None = None  # it can't go on: the mask allows nothing
         self._restart()
 
     def fork(self) -> Grammar:
         """The same grammar at its start, for another request."""
-        return Grammar(self._initial, self._vocabulary, self._marker)
+        return Grammar(self._initial, self._vocabulary, self._closing, self._budget)
 
     def mask(self, tokens: Sequence[int], start: int = 0) -> bytes:
         """One bit per token id that may come after `tokens[start:]`, which is what was sampled so far."""
@@ -64,8 +68,16 @@ class Grammar:
 
     @property
     def is_binding(self) -> bool:
-        """False while the model still reasons."""
-        return not self._looking
+        """False while the model still reasons, and for good if nothing binds after that."""
+        return not self._looking and self._initial is not None
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that may come now, because reasoning has used up its budget; None: no such constraint."""
+        if not self._looking or self._budget is None:
+            return None
+        place = len(self._followed) - self._budget
+        return self._closing[place] if 0 <= place < len(self._closing) else None
 
     @property
     def accepts_end(self) -> bool:
@@ -73,9 +85,12 @@ class Grammar:
         return self.is_binding and self.error is None and (self._ended or bool(self._matcher.is_accepting()))
 
     def settled_mask(self) -> bytes:
-        """The mask where the matcher has no say: all while reasoning, the end after the end, nothing after an error."""
+        """The mask where the matcher has no say: all while reasoning, or the next token of its end once the budget is
+        spent; the end after the end; nothing after an error."""
         if self.error is not None:
             return bytes(self.mask_bytes)
+        if self.forced is not None:
+            return one_token_mask(self.forced, self.mask_bytes)
         return self._vocabulary.end_mask if self._ended else self._vocabulary.full_mask
 
     def checked(self, mask: bytes) -> bytes:
@@ -86,7 +101,7 @@ class Grammar:
         return mask[: self.mask_bytes]
 
     def _restart(self) -> None:
-        self._matcher = self._initial.deep_copy()
+        self._matcher: Any = None if self._initial is None else self._initial.deep_copy()
         self._followed: list[int] = []
         self._tail = b""
         self._looking = bool(self._marker)
@@ -99,7 +114,7 @@ class Grammar:
             # By bytes, not by ids: a marker of several tokens can be written with others, merged with what follows.
             self._tail = self._tail[-len(self._marker) :] + self._vocabulary.token_bytes(token)
             self._looking = self._marker not in self._tail
-        elif self.error is None and not self._ended:
+        elif self._matcher is not None and self.error is None and not self._ended:
             self._ended = token in self._vocabulary.eos_ids and bool(self._matcher.is_accepting())
             if not self._ended and not self._matcher.consume_token(token):
                 self.error = explain(f"token {token} is not allowed here", "grammar_failed")
@@ -135,7 +150,6 @@ class GrammarCompiler:
     def submit(self, spec: GrammarSpec, *, deadline: float = DEADLINE_SECONDS) -> Future[Grammar]:
         """The same without waiting. One that waits in line longer than `deadline` is refused when its turn comes; one
         under way ends within the library's own limits."""
-        marker = self._vocabulary.text(spec.after_reasoning)
         done: Future[Grammar] = Future()
         done.set_running_or_notify_cancel()  # others may wait for the same grammar: it is not for one to cancel
 
@@ -144,10 +158,13 @@ class GrammarCompiler:
             if error is not None:
                 done.set_exception(error)
             else:
-                done.set_result(Grammar(found.result(), self._vocabulary, marker))
+                done.set_result(Grammar(found.result(), self._vocabulary, spec.after_reasoning, spec.budget))
 
+        if spec.kind == "free":
+            done.set_result(Grammar(None, self._vocabulary, spec.after_reasoning, spec.budget))
+            return done
         try:
-            self._compiled(spec, bool(marker), deadline).add_done_callback(deliver)
+            self._compiled(spec, bool(spec.after_reasoning), deadline).add_done_callback(deliver)
         except QuireError as error:
             done.set_exception(error)
         return done
@@ -216,7 +233,7 @@ class MaskFiller:
             matcher = grammar.advance(request.tokens, request.prompt_len)
             if matcher is not None:
                 asked.append((index, grammar, matcher))
-            elif grammar.is_binding:
+            elif grammar.is_binding or grammar.forced is not None:
                 masks[index] = grammar.settled_mask()
         if len(asked) <= ONE_BY_ONE:
             for index, grammar, matcher in asked:

@@ -71,3 +71,7 @@ def _mask(ids: Collection[int], num_bytes: int) -> bytes:
     for token_id in ids:
         mask[token_id >> 3] |= 1 << (token_id & 7)
     return bytes(mask)
+
+
+def one_token_mask(token_id: int, num_bytes: int) -> bytes:
+    return _mask((token_id,), num_bytes)

@@ -149,7 +149,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         evicted_units=cache.stats.evicted_units,
         busy_seconds=busy_seconds,
         groups=[
-            wire.Group(spec.group, pool.num_units - 1, cache.available(group))
+            wire.Group(spec.group, pool.num_units - 1, cache.available(group), cache.available(group) - pool.num_free)
             for group, (spec, pool) in enumerate(zip(cache.specs, cache.pools, strict=True))
         ],
     )

@@ -133,6 +133,7 @@ class Group(msgspec.Struct, array_like=True, frozen=True):
     name: str
     num_units: int
     num_available: int  # free, or held by the prefix tree alone
+    num_cached: int = 0  # of these, held by the tree
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):

@@ -60,6 +60,7 @@ class Conversation:
     continue_final: bool = False
     add_generation_prompt: bool = True
     output: GrammarSpec | None = None  # what the answer's text must look like
+    thinking_budget: int | None = None  # tokens of reasoning after which it is ended, where the prompt opens it
 
 
 @dataclass(slots=True)
@@ -179,6 +180,12 @@ class ChatPrompts:
             )
         if grammar is None and conversation.output is not None:
             grammar = replace(conversation.output, after_reasoning=after)
+        budget = conversation.thinking_budget
+        if budget is None:
+            asked = conversation.template_kwargs.get("thinking_budget")
+            budget = asked if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0 else None
+        if budget is not None and after:
+            grammar = replace(grammar or GrammarSpec("free"), after_reasoning=after, budget=budget)
         return grammar
 
 

@@ -44,6 +44,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    queue_seconds: float | None = None  # of its first sample, since it arrived
+    first_token_seconds: float | None = None
 
 
 class Generation:
@@ -170,9 +172,13 @@ class Run:
         now = time.monotonic()
         if piece.token_ids and name not in self._first_at:
             self._first_at[name] = now
+            if self.totals.first_token_seconds is None:
+                self.totals.first_token_seconds = now - self._samples[name].request.arrival
             self._metrics.first_token(self.job.route, now - self._samples[name].request.arrival)
         if piece.end is not None:
             self._add_usage(name, piece.end.usage)
+            if self.totals.queue_seconds is None:
+                self.totals.queue_seconds = piece.end.timing.queue
             first = self._first_at.get(name)
             per_token = None
             if first is not None and piece.end.usage.completion_tokens > 1:

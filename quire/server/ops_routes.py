@@ -74,7 +74,10 @@ def stats_body(server: Server) -> dict[str, Any]:
 
 def _as_dict(beat: Any) -> dict[str, Any]:
     fields = {name: getattr(beat, name) for name in beat.__struct_fields__ if name != "groups"}
-    groups = [{"name": g.name, "units": g.num_units, "available": g.num_available} for g in beat.groups]
+    groups = [
+        {"name": g.name, "units": g.num_units, "available": g.num_available, "cached": g.num_cached}
+        for g in beat.groups
+    ]
     return {**fields, "groups": groups}
 
 

@@ -1,0 +1,112 @@
+"""What the page sees of the engine while it runs: a feed of server-sent events, two a second for each viewer.
+
+A sample holds counters as they stand; the page makes rates of them. Samples are taken when a viewer's turn comes and
+kept for a few minutes, so a second viewer costs nothing and one that comes back has something to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from quire.server.encoding import named_event
+from quire.server.errors import ApiError
+from quire.server.metrics import SECONDS, TOKEN_SECONDS
+from quire.server.ops_routes import stats_body
+from quire.server.page.history import History
+from quire.server.state import Server
+
+TICK = 0.5  # seconds between two events
+KEPT = 600  # samples: five minutes
+MAX_VIEWERS = 16
+MAX_OPEN = 50  # open requests shown
+TTFT, TPOT = "quire_ttft_seconds_bucket", "quire_tpot_seconds_bucket"
+FAILURES, HANGUPS = "quire_failures_total", "quire_disconnects_total"
+# Where the bucket with that upper bound stands.
+PLACES = {
+    TTFT: {bound: place for place, bound in enumerate((*SECONDS, math.inf))},
+    TPOT: {bound: place for place, bound in enumerate((*TOKEN_SECONDS, math.inf))},
+}
+
+
+class LiveFeed:
+    def __init__(self, server: Server, history: History, clock: Callable[[], float] = time.time):
+        self._server, self._history, self._clock = server, history, clock
+        self._metrics = server.metrics.registry.restricted_registry([TTFT, TPOT, FAILURES, HANGUPS])
+        self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._num_viewers = 0
+
+    def check_room(self) -> None:
+        if self._num_viewers >= MAX_VIEWERS:
+            message = f"{MAX_VIEWERS} pages watch the engine already. Close one of them."
+            raise ApiError(429, "too_many_viewers", message, headers={"retry-after": "5"})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Until the viewer leaves or the server shuts down."""
+        self._num_viewers += 1
+        last_time, last_record = 0.0, 0
+        try:
+            yield named_event("hello", self._hello())
+            while not self._server.draining:
+                self._take_sample()
+                samples = [sample for sample in self._samples if sample["t"] > last_time]
+                records = self._history.since(last_record)
+                frame = named_event("samples", samples) + named_event("open", self._open())
+                if records:
+                    frame += named_event("requests", records)
+                    last_record = records[-1]["seq"]
+                last_time = samples[-1]["t"] if samples else last_time
+                yield frame
+                await asyncio.sleep(TICK)
+            yield named_event("bye", {"why": "The server is shutting down."})
+        finally:
+            self._num_viewers -= 1
+
+    def _hello(self) -> dict[str, Any]:
+        stats = stats_body(self._server)
+        return {
+            "model": stats["model"],
+            "limits": stats["limits"],
+            "started": self._server.created,
+            "ttft_bounds": SECONDS,
+            "tpot_bounds": TOKEN_SECONDS,
+        }
+
+    def _take_sample(self) -> None:
+        now = self._clock()
+        if self._samples and 0 <= now - self._samples[-1]["t"] < TICK * 0.8:
+            return  # another viewer's is fresh enough
+        health = self._server.health()
+        sample = {
+            "t": round(now, 3),
+            "beat_age": health["step_age_seconds"],  # so that rates are over the engine's own time, not ours
+            "problem": health["problem"],
+            **stats_body(self._server)["engine"],
+            **self._read_metrics(),
+        }
+        self._samples.append(sample)
+
+    def _read_metrics(self) -> dict[str, Any]:
+        """All routes together. Buckets are cumulative over their bounds, as in Prometheus, the last one is infinity."""
+        buckets = {name: [0] * len(places) for name, places in PLACES.items()}
+        totals = {FAILURES: 0, HANGUPS: 0}
+        for family in self._metrics.collect():
+            for one in family.samples:
+                if one.name in buckets:
+                    buckets[one.name][PLACES[one.name][float(one.labels["le"])]] += int(one.value)
+                elif one.name in totals:
+                    totals[one.name] += int(one.value)
+        return {"ttft": buckets[TTFT], "tpot": buckets[TPOT], "failures": totals[FAILURES], "hangups": totals[HANGUPS]}
+
+    def _open(self) -> list[dict[str, Any]]:
+        """Requests under way, oldest first, without a word of what they say."""
+        now = time.monotonic()  # the clock of arrivals
+        return [
+            {"id": name, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),
+             "seconds": round(now - one.request.arrival, 2)}
+            for name, one in list(self._server.client.live.items())[:MAX_OPEN]
+        ]  # fmt: skip

@@ -1,0 +1,256 @@
+// The engine view: what runs and waits now, and the last minutes as plots.
+
+import { count, h, percent, seconds, short } from "./dom.js";
+import { TimePlot } from "./plot.js";
+
+/** Returns what is to be called when the view comes on screen. */
+export function showEngine(root, feed) {
+  const view = new EngineView(root);
+  const update = () => {
+    if (!root.hidden) view.update(feed);
+  };
+  feed.watch(update);
+  return update;
+}
+
+class EngineView {
+  constructor(root) {
+    this.figures = Object.fromEntries(
+      ["running", "waiting", "rate", "hits", "preemptions", "failures"].map((name) => [name, figure()]),
+    );
+    const { running, waiting, rate, hits, preemptions, failures } = this.figures;
+    this.problem = h("p.problem", { role: "alert", hidden: true });
+    this.cache = h("div.cache");
+    this.open = h("tbody");
+    this.noneOpen = h("p.muted", {}, "Nothing runs at the moment.");
+    this.openTable = h(
+      "div.table",
+      { tabindex: "0" },
+      h(
+        "table.figures-table",
+        {},
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            h("th", {}, "Request"),
+            h("th", {}, "State"),
+            h("th.right", {}, "Prompt"),
+            h("th.right", {}, "Output"),
+            h("th.right", {}, "Age"),
+          ),
+        ),
+        this.open,
+      ),
+    );
+    this.plots = plots();
+    root.append(
+      h("h1", {}, "Engine"),
+      this.problem,
+      h(
+        "dl.figures",
+        {},
+        running.as("Running"),
+        waiting.as("Waiting"),
+        rate.as("Output tok/s"),
+        hits.as("Cache hit rate"),
+        preemptions.as("Preemptions"),
+        failures.as("Failures"),
+      ),
+      h(
+        "div.plots",
+        {},
+        this.plots.map((plot) => plot.element),
+      ),
+      h("h2", {}, "Cache"),
+      this.cache,
+      h("h2", {}, "Open requests"),
+      this.noneOpen,
+      this.openTable,
+    );
+  }
+
+  update(feed) {
+    const now = feed.samples.at(-1);
+    if (!now) return;
+    const point = feed.points.at(-1);
+    this.problem.hidden = !["problem", "lost"].includes(feed.state);
+    if (this.problem.textContent !== feed.why) this.problem.textContent = feed.why; // said aloud each time it is set
+    this.#tellFigures(feed, now, point);
+    for (const plot of this.plots) plot.update(feed.points);
+    this.cache.replaceChildren(...now.groups.map(cacheBar));
+    this.noneOpen.hidden = feed.open.length > 0;
+    this.openTable.hidden = feed.open.length === 0;
+    this.open.replaceChildren(...feed.open.map(openRow));
+  }
+
+  #tellFigures(feed, now, point) {
+    const { running, waiting, rate, hits, preemptions, failures } = this.figures;
+    const first = feed.samples[0];
+    const lookedUp = now.lookup_tokens - first.lookup_tokens;
+    const recent = lookedUp
+      ? `${percent(now.hit_tokens - first.hit_tokens, lookedUp)} lately`
+      : `${short(now.hit_tokens)} tokens reused`;
+    running.tell(count(now.running), `of ${count(feed.hello.limits.max_rows)} rows`);
+    waiting.tell(
+      count(now.waiting + now.held),
+      now.held ? `${count(now.held)} for a shared prompt` : `room for ${count(feed.hello.limits.max_waiting)}`,
+    );
+    const lately = feed.points.slice(-4);
+    rate.tell(
+      short(lately.reduce((sum, one) => sum + (one.rate ?? 0), 0) / lately.length),
+      point.busy === null ? "" : `${Math.round(point.busy * 100)}% busy`,
+    );
+    hits.tell(percent(now.hit_tokens, now.lookup_tokens), recent);
+    preemptions.tell(count(now.preemptions), `${count(now.steps)} steps`);
+    failures.tell(
+      count(now.failures),
+      now.hangups === 1 ? "1 client left early" : `${count(now.hangups)} clients left early`,
+    );
+  }
+}
+
+/** A large number with a name above and a remark below. */
+function figure() {
+  const value = h("dd", {}, "–");
+  const remark = h("dd.remark");
+  return {
+    as: (name) => h("div.figure", {}, h("dt", {}, name), value, remark),
+    tell(number, words) {
+      value.textContent = number;
+      remark.textContent = words;
+    },
+  };
+}
+
+function plots() {
+  return [
+    new TimePlot({
+      title: "Tokens per step",
+      note: "How many tokens of prompts and of answers a step computed, on average",
+      stacked: true,
+      format: short,
+      least: 4,
+      series: [
+        { name: "answers", look: "one", read: (point) => point.decode },
+        { name: "prompts", look: "two", read: (point) => point.prompt },
+      ],
+    }),
+    new TimePlot({
+      title: "Output",
+      note: "Tokens sampled per second, all requests together",
+      format: short,
+      least: 4,
+      series: [{ name: "tok/s", look: "one", read: (point) => point.rate }],
+    }),
+    new TimePlot({
+      title: "Time to first token",
+      note: "Of answers that began in the last 15 seconds",
+      format: axisSeconds,
+      least: 0.01,
+      series: [
+        { name: "median", look: "one", read: (point) => point.ttft[0] },
+        { name: "p95", look: "two", dots: true, read: (point) => point.ttft[1] },
+      ],
+    }),
+    new TimePlot({
+      title: "Time per token",
+      note: "After the first, of answers that ended in the last 15 seconds",
+      format: axisSeconds,
+      least: 0.001,
+      series: [
+        { name: "median", look: "one", read: (point) => point.tpot[0] },
+        { name: "p95", look: "two", dots: true, read: (point) => point.tpot[1] },
+      ],
+    }),
+    new TimePlot({
+      title: "Requests",
+      note: "That hold a row, and that wait for one",
+      format: short,
+      least: 3,
+      series: [
+        { name: "running", look: "one", read: (point) => point.running },
+        { name: "waiting", look: "two", dots: true, read: (point) => point.waiting },
+      ],
+    }),
+    new TimePlot({
+      title: "Cache in use",
+      note: "Share of the pages that requests hold, and that only the prefix cache holds",
+      stacked: true,
+      least: 0.05,
+      format: (value) => (value === null ? "–" : `${short(value * 100)}%`),
+      series: [
+        { name: "requests", look: "one", read: (point) => point.used },
+        { name: "cached", look: "two", read: (point) => point.cached },
+      ],
+    }),
+  ];
+}
+
+function axisSeconds(value) {
+  return value === null || value === undefined
+    ? "–"
+    : value === 0
+      ? "0"
+      : value < 1
+        ? `${short(value * 1000)} ms`
+        : `${short(value)} s`;
+}
+
+/** A group's units by owner. What the prefix cache alone holds is told apart where the engine says it. */
+function cacheBar(group) {
+  const used = group.units - group.available;
+  const cached = group.cached ?? 0;
+  const free = group.available - cached;
+  const parts = [
+    ["used", "In use", used],
+    ["cached", "Cached", group.cached],
+    ["free", group.cached === undefined ? "Free or cached" : "Free", free],
+  ];
+  const known = parts.filter(([, , units]) => units !== undefined);
+  const bar = h(
+    "div.stack",
+    { role: "img", "aria-label": known.map(([, name, units]) => `${name} ${units}`).join(", ") },
+    known.map(([look, , units]) => {
+      const part = h(`span.${look}`);
+      part.style.flexGrow = units;
+      return part;
+    }),
+  );
+  return h(
+    "div.cache-group",
+    {},
+    h("div.cache-head", {}, h("h3", {}, group.name), h("span.muted", {}, `${count(group.units)} pages or slots`)),
+    bar,
+    h(
+      "div.legend",
+      {},
+      known.map(([look, name, units]) =>
+        h(
+          "span.key",
+          {},
+          h(`i.swatch.${look}`),
+          name,
+          " ",
+          h("b", {}, count(units)),
+          " ",
+          h("span.muted", {}, percent(units, group.units)),
+        ),
+      ),
+    ),
+  );
+}
+
+function openRow(request) {
+  return h(
+    "tr",
+    {},
+    h("td.mono", {}, request.id),
+    h("td", {}, request.output_tokens ? "answering" : "waiting"),
+    h("td.right", {}, count(request.prompt_tokens)),
+    h("td.right", {}, count(request.output_tokens)),
+    h("td.right", {}, seconds(request.seconds)),
+  );
+}

@@ -1,0 +1,158 @@
+// The live feed: keeps one stream to the server open while the page is seen, and turns its counters into rates.
+
+import { call, events } from "./api.js";
+
+export const WINDOW = 300; // seconds that are kept and plotted
+const RECENT = 15; // seconds over which percentiles are taken
+const KEPT_RECORDS = 200;
+
+export class Feed {
+  constructor() {
+    this.hello = null;
+    this.samples = []; // as the server sends them
+    this.points = []; // one per sample: the rates between it and the one before
+    this.open = []; // requests under way
+    this.records = []; // requests that ended, newest first
+    this.state = "waiting";
+    this.why = "";
+    this.watchers = new Set();
+    this.stopper = null;
+  }
+
+  watch(watcher) {
+    this.watchers.add(watcher);
+  }
+
+  start() {
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden)
+        this.stopper?.abort(); // nobody looks: leave the server alone
+      else this.restart();
+    });
+    this.restart();
+  }
+
+  restart() {
+    this.stopper?.abort();
+    this.stopper = new AbortController();
+    this.#run(this.stopper.signal);
+  }
+
+  async #run(signal) {
+    for (let failures = 0; !signal.aborted; failures += 1) {
+      try {
+        for await (const { name, data } of events(await call("/live", { signal }))) {
+          failures = 0;
+          this.#take(name, JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        if (error.status === 401) return this.#say("locked", error.message);
+        this.#say("lost", error.message);
+      }
+      await new Promise((resolve) => setTimeout(resolve, Math.min(10, 1 + failures) * 1000));
+    }
+  }
+
+  #say(state, why) {
+    this.state = state;
+    this.why = why;
+    for (const watcher of this.watchers) watcher();
+  }
+
+  #take(name, data) {
+    if (name === "hello") this.#begin(data);
+    else if (name === "samples") this.#addSamples(data);
+    else if (name === "open") {
+      this.open = data;
+      const last = this.samples.at(-1); // the event that ends a tick: now everything is fresh
+      const busy = last?.running + last?.waiting + last?.held > 0;
+      this.#say(last?.problem ? "problem" : busy ? "busy" : "ok", last?.problem ?? "");
+    } else if (name === "requests") this.#addRecords(data);
+    else if (name === "bye") this.#say("lost", data.why);
+  }
+
+  #begin(hello) {
+    if (this.hello && this.hello.started !== hello.started) {
+      // another run of the server: its counters start anew
+      this.samples = [];
+      this.points = [];
+      this.records = [];
+    }
+    this.hello = hello;
+  }
+
+  #addSamples(samples) {
+    for (const sample of samples) {
+      if (this.samples.length && sample.t <= this.samples.at(-1).t) continue;
+      this.samples.push(sample);
+      this.points.push(this.#point());
+    }
+    while (this.samples.length && this.samples[0].t < this.samples.at(-1).t - WINDOW - RECENT) {
+      this.samples.shift();
+      this.points.shift();
+    }
+  }
+
+  #addRecords(records) {
+    const newest = this.records[0]?.seq ?? 0;
+    this.records = [...records.filter((record) => record.seq > newest).reverse(), ...this.records].slice(
+      0,
+      KEPT_RECORDS,
+    );
+  }
+
+  /** What happened between the last sample and the one before it. */
+  #point() {
+    const now = this.samples.at(-1);
+    const before = this.samples.at(-2);
+    const point = {
+      t: now.t,
+      gap: !before || now.t - before.t > 5,
+      running: now.running,
+      waiting: now.waiting + now.held,
+      ...fullest(now.groups),
+    };
+    if (point.gap)
+      return { ...point, rate: null, prompt: null, decode: null, busy: null, ttft: [null, null], tpot: [null, null] };
+    const time = now.t - now.beat_age - (before.t - before.beat_age); // between the engine's two signs of life
+    const last = this.points.at(-1);
+    const idle = now.steps === before.steps;
+    if (time < 0.05 && idle && last.rate !== null && now.beat_age < 2) {
+      // no news yet: as it was
+      Object.assign(point, { rate: last.rate, prompt: last.prompt, decode: last.decode, busy: last.busy });
+    } else {
+      const sampled = now.sampled_tokens - before.sampled_tokens;
+      const steps = now.steps - before.steps;
+      point.rate = time > 0 ? sampled / time : 0;
+      point.decode = steps ? sampled / steps : 0;
+      point.prompt = steps ? Math.max(0, now.computed_tokens - before.computed_tokens - sampled) / steps : 0;
+      point.busy = time > 0 ? Math.min(1, (now.busy_seconds - before.busy_seconds) / time) : 0;
+    }
+    const past = this.samples.find((sample) => sample.t >= now.t - RECENT);
+    point.ttft = [0.5, 0.95].map((share) => quantile(share, past.ttft, now.ttft, this.hello.ttft_bounds));
+    point.tpot = [0.5, 0.95].map((share) => quantile(share, past.tpot, now.tpot, this.hello.tpot_bounds));
+    return point;
+  }
+}
+
+/** How full the fullest group is, in shares; `cached` is null where the engine does not tell it. */
+function fullest(groups) {
+  const shares = groups.map(({ units, available, cached }) => ({
+    used: 1 - available / units,
+    cached: cached === undefined ? null : cached / units,
+  }));
+  return shares.sort((one, other) => other.used - one.used)[0] ?? { used: null, cached: null };
+}
+
+/** From two states of a cumulative histogram: the value that `share` of what came in between stayed below. */
+export function quantile(share, before, after, bounds) {
+  const counts = after.map((value, place) => value - before[place]);
+  const total = counts.at(-1);
+  if (total <= 0) return null;
+  const rank = share * total;
+  const place = counts.findIndex((value) => value >= rank);
+  if (place >= bounds.length) return bounds.at(-1); // above the last bound: all we know
+  const [low, below] = place ? [bounds[place - 1], counts[place - 1]] : [0, 0];
+  return low + ((bounds[place] - low) * (rank - below)) / (counts[place] - below || 1);
+}

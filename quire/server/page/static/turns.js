@@ -1,0 +1,143 @@
+// How the turns of a conversation look: elements that are made once and updated while an answer streams.
+
+import { pace } from "./conversation.js";
+import { copyText, count, h, seconds } from "./dom.js";
+import { renderInto } from "./markdown.js";
+
+const REASONS = { length: "cut at the token limit", tool_calls: "asks for a tool", content_filter: "filtered" };
+
+export function userTurn(turn, actions) {
+  const copy = h("button.quiet.small", { type: "button", onclick: () => copyText(turn.text, copy) }, "Copy");
+  const edit = h("button.quiet.small", { type: "button", onclick: () => actions.edit(turn) }, "Edit");
+  const element = h(
+    "article.turn.user",
+    { "aria-label": "You" },
+    h("div.said", {}, turn.text),
+    h("footer", {}, copy, edit),
+  );
+  return { element, update() {} };
+}
+
+export class AnswerTurn {
+  constructor(turn, actions) {
+    this.turn = turn;
+    this.actions = actions;
+    this.reasoning = h("div.reasoning-text");
+    this.summary = h("summary");
+    this.fold = h("details.reasoning", { hidden: true }, this.summary, this.reasoning);
+    this.body = h("div.markdown");
+    this.calls = h("div.calls");
+    this.problem = h("div.problem", { role: "alert", hidden: true });
+    this.figures = h("span.turn-figures");
+    const copy = h(
+      "button.quiet.small",
+      { type: "button", onclick: () => copyText(turn.text || turn.reasoning, copy) },
+      "Copy",
+    );
+    const retry = h("button.quiet.small", { type: "button", onclick: () => actions.retry(turn) }, "Retry");
+    this.copy = copy;
+    this.buttons = h("span.turn-buttons", {}, copy, retry);
+    this.caret = h("span.caret", { "aria-hidden": "true" });
+    this.element = h(
+      "article.turn.assistant",
+      { "aria-label": "Answer" },
+      this.fold,
+      this.body,
+      this.calls,
+      this.problem,
+      this.caret,
+      h("footer", {}, this.figures, this.buttons),
+    );
+    this.update();
+  }
+
+  update() {
+    const { turn } = this;
+    const live = turn.state === "waiting" || turn.state === "streaming";
+    this.element.setAttribute("aria-busy", String(live));
+    this.element.dataset.state = turn.state;
+    renderInto(this.body, turn.text, live);
+    this.#showReasoning(live);
+    this.#showCalls(live);
+    this.problem.hidden = turn.state !== "failed";
+    this.problem.replaceChildren(
+      h("p", {}, turn.error ?? ""),
+      ...(turn.id ? [h("p.muted.small", {}, "Request ", h("code", {}, turn.id))] : []),
+    );
+    this.buttons.hidden = live;
+    this.copy.hidden = !turn.text && !turn.reasoning;
+    this.figures.replaceChildren(...this.#figures());
+  }
+
+  #showReasoning(live) {
+    const { turn } = this;
+    this.fold.hidden = !turn.reasoning;
+    if (!turn.reasoning) return;
+    this.summary.textContent = live && !turn.text && !turn.calls.length ? "Thinking…" : "Reasoning";
+    renderInto(this.reasoning, turn.reasoning, live);
+  }
+
+  #showCalls(live) {
+    const { turn } = this;
+    if (!turn.calls.length) return;
+    if (this.callsFor === `${live}` && !live) return; // results may be being typed: leave the fields alone
+    this.callsFor = `${live}`;
+    const answerable = !live && this.actions.isLast(turn);
+    this.calls.replaceChildren(...turn.calls.map((call) => callBlock(call, answerable)));
+    if (answerable) {
+      this.calls.append(
+        h(
+          "button.primary",
+          { type: "button", onclick: () => this.actions.sendResults(turn) },
+          turn.calls.length > 1 ? "Send results" : "Send result",
+        ),
+      );
+    }
+  }
+
+  #figures() {
+    const { turn } = this;
+    if (turn.state === "waiting") return ["Waiting for the first token"];
+    const speed = pace(turn);
+    const parts = [];
+    if (turn.usage) parts.push(`${count(turn.usage.completion_tokens)} tokens`);
+    if (speed) parts.push(`${speed.toFixed(1)} tok/s`);
+    if (turn.firstAt !== undefined) parts.push(`first token ${seconds(turn.firstAt)}`);
+    const cached = turn.usage?.prompt_tokens_details?.cached_tokens;
+    if (cached) parts.push(`${count(cached)} of ${count(turn.usage.prompt_tokens)} cached`);
+    if (turn.state === "stopped") parts.push("stopped");
+    if (REASONS[turn.reason]) parts.push(REASONS[turn.reason]);
+    return parts.map((part) => h("span", {}, part));
+  }
+}
+
+/** A tool call with its arguments, laid out if they are whole, and a place for its result. */
+function callBlock(call, answerable) {
+  let args = call.args;
+  try {
+    args = JSON.stringify(JSON.parse(call.args), null, 2);
+  } catch {
+    /* still arriving */
+  }
+  const block = h(
+    "div.call",
+    {},
+    h("div.code-head", {}, h("span", {}, "Tool call ", h("b", {}, call.name))),
+    h("pre", { tabindex: "0" }, h("code", {}, args)),
+  );
+  if (answerable) {
+    const field = h("textarea", {
+      rows: "2",
+      placeholder: "What the tool returned",
+      "aria-label": `Result of ${call.name}`,
+    });
+    field.value = call.result ?? "";
+    field.addEventListener("input", () => {
+      call.result = field.value;
+    });
+    block.append(field);
+  } else if (call.result !== undefined) {
+    block.append(h("div.call-result", {}, h("span.muted.small", {}, "Result"), h("pre", {}, call.result)));
+  }
+  return block;
+}

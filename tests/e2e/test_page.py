@@ -1,0 +1,412 @@
+"""The page at `/`: its files, its feed, and the whole of it in a real Chromium against a server with the stub engine.
+
+Chromium is driven over its own debugging pipe, so nothing but the browser has to be installed; without it that part
+skips.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.page.history import KEPT, History, RememberingLog
+from quire.server.page.routes import STATIC
+from tests.e2e.conftest import KEY, TEMPLATE, Started, need, start, stub_command
+
+CHAT = "/v1/chat/completions"
+NAMESPACE = "http://www.w3.org/2000/svg"  # a name: nothing is loaded from there
+
+
+@pytest.fixture(scope="module")
+def server(model_here: None) -> Iterator[Started]:
+    """Steps that take a while, so that there is something to see and to stop."""
+    started = start(stub_command("--api-key", KEY, "--chat-template", TEMPLATE), {"STUB_STEP_SECONDS": "0.01"})
+    yield started
+    started.stop()
+
+
+def client_of(started: Started, key: str | None = KEY) -> Any:
+    need("httpx")
+    import httpx
+
+    return httpx.Client(base_url=started.url, headers={"authorization": f"Bearer {key}"} if key else {}, timeout=30)
+
+
+def events_of(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+    """Strict: an event is its name, one line of JSON and an empty line."""
+    while True:
+        name = next(lines)
+        data = next(lines)
+        assert name.startswith("event: ") and data.startswith("data: ") and next(lines) == "", (name, data[:80])
+        yield name[7:], json.loads(data[6:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_files_need_no_key_and_load_nothing_from_elsewhere(server: Started) -> None:
+    types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+    names = sorted(path.name for path in STATIC.iterdir())
+    assert "index.html" in names and all(Path(name).suffix in types for name in names)
+    with client_of(server, key=None) as client:
+        for path, suffix in [
+            ("/", ".html"),
+            ("/favicon.ico", ".svg"),
+            *((f"/page/{n}", Path(n).suffix) for n in names),
+        ]:
+            reply = client.get(path)
+            assert reply.status_code == 200 and reply.headers["content-type"].startswith(types[suffix]), path
+            policy = reply.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            addresses = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", reply.text.replace(NAMESPACE, ""))
+            assert not addresses, (path, addresses)
+            again = client.get(path, headers={"if-none-match": reply.headers["etag"]})
+            assert again.status_code == 304 and not again.content
+            assert client.head(path).headers["content-length"] == str(len(reply.content))
+        for name in ("nothing.js", "..%2froutes.py", "routes.py", "__init__.py"):
+            assert client.get(f"/page/{name}").status_code == 404
+        refused = client.post("/", json={})
+        assert refused.status_code == 405 and refused.headers["allow"] == "GET, HEAD"
+
+
+def test_every_file_that_is_asked_for_is_there() -> None:
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        asked = re.findall(r'(?:href|src)="/page/([\w.]+)"', text) + re.findall(r'from "\./([\w.]+)"', text)
+        assert all((STATIC / name).is_file() for name in asked), (path.name, asked)
+        assert "innerHTML" not in text and "eval(" not in text, "text becomes elements in one way only: dom.js"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The feed
+
+
+def test_the_feed_needs_the_key(server: Started) -> None:
+    for key in (None, "wrong"):
+        with client_of(server, key) as client:
+            reply = client.get("/live")
+            assert reply.status_code == 401 and reply.json()["error"]["code"].endswith("_api_key")
+
+
+def test_the_feed_tells_samples_and_requests(server: Started) -> None:
+    with client_of(server) as client, client_of(server) as other:
+        with client.stream("GET", "/live") as reply:
+            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+            feed = events_of(reply.iter_lines())
+            name, hello = next(feed)
+            assert name == "hello" and hello["model"]["names"] and hello["limits"]["max_rows"] > 0
+            name, samples = next(feed)
+            first = samples[-1]
+            assert name == "samples" and first["problem"] is None
+            assert len(first["ttft"]) == len(hello["ttft_bounds"]) + 1
+            assert len(first["tpot"]) == len(hello["tpot_bounds"]) + 1
+            body = {"messages": [{"role": "user", "content": "one two three"}]}
+            assert other.post(CHAT, json=body, headers={"x-request-id": "seen-me"}).status_code == 200
+            assert other.post(CHAT, json={**body, "temperature": -1}, headers={"x-request-id": "bad-me"}).is_error
+            seen: dict[str, Any] = {}
+            last = first
+            while "bad-me" not in seen or last["sampled_tokens"] == first["sampled_tokens"]:
+                name, data = next(feed)
+                assert name in ("samples", "open", "requests")
+                if name == "samples":
+                    assert data[0]["t"] > last["t"], "each sample comes once"
+                    last = data[-1]
+                elif name == "requests":
+                    seen |= {record["id"]: record for record in data}
+            good = seen["seen-me"]
+            assert (good["path"], good["status"], good["completion_tokens"]) == (
+                CHAT,
+                200,
+                4,
+            )  # three words and the end
+            assert good["seconds"] > 0 and seen["bad-me"]["status"] == 400
+            assert last["ttft"][-1] > first["ttft"][-1] and last["failures"] > first["failures"]
+        end = time.monotonic() + 20
+        while other.get("/v1/stats").json()["http"]["open"] > 1:  # the reply itself is the one
+            assert time.monotonic() < end, "the feed went on after its reader left"
+
+
+def test_a_server_that_shuts_down_does_not_wait_for_pages(model_here: None) -> None:
+    started = start(stub_command())
+    with client_of(started) as client, client.stream("GET", "/live") as reply:
+        feed = events_of(reply.iter_lines())
+        next(feed)
+        started.process.send_signal(signal.SIGTERM)
+        assert [name for name, _ in _until_the_end(feed)][-1] == "bye"
+    assert started.process.wait(20) == 0
+
+
+def _until_the_end(feed: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, data in feed:
+        yield name, data
+        if name == "bye":
+            return
+
+
+class _Lines:
+    """A log that keeps its events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def write(self, level: str, event: str, **fields: Any) -> None:
+        self.events.append(event)
+
+
+def test_the_history_keeps_the_last_calls_of_the_api() -> None:
+    history, lines = History(clock=lambda: 5.0), _Lines()
+    log = RememberingLog(lines, history)  # type: ignore[arg-type]
+    log.write("info", "reply", id="probe", method="GET", path="/metrics", status=200, seconds=0.1)
+    log.write("info", "draining", open=1)
+    for place in range(KEPT + 5):
+        log.write("debug", "reply", id=f"r{place}", method="POST", path=CHAT, status=200, seconds=0.1, prompt_tokens=3)
+    records = history.since(0)
+    assert len(records) == KEPT and records[0]["id"] == "r5" and records[-1]["id"] == f"r{KEPT + 4}"
+    assert records[-1]["prompt_tokens"] == 3 and records[-1]["queue_seconds"] is None and records[-1]["at"] == 5.0
+    assert [record["id"] for record in history.since(records[-2]["seq"])] == [records[-1]["id"]]
+    assert history.since(records[-1]["seq"]) == []
+    assert len(lines.events) == KEPT + 7, "every line is passed on"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+
+class Browser:
+    """One page of a headless Chromium, spoken to over the debugging pipe: JSON, each message ended by a zero byte."""
+
+    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+             "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+             "--window-size=1300,900", "--remote-debugging-pipe")  # fmt: skip
+    # The browser reads from 3 and writes to 4.
+    LAUNCHER = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]), 4); os.execv(a[3], a[3:])"
+
+    def __init__(self, program: str, profile: Path):
+        ends = [*os.pipe(), *os.pipe()]
+        their_in, self._out, self._in, their_out = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+        for end in ends:
+            os.close(end)
+        flags = [*self.FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        command = [sys.executable, "-c", self.LAUNCHER, str(their_in), str(their_out), program, *flags]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, pass_fds=(their_in, their_out), **quiet)  # type: ignore[call-overload]
+        os.close(their_in)
+        os.close(their_out)
+        self._rest = b""
+        self._next_id = 0
+        self.complaints: list[str] = []  # of the page's scripts and of the policy
+        self._session: str | None = None
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        self._next_id += 1
+        message = {"id": self._next_id, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._next_id:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self._note(answer)
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            chunk = os.read(self._in, 1 << 16)
+            assert chunk, "Chromium ended"
+            self._rest += chunk
+        frame, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(frame)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        params = event.get("params", {})
+        if event.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(str(params["exceptionDetails"]))
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.complaints.append(params["entry"]["text"])
+
+    def evaluate(self, script: str) -> Any:
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, script: str, seconds: float = 30) -> Any:
+        """Wait until it is true of the page; only a hang makes this fail."""
+        end = time.monotonic() + seconds
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < end, (script, self.evaluate("document.body.innerText"), self.complaints)
+            time.sleep(0.02)
+        return value
+
+    def type(self, selector: str, text: str) -> None:
+        focus = f"const field = document.querySelector({selector!r}); field.focus(); document.activeElement === field"
+        assert self.evaluate(f"{{ {focus} }}"), f"{selector} can't be typed into"
+        self.send("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        codes = {"Enter": (13, "\r"), "Escape": (27, "")}
+        code, text = codes[key]
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def close(self) -> None:
+        os.close(self._out)  # without its pipe it ends by itself
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("Chromium is not installed; Debian's package is called chromium")
+    started = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+def open_page(browser: Browser, url: str, key: str | None = KEY) -> None:
+    """A fresh tab's state: nothing remembered but the key."""
+    browser.send("Page.navigate", url=f"{url}/healthz")
+    browser.until("location.pathname === '/healthz' && document.readyState === 'complete'")
+    keep = f"sessionStorage.setItem('quire.key', {key!r});" if key else ""
+    browser.evaluate(f"sessionStorage.clear(); localStorage.clear(); {keep}")
+    browser.complaints.clear()
+    browser.send("Page.navigate", url=f"{url}/")
+    browser.until("document.readyState === 'complete' && document.title.includes('Quire')")
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.type("#question", text)
+    browser.press("Enter")
+
+
+DONE = "document.querySelector('.assistant:last-child')?.dataset.state === 'done'"
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url, key=None)
+    browser.until("document.querySelector('#key-dialog').open")
+    browser.type("#key-field", "wrong")
+    browser.press("Enter")
+    browser.until("document.querySelector('#key-why').textContent === 'The API key is not valid.'")
+    browser.type("#key-field", KEY)
+    browser.press("Enter")
+    browser.until("document.querySelector('#status').dataset.state === 'ok'")
+    assert browser.evaluate("sessionStorage.getItem('quire.key')") == KEY
+    assert KEY not in browser.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+
+
+def test_a_question_gets_a_streamed_answer(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    browser.evaluate(
+        "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant .markdown')"
+        "?.textContent.length)).observe(document.querySelector('#log'), {subtree: true, childList: true})"
+    )
+    words = "one two three four five six seven eight nine ten"
+    ask(browser, f"Hello **bold parrot** and `code`, <img src=x onerror=alert(1)> [bad](javascript:alert(1)) {words}")
+    browser.until(DONE)
+    answer = "document.querySelector('.assistant .markdown')"
+    assert browser.evaluate(f"{answer}.querySelector('strong').textContent") == "bold parrot"
+    assert browser.evaluate(f"{answer}.querySelector('code').textContent") == "code"
+    assert browser.evaluate(f"{answer}.querySelectorAll('img, a, script').length") == 0, "markup stays text"
+    assert words in browser.evaluate(f"{answer}.textContent")
+    assert browser.evaluate("seen.size") > 3, "it came piece by piece"
+    figures = browser.evaluate("document.querySelector('.turn-figures').textContent")
+    assert "tok/s" in figures and "first token" in figures
+    browser.send("Page.reload")
+    browser.until("document.querySelector('.assistant strong')?.textContent === 'bold parrot'")  # kept over a reload
+    assert browser.complaints == []
+
+
+def test_stop_retry_and_errors_in_the_servers_words(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    ask(browser, "word " * 1500)
+    browser.until("document.querySelector('.assistant .markdown')?.textContent.length > 10")
+    browser.press("Escape")
+    browser.until("document.querySelector('.assistant').dataset.state === 'stopped'")
+    with client_of(server) as client:
+        end = time.monotonic() + 20
+        while client.get("/v1/stats").json()["engine"]["running"]:
+            assert time.monotonic() < end, "the engine still works for a reader that left"
+    browser.type("#set-temperature", "-1")
+    browser.evaluate("document.querySelector('.turn-buttons').lastChild.click()")  # retry
+    browser.until("document.querySelector('.assistant').dataset.state === 'failed'")
+    assert browser.evaluate("document.querySelectorAll('.turn').length") == 2
+    assert "temperature" in browser.evaluate("document.querySelector('.assistant .problem').textContent")
+
+
+def test_reasoning_is_folded_and_tool_calls_are_shown(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    tools = [{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]
+    browser.evaluate("document.querySelector('.settings details').open = true")
+    browser.type("#set-tools", json.dumps(tools))
+    call = {"name": "weather", "arguments": {"city": "Bern"}}
+    ask(browser, f"<think>Let me see.</think>I ask.<tool_call>{json.dumps(call)}</tool_call>")
+    browser.until(DONE)
+    assert browser.evaluate("document.querySelector('.reasoning').open") is False
+    assert browser.evaluate("document.querySelector('.reasoning-text').textContent") == "Let me see."
+    assert browser.evaluate("document.querySelector('.call b').textContent") == "weather"
+    assert json.loads(browser.evaluate("document.querySelector('.call code').textContent")) == call["arguments"]
+    browser.type(".call textarea", "sunny")
+    browser.evaluate("document.querySelector('.calls .primary').click()")
+    browser.until("document.querySelectorAll('.assistant').length === 2 && " + DONE)
+    assert browser.evaluate("document.querySelector('.call-result pre').textContent") == "sunny"
+
+
+def test_the_engine_and_request_views(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    ask(browser, "some words to count")
+    browser.until(DONE)
+    browser.evaluate("document.querySelector('nav [data-view=engine]').click()")
+    browser.until("document.querySelectorAll('#view-engine .plot svg text').length > 10")
+    assert browser.evaluate("document.title") == "Engine · Quire"
+    assert "of 64 rows" in browser.evaluate("document.querySelector('.figures').textContent")
+    assert browser.evaluate("document.querySelector('.cache .stack').getAttribute('aria-label')").startswith("In use ")
+    browser.evaluate("document.querySelector('nav [data-view=requests]').click()")
+    browser.until("document.querySelector('.requests a .ending')?.textContent === 'done'")
+    chosen = browser.evaluate("document.querySelector('.requests a').href.split('/').at(-1)")
+    assert browser.evaluate("document.querySelector('.detail-head code').textContent") == chosen
+    assert browser.evaluate("document.querySelector('.timeline .stack').children.length") >= 1
+    assert browser.complaints == []
+
+
+def test_it_fits_a_phone_and_follows_the_theme(server: Started, browser: Browser) -> None:
+    browser.send("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
+    try:
+        open_page(browser, server.url)
+        for view in ("chat", "engine", "requests"):
+            browser.evaluate(f"location.hash = {view!r}")
+            browser.until(f"!document.querySelector('#view-{view}').hidden")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
+        paper = "getComputedStyle(document.body).backgroundColor"
+        colours = []
+        for _ in range(3):
+            colours.append(browser.evaluate(paper))
+            browser.evaluate("document.querySelector('#theme').click()")
+        assert colours[1] != colours[2] and colours[0] in colours[1:], "automatic, light, dark"
+    finally:
+        browser.send("Emulation.clearDeviceMetricsOverride")

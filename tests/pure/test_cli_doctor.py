@@ -15,8 +15,8 @@ import pytest
 
 import quire
 from quire.cli import doctor
-from quire.machine import PACKAGES, read_machine
 from quire.config import Config
+from quire.machine import PACKAGES, read_machine
 from quire.types import QuireError
 
 

@@ -1,4 +1,6 @@
-"""`quire bench offline|batch|growth|scheduler`: measure the engine. The benchmarks themselves are in `quire.bench`.
+"""`quire bench offline|batch|growth|scheduler|online|compare`: measure the engine, or a server of any make.
+
+The benchmarks themselves are in `quire.bench`.
 
 Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.
 """
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
 from quire.config_build import add_config_flags, config_from_args
@@ -41,6 +44,8 @@ def add_parser(subparsers: Any) -> None:
         description="Time plan and commit against a device that answers at once, and how their cost grows.",
     )
     _add_json(scheduler)
+    add_online(benchmarks)
+    add_compare(benchmarks)
 
 
 def run(args: Namespace) -> int:
@@ -57,11 +62,20 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
     if args.json:
         write_json(report)
     else:
-        from quire.bench.tables import show
-
-        show(report)
+        _show(report)
     must_pass = args.gate if args.benchmark == "batch" else True
     return MISSED if must_pass and not report["pass"] else PASSED
+
+
+def _show(report: Report) -> None:
+    if report["benchmark"] in ("online", "compare"):
+        from quire.bench.online_tables import show_comparison, show_online
+
+        (show_online if report["benchmark"] == "online" else show_comparison)(report)
+        return
+    from quire.bench.tables import show
+
+    show(report)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,4 +224,6 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "batch": _batch,
     "growth": _growth,
     "scheduler": _scheduler,
+    "online": run_online,
+    "compare": run_compare,
 }

@@ -1,4 +1,4 @@
-"""`quire bench offline|batch|growth|scheduler|online|compare`: measure the engine, or a server of any make.
+"""`quire bench offline|batch|growth|scheduler|kernels|online|compare`: measure the engine, or a server of any make.
 
 The benchmarks themselves are in `quire.bench`.
 
@@ -44,6 +44,13 @@ def add_parser(subparsers: Any) -> None:
         description="Time plan and commit against a device that answers at once, and how their cost grows.",
     )
     _add_json(scheduler)
+    kernels = benchmarks.add_parser(
+        "kernels",
+        help="each GPU kernel against the card's own ceilings",
+        description="Time every CUDA kernel, in TB/s or TFLOP/s, beside what the card reads and multiplies at best.",
+    )
+    kernels.add_argument("--only", default="", metavar="NAME", help="only kernels whose name contains this")
+    _add_json(kernels)
     add_online(benchmarks)
     add_compare(benchmarks)
 
@@ -72,6 +79,12 @@ def _show(report: Report) -> None:
         from quire.bench.online_tables import show_comparison, show_online
 
         (show_online if report["benchmark"] == "online" else show_comparison)(report)
+        return
+    if report["benchmark"] == "kernels":
+        from quire.bench.kernels import KernelResult
+        from quire.bench.kernels import show as kernel_table
+
+        print(kernel_table([KernelResult(**result) for result in report["results"]]))
         return
     from quire.bench.tables import show
 
@@ -219,11 +232,26 @@ def _scheduler(args: Namespace, open_llm: OpenLLM) -> Report:
     return bench_scheduler()
 
 
+def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QuireError("no_device", "No CUDA device is usable here, so there are no kernels to time.")
+    from quire.bench.kernels import run as run_kernels
+
+    return {
+        "benchmark": "kernels",
+        "results": [result.as_dict() for result in run_kernels(only=args.only)],
+        "pass": True,
+    }
+
+
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
     "growth": _growth,
     "scheduler": _scheduler,
+    "kernels": _kernels,
     "online": run_online,
     "compare": run_compare,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, AsyncLLM, QuireError, SamplingParams
+from tests.cpu.rig import LateDevice
 from tests.cpu.tiny_llm import make_tiny_llm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -117,6 +118,21 @@ def test_stop_strings_cut_the_text_and_free_the_request(llm: LLM) -> None:
     assert cut[0].text == expected and cut[0].finish_reason == "stop"
     assert cut[0].usage.completion_tokens == len(cut[0].token_ids) <= 12
     assert idle(llm)
+
+
+def test_a_stop_string_discards_the_token_of_the_step_in_flight(folder: Path, llm: LLM) -> None:
+    """Depth 2 on a device that finishes late: when the text stops at step N, step N+1 is already under way."""
+    whole = llm.generate("why is the sky blue", GREEDY)[0]
+    stop = whole.text[3:6]
+    late = LLM(str(folder), **KNOBS, depth=2)
+    late._engine._workers = LateDevice(late._engine._workers)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop)
+    cut = late.generate("why is the sky blue", params)[0]
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    steps = late.engine.scheduler.stats.steps
+    assert steps == len(cut.token_ids) + 1, "one more step was under way when the text stopped"
+    assert idle(late) and late._engine._workers.submitted_ahead > 0
 
 
 def test_logprobs_of_output_and_prompt(llm: LLM) -> None:

@@ -41,7 +41,10 @@ def test_random_moves(mix: str, preemption: str, depth: int) -> None:
             name = rng.choice(list(rig.scheduler.requests))
             rig.engine.cancel(name)
             ended_early.add(name)
-        elif move < 0.31 and pool:
+        elif move < 0.33 and any(r.inflight == 0 for r in rig.scheduler.running):
+            idle = rng.choice([r for r in rig.scheduler.running if r.inflight == 0])
+            rig.cache.rollback(idle, idle.computed, rig.scheduler._last_step)  # what rejected drafts will do
+        elif move < 0.35 and pool:
             pin(rig.cache, rng.choice(pool), pinned=rng.random() < 0.5)
         else:
             rig.now += rng.random() * 0.01

@@ -26,6 +26,8 @@ def build(config: Config) -> Built:
         dtype=parts.dtype,
         memory=parts.memory.to_json(),
     )
+    if parts.desk is not None:
+        parts.desk.warm()
     return Built(parts.engine, ready, parts.desk)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.engine.grammar import DEADLINE_SECONDS, Grammar, GrammarCompiler, too_slow
@@ -36,6 +37,12 @@ class GrammarDesk:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def warm(self) -> None:
+        """Build the compiler and its vocabulary now: the first grammar would hold up the loop for it. A model that can
+        have no grammars is told so when one is asked for."""
+        with suppress(QuireError):
+            self._ready_compiler().warm()
+
     def take(self, request: Request) -> bool:
         """True: the request stays here for now. False: it may go on, with its grammar if it has one. Raises if the
         grammar is known to be unusable."""
@@ -43,9 +50,7 @@ class GrammarDesk:
             return False
         if request.id in self._waiting:
             raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.", "Use a fresh id.")
-        if self._compiler is None:
-            self._compiler = self._make_compiler()
-        grammar = self._compiler.submit(request.grammar, deadline=self._deadline)
+        grammar = self._ready_compiler().submit(request.grammar, deadline=self._deadline)
         if grammar.done():
             request.grammar = grammar.result()
             return False
@@ -83,3 +88,8 @@ class GrammarDesk:
     def wait(self, seconds: float) -> None:
         """Until someone is ready, at most so long: for a loop that has nothing else to do."""
         wait([place.grammar for place in self._waiting.values()], seconds, FIRST_COMPLETED)
+
+    def _ready_compiler(self) -> GrammarCompiler:
+        if self._compiler is None:
+            self._compiler = self._make_compiler()
+        return self._compiler

@@ -49,6 +49,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     dtype = resolve_dtype(dtype, device, hf_config)
+    if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
+        what = "bfloat16 is not computed with on a CPU."
+        raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     model, config = build_model(
         hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype
     )

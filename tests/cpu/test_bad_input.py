@@ -131,6 +131,10 @@ def test_model_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         (("hi", "--max-tokns", "4"), "--max-tokens"),
         (("hi", "--max-model-len", "0"), "max_model_len"),
         (("hi", "--depth", "99"), "depth"),
+        (("hi", "--dtype", "bfloat16"), "bfloat16"),
+        (("hi", "--quant", "fp8"), "quant=fp8"),
+        (("hi", "--kv-dtype", "fp8"), "kv_dtype=fp8"),
+        (("hi", "--device", "cuda"), "CUDA"),
         (("hi", "--trace", "/nowhere/at/all/trace.json"), "trace"),
     ],
 )

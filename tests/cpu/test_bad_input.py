@@ -161,6 +161,7 @@ def test_ctrl_c_ends_at_once_and_leaves_nothing(model: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may ignore it
     )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read(1), process.stderr.read().decode()  # it is answering

@@ -50,7 +50,14 @@ class Terminal:
         command = [sys.executable, "-c", CHILD, *argv, "--model", str(model)]
         self.side, child_side = pty.openpty()
         self.child = subprocess.Popen(
-            command, stdin=child_side, stdout=child_side, stderr=child_side, cwd=folder, env=env, start_new_session=True
+            command,
+            stdin=child_side,
+            stdout=child_side,
+            stderr=child_side,
+            cwd=folder,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may ignore it
         )
         os.close(child_side)
         self.seen = ""

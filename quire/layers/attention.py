@@ -28,6 +28,7 @@ class AttentionPlan:
     planes: tuple[Tensor, ...]  # key and value cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim]
     slots: Tensor  # [tokens] int64
     kernel: Any  # what the chosen kernel wants to know of the step
+    wanted: Tensor | None = None  # [n] int64: the tokens that attend; None: all. Keys and values are left of every one
 
 
 def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
@@ -38,6 +39,23 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
         inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype
     )
     return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
+
+
+def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
+    """For a model's last layer: nobody reads what it makes of tokens that are not sampled. A prompt of thousands of
+    tokens costs that layer one query and no feed-forward block."""
+    inputs = step.groups[spec.group]
+    if step.samples is None:
+        return plan
+    assert isinstance(inputs, PagedInputs)
+    index, bounds = step.logits_index, step.samples.len_bounds
+    pages = inputs.page_table.index_select(0, step.samples.rows)
+    kernel = None
+    if bounds:
+        kernel = ops.plan_attention(
+            pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, cache.dtype
+        )
+    return AttentionPlan(plan.planes, plan.slots, kernel, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +87,7 @@ class Attention(nn.Module):
             self.qk_norm = QKNorm(prefix, head_dim, qk_norm_eps, dtype)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added"""
+        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         norm = self.qk_norm
         q_weight, k_weight, eps = (norm.q_weight, norm.k_weight, norm.eps) if norm is not None else (None, None, 0.0)
@@ -77,4 +95,8 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
+        if plan.wanted is not None:
+            q, stream = q[plan.wanted], stream[plan.wanted]
+            if not len(stream):
+                return stream
         return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale), residual=stream)

@@ -35,5 +35,5 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, silu_mul: bool = False,
                 residual: Tensor | None = None) -> Tensor:  # fmt: skip
         """x [tokens, in_features] -> [tokens, out_features], or half of that with `silu_mul`. In order: the norm of x,
-        the product, silu(first half) * second half, the sum with `residual`."""
+        the product, silu(first half) * second half, the sum with `residual`, whose memory may be taken for it."""
         return self.scheme.apply(self, x, norm, silu_mul, residual)

@@ -27,6 +27,14 @@ class StateInputs:
 
 
 @dataclass(slots=True)
+class Samples:
+    """The rows that are sampled, for steps in which nothing but their last tokens' hidden states is wanted."""
+
+    rows: Tensor  # [samples] int64: places in the step's rows
+    len_bounds: list[int]  # of those rows
+
+
+@dataclass(slots=True)
 class Step:
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
@@ -36,3 +44,8 @@ class Step:
     groups: dict[str, PagedInputs | StateInputs]
     counts: list[int] = field(default_factory=list)  # host copy: tokens per row, so query_starts is its running sum
     len_bounds: list[int] = field(default_factory=list)  # host upper bounds of seq_lens (exact without drafts)
+    samples: Samples | None = None  # None: every token's hidden state is wanted
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """Of x [tokens, ...], what a model gives back: the tokens that are sampled, where only those are wanted."""
+        return x if self.samples is None else x[self.logits_index]

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
-from quire.layers.attention import Attention, AttentionPlan, AttentionShape, plan_attention
+from quire.layers.attention import (
+    Attention,
+    AttentionPlan,
+    AttentionShape,
+    plan_attention,
+    plan_last_attention,
+)
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -116,7 +122,8 @@ class DenseLayer(nn.Module):
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width]: the residual stream, to which each block adds its share"""
-        return self.mlp(self.attention(stream, angles, plan))
+        stream = self.attention(stream, angles, plan)
+        return self.mlp(stream) if len(stream) else stream  # nothing is left where no token is wanted
 
 
 class DenseModel(nn.Module):
@@ -146,14 +153,18 @@ class DenseModel(nn.Module):
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
-        [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states, [tokens, width].
+        [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states wanted, [n, width].
         """
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         angles = self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
-        for layer, group in zip(self.layers, self.layer_groups, strict=True):
+        *groups, last = self.layer_groups
+        for layer, group in zip(self.layers, groups, strict=False):
             stream = layer(stream, angles, plans[group])
-        return self.norm(stream)
+        spec = next(spec for spec in self.specs if spec.group == last)
+        plan = plan_last_attention(plans[last], step, spec, caches[last], self.ops)
+        stream = self.layers[-1](stream, angles, plan)
+        return self.norm(stream) if len(stream) else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab]"""

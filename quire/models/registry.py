@@ -46,7 +46,7 @@ class Model(Protocol):
     activation_elements: int  # most elements a token has alive at one time in `forward`, for the memory plan
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step and leave its state in `caches`; returns hidden states, [tokens, width]."""
+        """Compute the step and leave its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab], in the type the model computes in; the sampler works in float32"""

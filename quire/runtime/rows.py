@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.upload import Arrays, upload
-from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.layers.step import PagedInputs, Samples, StateInputs, Step
 from quire.types import CacheSpec, PageWrite, Plan, RowInit
 
 
@@ -59,8 +59,9 @@ class DeviceRows:
         for name, part in sent.items():
             targets[name].view(-1).index_copy_(0, part["cells"], part["values"])
 
-    def gather(self, plan: Plan) -> Gathered:
-        """The step's tensors. Lengths are read from the rows: the plan only has bounds of them."""
+    def gather(self, plan: Plan, samples_only: bool = False) -> Gathered:
+        """The step's tensors. Lengths are read from the rows: the plan only has bounds of them. `samples_only`: the
+        hidden states of tokens that are not sampled are not wanted."""
         counts = np.array([row.count for row in plan.rows], np.int64)
         bounds = [row.start + row.count for row in plan.rows]
         ends = np.cumsum(counts)
@@ -71,7 +72,8 @@ class DeviceRows:
             "query_starts": np.concatenate(([0], ends)).astype(np.int32),
             "logits_index": (ends - 1)[wants],
         }
-        host["sample_rows"] = host["rows"][wants]
+        sampled = np.flatnonzero(wants)
+        host["sample_places"], host["sample_rows"] = sampled, host["rows"][sampled]
         if ends[-1] > len(counts):  # some rows compute several tokens
             host["places"] = np.repeat(np.arange(len(counts)), counts)
             host["offsets"] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -91,6 +93,7 @@ class DeviceRows:
             groups=self._groups(rows, token_rows, positions),
             counts=counts.tolist(),
             len_bounds=bounds,
+            samples=Samples(sent["sample_places"], [bounds[i] for i in sampled]) if samples_only else None,
         )
         self.computed[rows] = seq_lens
         return Gathered(step, sent["sample_rows"])

@@ -59,14 +59,17 @@ class Runner:
             rows, logits = self._graphs.run([row.row for row in plan.rows])
             self._store.apply(plan.snapshots)
             return Forward(plan, rows, logits, {})
-        gathered = self._rows.gather(plan)
+        samples_only = not (self._pooling or self._prompt_top)
+        gathered = self._rows.gather(plan, samples_only)
         step = gathered.step
-        hidden = self._model.forward(step, self._store.tensors)  # [tokens, width]
+        hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
         self._store.apply(plan.snapshots)
         scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)
         if not len(step.logits_index):
             return Forward(plan, None, None, scores, pooled)
-        return Forward(plan, gathered.sample_rows, self._model.logits(hidden[step.logits_index]), scores, pooled)
+        if not samples_only:
+            hidden = hidden[step.logits_index]
+        return Forward(plan, gathered.sample_rows, self._model.logits(hidden), scores, pooled)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
@@ -97,9 +100,8 @@ class Runner:
         padding = self._rows.padding_row
         rows = [PlanRow("", padding, 0, 1, 0, True) for _ in range(count)]
         plan = Plan(0, [PlanRow("", padding, 0, min(32, self._rows.max_len), 0, True), *rows])
-        gathered = self._rows.gather(plan)
-        hidden = self._model.forward(gathered.step, self._store.tensors)
-        logits = self._model.logits(hidden[gathered.step.logits_index])
+        gathered = self._rows.gather(plan, samples_only=True)
+        logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
         batch = self._sampling.gather([0] * (count + 1))
         zeros = torch.zeros_like(gathered.sample_rows)
         self._sampler.sample(

@@ -54,7 +54,7 @@ class RecurrentModel:
             x = x + torch.cat(rows)
         if self.qkv is not None:
             x = x + self._attend(x, step, caches["full"][0])
-        return x
+        return step.wanted(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head.T

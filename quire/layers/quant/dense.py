@@ -37,5 +37,5 @@ class Dense:
             return fused.run(x, linear.weight, linear.bias, weight, eps, silu_mul, residual)
         x = normed(self.ops, x, norm)
         if residual is not None and linear.bias is None and not silu_mul:
-            return torch.addmm(residual, x, linear.weight.t())  # the sum costs nothing inside the product
+            return residual.addmm_(x, linear.weight.t())  # inside the product and in place, the sum costs nothing
         return finished(self.ops, functional.linear(x, linear.weight, linear.bias), silu_mul, residual)

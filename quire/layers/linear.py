@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
+from quire.layers.quant.scheme import Activation, Scheme
 
 
 class Linear(nn.Module):
@@ -32,8 +32,9 @@ class Linear(nn.Module):
         """The loader calls this once the weights are real."""
         self.scheme.finish(self)
 
-    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, silu_mul: bool = False,
-                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    def forward(self, x: Activation, *, norm: RMSNorm | None = None, silu_mul: bool = False,
+                residual: Tensor | None = None) -> Activation:  # fmt: skip
         """x [tokens, in_features] -> [tokens, out_features], or half of that with `silu_mul`. In order: the norm of x,
-        the product, silu(first half) * second half, the sum with `residual`, whose memory may be taken for it."""
+        the product, silu(first half) * second half, the sum with `residual`, whose memory may be taken for it. What
+        `silu_mul` gives is for another linear of the same scheme; all else is a tensor."""
         return self.scheme.apply(self, x, norm, silu_mul, residual)

@@ -473,6 +473,39 @@ def check_fp8_linear(where: Where) -> None:
             close(fp8_linear(x, stored, scale), expected, torch.float8_e4m3fn, f"fp8_linear {rows} rows", 0.1)
 
 
+def check_fp8_quantize(where: Where) -> None:
+    """With the norm before it and with the SiLU-mul before it."""
+    from quire.kernels.triton.fp8 import quantize_rows
+
+    for rows, width in [(300, 4096), (3, 1000)] if where.large else [(3, 40)]:
+        x = where.normal(rows, 2 * width, dtype=where.dtypes[-1])
+        weight = where.normal(2 * width, dtype=where.dtypes[-1])
+        for options, expected in (
+            ({"norm_weight": weight, "eps": 1e-6}, reference.rms_norm(x.double(), weight.double(), 1e-6)),
+            ({"silu_mul": True}, reference.silu_mul(x.double())),
+        ):
+            stored, scale = quantize_rows(x, **options)
+            assert stored.shape == expected.shape
+            close(stored.float() * scale[:, None], expected, torch.float8_e4m3fn, f"quantize_rows {options.keys()}")
+
+
+def check_dequantize_pages(where: Where) -> None:
+    from quire.kernels.triton.fp8 import dequantize_pages
+
+    num_pages, shape = (200, (16, 8, 128)) if where.large else (5, (8, 2, 32))
+    caches = [where.normal(num_pages, *shape, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2)]
+    table = torch.randperm(num_pages, device=where.device).int().view(5, -1)
+    rows, columns = (torch.arange(num_pages, device=where.device).int() % 5 for _ in range(2))
+    columns = columns % table.shape[1]
+    outs = [
+        torch.full((num_pages, *shape), float("nan"), dtype=where.dtypes[-1], device=where.device) for _ in range(2)
+    ]
+    dequantize_pages(*caches, table, rows, columns, *outs, 0.5, 2.0)
+    pages = table[rows.long(), columns.long()].long()
+    for cache, out, scale in zip(caches, outs, (0.5, 2.0), strict=True):
+        assert torch.equal(out.float(), cache.float()[pages] * scale)
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
     "silu_mul": check_silu_mul,
@@ -487,4 +520,6 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "skinny": check_skinny,
     "skinny_fp8": check_skinny_fp8,
     "fp8_linear": check_fp8_linear,
+    "fp8_quantize": check_fp8_quantize,
+    "dequantize_pages": check_dequantize_pages,
 }

@@ -6,13 +6,16 @@ can be captured; a mixed step uploads one small table, without waiting.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels.triton import decode, prefill, prefill_hopper
+from quire.kernels.triton import decode, fp8, prefill, prefill_hopper
 from quire.kernels.triton.launch import INTERPRETED, is_hopper
+
+MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,17 @@ class Scales:
 
     k: float = 1.0
     v: float = 1.0
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """The pages that rows catch up over, in the type of the queries; every layer of a step fills it anew."""
+
+    rows: Tensor  # [pages] int32: whose page it is a copy of
+    columns: Tensor  # [pages] int32: which of that row's pages
+    table: Tensor  # [rows that catch up, pages] int32
+    k: Tensor  # [pages, page_tokens, kv_heads, head_dim]
+    v: Tensor
 
 
 @dataclass(slots=True)
@@ -36,6 +50,7 @@ class _Prepared:
     num_tiles: int = 0
     items: Tensor | None = None  # int32, see `prefill_hopper.share_out`; None: `prefill` does it
     num_programs: int = 0
+    scratch: _Scratch | None = None
 
 
 @dataclass(slots=True)
@@ -69,10 +84,15 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty(num_tokens, num_heads * head_dim)
     if work.items is not None:
+        pages, keys, values = plan.page_table, k_cache, v_cache
+        if (scratch := work.scratch) is not None:
+            pages, keys, values = scratch.table, scratch.k, scratch.v
+            fp8.dequantize_pages(
+                k_cache, v_cache, plan.page_table, scratch.rows, scratch.columns, keys, values, scales.k, scales.v
+            )
         prefill_hopper.prefill_attention(
-            q, k_cache, v_cache, plan.page_table, plan.positions, work.items, work.num_programs, scale,
-            window=plan.window, out=out,
-        )  # fmt: skip
+            q, keys, values, pages, plan.positions, work.items, work.num_programs, scale, window=plan.window, out=out
+        )
     elif work.tiles is not None and work.prefill_tuning is not None:
         prefill.prefill_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
@@ -114,23 +134,50 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
         work.row_index = plan.row_index
         return work
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
-    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, k_cache, softcap)
+    fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
+    like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
+    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, softcap)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
     fields, items = [field for tile in tiles for field in tile], []
-    if hopper:
+    owners: list[int] = []
+    columns: list[int] = []
+    if not hopper:
+        fresh = None
+    else:
+        if fresh is not None:
+            place = {row: index for index, row in enumerate(catch_ups)}
+            tiles = [[place[row], *rest] for row, *rest in tiles]
+            for row, begin, end in zip(catch_ups, fresh, fresh[1:], strict=False):
+                owners += [row] * (end - begin)
+                columns += range(end - begin)
         work.num_programs = prefill_hopper.num_programs(len(tiles), num_kv_heads, q.device)
         fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
     firsts = prefill.first_tokens(counts)
-    parts = [fields, items, [firsts[row] for row in singles], singles]
+    parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1]]
     uploaded = _upload(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
         work.items = uploaded[1]
+        if fresh is not None:
+            width = max(end - begin for begin, end in itertools.pairwise(fresh))
+            # Past a row's own pages stand those of the next: keys there are never seen.
+            table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
+            work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
     if singles:
-        work.token_index, work.row_index = uploaded[2:]
+        work.token_index, work.row_index = uploaded[2:4]
     return work
+
+
+def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
+    """Where each row's pages begin among copies in the type of the queries, and how many there are in all; None where
+    the cache can be read as it is, or where copies would take too much memory."""
+    if k_cache.dtype == q.dtype:
+        return None
+    page = k_cache.shape[1]
+    begins = list(itertools.accumulate((-(-bounds[row] // page) for row in catch_ups), initial=0))
+    return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
 
 
 def _upload(parts: list[list[int]], device: torch.device) -> list[Tensor]:

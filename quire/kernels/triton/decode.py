@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import (
+    INTERPRETED,
     compute_type,
     dot_precision,
     index_type,
@@ -36,6 +37,37 @@ def tanh(x):
 
 
 @triton.jit
+def unpack_fp8(pairs, ODD: tl.constexpr, FAST: tl.constexpr):
+    """Of 16-bit words that hold two FP8 numbers each, the first or the second of each, as float16. FAST: two words at a
+    time, in the registers the matrix units read them from: single bytes could only be loaded one by one."""
+    if FAST:
+        ASM: tl.constexpr = """
+            {
+            .reg .b32 both;
+            .reg .b16 low, high;
+            prmt.b32 both, $1, 0, 0x4420;
+            mov.b32 {low, high}, both;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }
+            """
+        ASM_ODD: tl.constexpr = """
+            {
+            .reg .b32 both;
+            .reg .b16 low, high;
+            prmt.b32 both, $1, 0, 0x4431;
+            mov.b32 {low, high}, both;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }
+            """
+        return tl.inline_asm_elementwise(
+            ASM_ODD if ODD else ASM, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    if ODD:
+        pairs = pairs >> 8
+    return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
     table_ptr, positions_ptr, token_index_ptr, row_index_ptr,
@@ -43,9 +75,10 @@ def _decode_kernel(
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """PACKED: the caches are FP8, two numbers to a 16-bit word, and strides count words."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -79,8 +112,15 @@ def _decode_kernel(
         heads = kv_head * GROUP + group
         if EARLY:
             wait_for_inputs(PDL)
-        q = tl.load(q_ptr + token * q_stride + heads[:, None] * D + dims[None, :], mask=(group < GROUP)[:, None],
-                    other=0.0).to(COMPUTE)  # fmt: skip
+        q_row = q_ptr + token * q_stride + heads[:, None] * D
+        if PACKED:
+            words = tl.arange(0, D // 2)
+            q = tl.load(q_row + 2 * words[None, :], mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
+            q_odd = tl.load(q_row + 2 * words[None, :] + 1, mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
+            acc_even = tl.zeros([GROUP_BLOCK, D // 2], tl.float32)
+            acc_odd = tl.zeros([GROUP_BLOCK, D // 2], tl.float32)
+        else:
+            q = tl.load(q_row + dims[None, :], mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
         best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_BLOCK], tl.float32)
         acc = tl.zeros([GROUP_BLOCK, D], tl.float32)
@@ -90,9 +130,15 @@ def _decode_kernel(
             valid = keys < length
             page = tl.load(table_row + keys // PAGE, mask=valid, other=0).to(INDEX)
             place = page * page_stride + (keys % PAGE) * slot_stride + kv_head * head_stride
-            where = place[:, None] + dims[None, :]
-            k = tl.load(k_ptr + where, mask=valid[:, None], other=0.0).to(COMPUTE)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+            if PACKED:
+                where = place[:, None] + words[None, :]
+                k = tl.load(k_ptr + where, mask=valid[:, None], other=0)
+                scores = tl.dot(q, tl.trans(unpack_fp8(k, False, FAST)))
+                scores = tl.dot(q_odd, tl.trans(unpack_fp8(k, True, FAST)), scores) * score_scale
+            else:
+                where = place[:, None] + dims[None, :]
+                k = tl.load(k_ptr + where, mask=valid[:, None], other=0.0).to(COMPUTE)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
             if SOFTCAP:
                 scores = softcap * tanh(scores)
             if WINDOW:
@@ -102,9 +148,17 @@ def _decode_kernel(
             weights = tl.exp2(scores - new_best[:, None])
             fade = tl.exp2(best - new_best)
             total = total * fade + tl.sum(weights, 1)
-            v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0.0).to(COMPUTE)
-            acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision=PRECISION)
+            if PACKED:
+                v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0)
+                p = weights.to(COMPUTE)
+                acc_even = tl.dot(p, unpack_fp8(v, False, FAST), acc_even * fade[:, None])
+                acc_odd = tl.dot(p, unpack_fp8(v, True, FAST), acc_odd * fade[:, None])
+            else:
+                v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0.0).to(COMPUTE)
+                acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision=PRECISION)
             best = new_best
+        if PACKED:
+            acc = tl.reshape(tl.join(acc_even, acc_odd), [GROUP_BLOCK, D])
 
         out_base = out_ptr + token * num_kv_heads * GROUP * D
         if num_shares == 1:
@@ -198,6 +252,10 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
+    packed = k_cache.dtype == torch.float8_e4m3fn
+    compute = compute_type(q, k_cache)
+    if packed:
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1] * head_dim)
     rows = q.shape[0] if num_rows is None else num_rows
@@ -217,7 +275,7 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
         MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
         SOFTCAP=softcap is not None, WINDOW=window is not None, HAS_TOKENS=token_index is not None,
         HAS_ROWS=row_index is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
-        COMPUTE=compute_type(q, k_cache), EARLY=early,
+        COMPUTE=compute, EARLY=early, PACKED=packed, FAST=not INTERPRETED,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out

@@ -16,28 +16,69 @@ from quire.kernels.triton.skinny import skinny_linear
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width, eps, NORM: tl.constexpr,
+                          SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    if NORM:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
-    tl.store(out_ptr + row * width + columns, (x / scale).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    if SILU:
+        up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.sigmoid(x) * up
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    most = tl.maximum(tl.max(tl.abs(x), 0), 1e-12)
+    tl.store(out_ptr + row * width + columns, (x * (448.0 / most)).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, most / 448.0)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32."""
-    rows, width = x.shape
+def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
+                  silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32; after its norm, or
+    after the SiLU-mul of its two halves, which leaves half the width."""
+    rows, width = x.shape[0], x.shape[1] // 2 if silu_mul else x.shape[1]
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _quantize_rows_kernel[(rows,)](
-        x, out, scale, x.stride(0), width, BLOCK=block, **launch_options(x.device, min(max(block // 512, 1), 16))
-    )
+        x, norm_weight, out, scale, x.stride(0), width, eps, NORM=norm_weight is not None, SILU=silu_mul, BLOCK=block,
+        **launch_options(x.device, min(max(block // 512, 1), 16)),
+    )  # fmt: skip
     return out, scale
+
+
+@triton.jit
+def _dequantize_pages_kernel(
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, table_ptr, rows_ptr, columns_ptr, table_stride, page_stride, k_scale, v_scale,
+    page_elements, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    place = tl.program_id(0)
+    wait_for_inputs(PDL)
+    row, column = tl.load(rows_ptr + place).to(tl.int64), tl.load(columns_ptr + place)
+    page = tl.load(table_ptr + row * table_stride + column).to(tl.int64)
+    for start in range(0, page_elements, BLOCK):
+        elements = start + tl.arange(0, BLOCK)
+        inside = elements < page_elements
+        source, target = page * page_stride + elements, place.to(tl.int64) * page_elements + elements
+        k = tl.load(k_ptr + source, mask=inside, other=0.0).to(tl.float32) * k_scale
+        v = tl.load(v_ptr + source, mask=inside, other=0.0).to(tl.float32) * v_scale
+        tl.store(k_out_ptr + target, k.to(k_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_out_ptr + target, v.to(v_out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize_pages(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, rows: Tensor, columns: Tensor,
+                     k_out: Tensor, v_out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:  # fmt: skip
+    """Page `page_table[rows[i], columns[i]]` of the FP8 caches [pages, page_tokens, kv_heads, head_dim] becomes page i
+    of the outputs. Attention that reads a page many times had better do it in a type its matrix units take."""
+    _dequantize_pages_kernel[(len(rows),)](
+        k_cache, v_cache, k_out, v_out, page_table, rows, columns, page_table.stride(0), k_cache.stride(0),
+        k_scale, v_scale, k_out[0].numel(), BLOCK=2048, **launch_options(k_cache.device, num_warps=4),
+    )  # fmt: skip
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,8 +86,13 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
     Returns x's type."""
     if x.shape[0] == 1 or INTERPRETED:
         return skinny_linear(x, weight, bias, weight_scale=weight_scale)
-    small, scale = quantize_rows(x)
+    return scaled_product(*quantize_rows(x), weight, weight_scale, bias, x.dtype)
+
+
+def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+                   dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """x [rows, in] times `weight` [out, in], both float8_e4m3fn with their scales [rows] and [out]."""
     return torch._scaled_mm(
-        small, weight.t(), scale_a=scale[:, None], scale_b=weight_scale[None, :], bias=bias, out_dtype=x.dtype,
+        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=bias, out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip

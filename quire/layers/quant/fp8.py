@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
-from quire.layers.quant.scheme import finished, normed
+from quire.layers.quant.scheme import Activation, Scaled
 from quire.layers.weights import own_weights
 
 if TYPE_CHECKING:
@@ -40,12 +40,19 @@ class Fp8:
         del linear.weight
         linear.register_buffer("weight", weight)  # [out_features, in_features]
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
-        if len(x) == 1:
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return self._skinny.skinny_linear(
-                x, linear.weight, linear.bias, norm_weight=weight, eps=eps, silu_mul=silu_mul, residual=residual,
-                weight_scale=linear.weight_scale,
-            )  # fmt: skip
-        out = self._fp8.fp8_linear(normed(self.ops, x, norm), linear.weight, linear.weight_scale, linear.bias)
-        return finished(self.ops, out, silu_mul, residual)
+    def apply(self, linear: Linear, x: Activation, norm: RMSNorm | None, silu_mul: bool,
+              residual: Tensor | None) -> Activation:  # fmt: skip
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if not isinstance(x, Scaled):
+            if len(x) == 1:
+                return self._skinny.skinny_linear(
+                    x, linear.weight, linear.bias, norm_weight=weight, eps=eps, silu_mul=silu_mul, residual=residual,
+                    weight_scale=linear.weight_scale,
+                )  # fmt: skip
+            x = Scaled(*self._fp8.quantize_rows(x, norm_weight=weight, eps=eps), x.dtype)
+        out = self._fp8.scaled_product(
+            x.values, x.scale, linear.weight, linear.weight_scale, linear.bias, x.dtype
+        )  # fmt: skip
+        if silu_mul:
+            return Scaled(*self._fp8.quantize_rows(out, silu_mul=True), x.dtype)
+        return out if residual is None else residual.add_(out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """An activation in FP8, as one product hands it to the next of the same scheme."""
+
+    values: Tensor  # [rows, width] float8_e4m3fn
+    scale: Tensor  # [rows] float32
+    dtype: torch.dtype  # what it stands for
+
+
+Activation = Tensor | Scaled
+
+
 class Scheme(Protocol):
     """What a scheme keeps of a weight, it keeps on the linear."""
 
@@ -23,8 +36,8 @@ class Scheme(Protocol):
     def finish(self, linear: Linear) -> None:
         """Called once the weights are real: repack them, drop what is no longer needed."""
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
-        """As `Linear.forward`."""
+    def apply(self, linear: Linear, x: Any, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Any:
+        """As `Linear.forward`. After a SiLU-mul comes another product, so it may be given in a form of one's own."""
 
 
 def normed(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -22,7 +22,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
-from quire.kernels.table import select_choice
+from quire.kernels.table import select_choice, select_row_ops
 from quire.layers.weights import weights_bytes
 from quire.machine import read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
@@ -97,7 +97,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     store = CacheStore(specs, units, host, device)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    graphs = DecodeGraphs(model, store.tensors, rows, limits.max_rows) if _can_capture(device, specs) else None
+    row_ops = select_row_ops(device.type) if _can_capture(specs) else None
+    graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     sampler = Sampler(model.vocab_size, device, select_choice(device.type))
     runner = Runner(model, store, rows, sampling, sampler, graphs)
@@ -120,8 +121,8 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
     return GrammarDesk(make_compiler)
 
 
-def _can_capture(device: torch.device, specs: list[CacheSpec]) -> bool:
-    return device.type == "cuda" and all(spec.kind == "paged" for spec in specs)
+def _can_capture(specs: list[CacheSpec]) -> bool:
+    return all(spec.kind == "paged" for spec in specs)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

@@ -140,6 +140,8 @@ class Edge:
         return self.tokenizer
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self.vocab_size:
+            return list(prompt)  # the same as below, without a look at each: prompts can be long
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 what = f"{token!r} is no token id of this model (0 to {self.vocab_size - 1})."

@@ -48,7 +48,7 @@ class LLM:
             for prompt, p in zip(many, each, strict=True)
         )
         replies = [Reply(self.edge, requests) for requests in todo]
-        opened = [_Open(reply) for reply in replies]
+        opened = [_Open(reply, keep=False) for reply in replies]
         waiting = deque(zip(opened, todo, strict=True))
         with _bar(len(many), progress) as advance:
             try:
@@ -172,17 +172,19 @@ class LLM:
 
 
 class _Open:
-    """A reply under way, with the news nobody has read yet."""
+    """A reply under way, with the news nobody has read yet, unless nobody will."""
 
-    def __init__(self, reply: Reply):
+    def __init__(self, reply: Reply, keep: bool = True):
         self.reply = reply
+        self._keep = keep
         self.chunks: deque[Chunk] = deque()
         self.num_tokens = 0
 
     def take(self, delta: Any) -> str | None:
         chunk, stop = self.reply.push(delta)
         if chunk is not None:
-            self.chunks.append(chunk)
+            if self._keep:
+                self.chunks.append(chunk)
             self.num_tokens += len(chunk.token_ids)
         return stop
 

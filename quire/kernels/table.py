@@ -92,6 +92,26 @@ class _Skinny:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class RowOps:
+    """What a captured step does besides the model: gather its inputs from permanent rows, choose, append."""
+
+    gather_rows: Callable[..., Any]
+    gather_slots: Callable[..., Tensor]
+    choose: Callable[..., tuple[Tensor, Tensor]]
+
+
+def select_row_ops(device_type: str) -> RowOps | None:
+    """None where steps can't be captured."""
+    if device_type != "cuda":
+        return None
+    try:
+        from quire.kernels.triton import rows, sample
+    except ImportError:
+        return None
+    return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
+
+
 def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """One kernel from logits to tokens for greedy and temperature sampling; None where there is none."""
     if device_type != "cuda":

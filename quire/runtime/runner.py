@@ -32,6 +32,7 @@ class Forward:
     logits: Tensor | None  # [samples, vocab] float32
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
     pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], where a prompt is now complete
+    chosen: Sampled | None = None  # on its way to the host: the graph has sampled already
 
 
 class Runner:
@@ -56,9 +57,10 @@ class Runner:
             and not self._pooling
             and all(row.count == 1 and row.wants_sample for row in plan.rows)
         ):
-            rows, logits = self._graphs.run([row.row for row in plan.rows])
+            rows = [row.row for row in plan.rows]
+            decoded = self._graphs.run(rows, choose=not plan.may_mask and self._sampling.is_plain(rows))
             self._store.apply(plan.snapshots)
-            return Forward(plan, rows, logits, {})
+            return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
         samples_only = not (self._pooling or self._prompt_top)
         gathered = self._rows.gather(plan, samples_only)
         step = gathered.step
@@ -75,6 +77,8 @@ class Runner:
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
         if forward.logits is None or forward.rows is None:
             return Ready(forward)
+        if forward.chosen is not None:
+            return Ready(forward, forward.chosen)
         sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
         batch = self._sampling.gather([row.row for row in sampling_rows])
         bounds = [row.start + row.count for row in sampling_rows]
@@ -124,7 +128,8 @@ class Runner:
             if init.params.pooling is not None:
                 self._pooling[init.row] = Pooling(init.params.pooling, init.prompt_len)
         self._store.apply(plan.copies)
-        self._rows.apply(plan.added, plan.page_writes)
+        draws = self._sampling.draws([init.row for init in plan.added]) if plan.added else {}
+        self._rows.apply(plan.added, plan.page_writes, draws)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, tuple[Logprobs, int]]:
         """For rows that asked: how likely each prompt token of this chunk was, given those before it."""
@@ -195,8 +200,8 @@ class Ready:
         self._sampled = sampled
         self._batch = batch
         self._copied: torch.cuda.Event | None = None
-        if sampled is not None and sampled.tokens.is_cuda:
-            self._sampled = start_copy(sampled)
+        if sampled is not None and forward.rows is not None and forward.rows.is_cuda:
+            self._sampled = start_copy(sampled) if sampled.tokens.is_cuda else sampled
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -206,11 +211,11 @@ class Ready:
         for index, (scored, num_top) in self._forward.prompt.items():
             output.prompt_logprobs[index] = to_records(scored, num_top)
         output.pooled = {index: vector.tolist() for index, vector in self._forward.pooled.items()}
-        if self._sampled is None or self._batch is None:
+        if self._sampled is None:
             return output
         if self._copied is not None:
             self._copied.synchronize()
-        host = to_host(self._sampled, self._batch)
+        host = to_host(self._sampled, self._batch.logprobs if self._batch is not None else None)
         places = [index for index, row in enumerate(plan.rows) if row.wants_sample]
         for index, token in zip(places, host.tokens, strict=True):
             output.tokens[index] = [token]

@@ -340,30 +340,21 @@ def check_rows(where: Where) -> None:
     row_tokens = torch.randint(0, 1000, (max_rows, max_len), dtype=torch.int32, device=where.device)
     computed = torch.randint(0, max_len - 2, (max_rows,), device=where.device)
     table = torch.randint(0, 99, (max_rows, 14), dtype=torch.int32, device=where.device)
+    keys, scales = torch.randint(0, 1 << 60, (max_rows,), device=where.device), where.normal(max_rows).float()
     rows = torch.tensor([3, 11, -1, 0], device=where.device)
-    live = rows[rows >= 0]
-    before, old_tokens = computed.clone(), row_tokens.clone()
-    tokens, positions, slots = (torch.full((4,), -7, device=where.device) for _ in range(3))
-    seq_lens = torch.full((4,), -7, dtype=torch.int32, device=where.device)
-    copied = torch.full((4, 14), -7, dtype=torch.int32, device=where.device)
-    kernels.gather_tokens(rows, row_tokens, computed, tokens, positions, seq_lens)
-    kernels.gather_pages(rows, positions, table, page, slots, copied)
-    at = before[live]
-    real = rows >= 0
-    assert torch.equal(tokens[real], row_tokens[live, at].long()) and tokens[2] == 0
-    assert torch.equal(positions[real], at) and positions[2] == -1
-    assert torch.equal(seq_lens[real].long(), at + 1) and seq_lens[2] == 0
-    assert torch.equal(slots[real], table[live, at // page].long() * page + at % page) and slots[2] == -1
-    for place, row in enumerate(rows.tolist()):
-        num_pages = int(before[row]) // page + 1 if row >= 0 else 0
-        assert torch.equal(copied[place, :num_pages], table[row, :num_pages])
-    expected = before.clone()
+    live, real = rows[rows >= 0], rows >= 0
+    at = computed[live].clone()
+    expected = computed.clone()
     expected[live] += 1
+    inputs = kernels.gather_rows(rows, row_tokens, computed, keys, scales)
+    slots = kernels.gather_slots(rows, inputs.positions, table, page)
+    assert torch.equal(inputs.tokens[real], row_tokens[live, at].long()) and inputs.tokens[2] == 0
+    assert torch.equal(inputs.positions[real], at) and inputs.positions[2] == -1
+    assert torch.equal(inputs.seq_lens[real].long(), at + 1) and inputs.seq_lens[2] == 0
+    assert torch.equal(inputs.lengths[real], at + 1) and inputs.lengths[2] == 0
+    assert torch.equal(inputs.keys[real], keys[live]) and torch.equal(inputs.scales[real], scales[live])
+    assert torch.equal(slots[real], table[live, at // page].long() * page + at % page) and slots[2] == -1
     assert torch.equal(computed, expected)
-    sampled = torch.tensor([5, 6, 7, 8], device=where.device)
-    kernels.append_tokens(rows, sampled, row_tokens, computed)
-    old_tokens[live, computed[live]] = sampled[real].int()
-    assert torch.equal(row_tokens, old_tokens)
 
 
 def check_sampling(where: Where) -> None:

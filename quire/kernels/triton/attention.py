@@ -125,7 +125,9 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
         len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
-        work.decode_tuning = decode.tune(len(singles), num_kv_heads, head_dim, len_bound, q.element_size(), q.device)
+        work.decode_tuning = decode.tune(
+            len(singles), num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device
+        )
         group = num_heads // num_kv_heads
         work.workspace = decode.DecodeWorkspace.create(
             len(singles), num_kv_heads, group, head_dim, work.decode_tuning.num_splits, q.device

@@ -232,12 +232,15 @@ class DecodeWorkspace:
 
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
-    """How to cut the work, from what the host knows. Any choice is right for any length."""
+    """How to cut the work, from what the host knows. Any choice is right for any length. `element_size`: the cache's."""
     block = 64 if head_dim * element_size <= 256 else 32
+    num_warps = 2
+    if element_size == 1:  # as many bytes at a time, and more hands to unpack them
+        block, num_warps = 2 * block, 4
     num_programs = num_rows * num_kv_heads
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))
     wanted = max(WAVES * num_multiprocessors(device.index) // num_programs, 1)
-    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN)
+    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN, num_warps)
 
 
 def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,

@@ -101,7 +101,7 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     sampler = Sampler(model.vocab_size, device, select_choice(device.type))
-    runner = Runner(model, store, rows, sampling, sampler, graphs)
+    runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
     engine = Engine(scheduler, runner, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())

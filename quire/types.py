@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
+import msgspec
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
@@ -279,8 +281,7 @@ class Request:
 # Plan: all that a rank must know to run one step. The only way the host changes anything on the device.
 
 
-@dataclass(slots=True)
-class PlanRow:
+class PlanRow(msgspec.Struct, gc=False):
     request_id: str
     row: int
     start: int  # upper bound; the true length lives in the device row
@@ -387,12 +388,11 @@ class Timing:
     total: float = 0.0
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct, gc=False):
     """News of one request: new token ids, and, once, why it ended."""
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: list[float] | None = None  # once, when the prompt of a request with `pooling` is computed

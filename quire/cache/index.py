@@ -138,10 +138,6 @@ class CacheIndex:
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
-    def has_next_slot(self, request: Request) -> bool:
-        """The next token falls into a page the request already holds: nothing to reserve."""
-        return not self.state and request.planned % self.page_tokens != 0
-
     def write_tables(self, request: Request, plan: Plan) -> None:
         """The request took a row: tell the device where everything it already holds lies."""
         lease: Lease = request.lease

@@ -116,14 +116,22 @@ class Scheduler:
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes))
-        has_next_slot = self.cache.has_next_slot
-        for request in decodes + catch_ups:
+        may_have_slot, page_tokens = not self.cache.state, self.cache.page_tokens
+        num_decodes = len(decodes)
+        for index, request in enumerate(decodes + catch_ups):
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # became a victim a moment ago
-            if has_next_slot(request) and len(request.tokens) + request.pending == request.planned + 1:
-                budget -= self._plan_row(request, request.planned + 1, plan)  # what nearly every row of a step is
+            start = request.planned
+            if index < num_decodes and may_have_slot and start % page_tokens:
+                # What nearly every row of a step is: one token, into a page the request already holds.
+                plan.rows.append(PlanRow(request.id, request.row, start, 1, 0, True))
+                plan.may_mask = plan.may_mask or request.grammar is not None
+                request.planned = start + 1
+                request.inflight += 1
+                request.pending += 1
+                budget -= 1
                 continue
             end, preempted = self._make_room(request, budget, plan)
             pressed = pressed or preempted

@@ -37,8 +37,9 @@ class Forward:
 
 class Runner:
     def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler,
-                 graphs: DecodeGraphs | None = None):  # fmt: skip
+                 graphs: DecodeGraphs | None = None, *, max_batch_tokens: int = 0):  # fmt: skip
         self._model = model
+        self._max_batch_tokens = max_batch_tokens
         self._store = store
         self._rows = rows
         self._sampling = sampling
@@ -95,22 +96,23 @@ class Runner:
             return
         count = 1
         while count <= self._rows.padding_row:
-            self._rehearse(count)
+            self._rehearse(count, 32)
             count *= 2
+        self._rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
         self._graphs.capture_all()
 
-    def _rehearse(self, count: int) -> None:
-        """A step of `count` decodes and a short prompt, all of them padding: it computes nothing anyone will read."""
-        padding = self._rows.padding_row
-        rows = [PlanRow("", padding, 0, 1, 0, True) for _ in range(count)]
-        plan = Plan(0, [PlanRow("", padding, 0, min(32, self._rows.max_len), 0, True), *rows])
+    def _rehearse(self, num_decodes: int, num_tokens: int) -> None:
+        """A step of decodes and of prompts with so many tokens, all of them padding: it computes nothing anyone will
+        read."""
+        padding, most = self._rows.padding_row, self._rows.max_len
+        counts = [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)] + [1] * num_decodes
+        count = len(counts)
+        plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
         gathered = self._rows.gather(plan, samples_only=True)
         logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
-        batch = self._sampling.gather([0] * (count + 1))
+        batch = self._sampling.gather([0] * count)
         zeros = torch.zeros_like(gathered.sample_rows)
-        self._sampler.sample(
-            logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * (count + 1))
-        )
+        self._sampler.sample(logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * count))
         self._rows.computed[padding].zero_()
 
     def close(self) -> None:

@@ -163,8 +163,9 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
     if hopper:
         work.items = uploaded[1]
         if fresh is not None:
-            width = max(end - begin for begin, end in itertools.pairwise(fresh))
-            # Past a row's own pages stand those of the next: keys there are never seen.
+            # Past a row's own pages stand those of the next: keys there are never seen. The width is rounded so that
+            # no other kernel has to be compiled for another stride.
+            width = -(-max(end - begin for begin, end in itertools.pairwise(fresh)) // 16) * 16
             table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
             work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
     if singles:

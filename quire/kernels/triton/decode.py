@@ -28,6 +28,7 @@ from quire.kernels.triton.launch import (
 MAX_SPLITS = 32
 MIN_SPAN = 64  # keys that are not worth splitting further
 WAVES = 8  # programs per multiprocessor that keep memory busy to the end
+MANY_ROWS = 32  # that fill the card without cutting rows into small shares
 MERGE_ELEMENTS = 8192  # partial results the merging program holds at a time
 
 
@@ -232,10 +233,10 @@ class DecodeWorkspace:
 
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
-    """How to cut the work, from what the host knows. Any choice is right for any length. `element_size`: the cache's."""
+    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length."""
     block = 64 if head_dim * element_size <= 256 else 32
     num_warps = 2
-    if element_size == 1:  # as many bytes at a time, and more hands to unpack them
+    if element_size == 1 and num_rows >= MANY_ROWS:  # as many bytes at a time, and more hands to unpack them
         block, num_warps = 2 * block, 4
     num_programs = num_rows * num_kv_heads
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))

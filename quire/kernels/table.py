@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention
+from quire.kernels import reference, reference_attention, reference_experts
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 
 
@@ -35,6 +35,8 @@ class Ops:
     qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
     paged_attention: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    run_experts: Callable[..., Tensor]
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
 
@@ -45,6 +47,8 @@ REFERENCE = Ops(
     qk_norm_rope_write=reference.qk_norm_rope_write,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
+    route=reference_experts.route,
+    run_experts=reference_experts.run_experts,
 )
 
 

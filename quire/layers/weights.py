@@ -7,7 +7,7 @@ tensors in their place. Two weights with the same parts (a tied embedding and he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,25 +16,35 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor and the rows of a weight that it fills, from `start` to before `stop`."""
+    """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills: `start` to before `stop`."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     start: int
     stop: int
+    index: int | None = None  # which entry of the tensor's first dimension; None: all of them
+    form: Callable[[Tensor], Tensor] | None = None  # how what was read becomes these rows; None: as it is
 
 
 class Weight(nn.Parameter):
     """A parameter still on meta, with its loading rule."""
 
     parts: tuple[Part, ...]
+    others: tuple[tuple[Part, ...], ...]  # other ways in which checkpoints hold the same weight
     stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading
 
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...]) -> Weight:
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...],
+                others: tuple[tuple[Part, ...], ...] = ()) -> Weight:  # fmt: skip
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         weight.parts = parts
+        weight.others = others
         weight.stored = dtype
         return weight
+
+    def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
+        """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits."""
+        layouts = (self.parts, *self.others)
+        return next((parts for parts in layouts if any(part.name in names for part in parts)), self.parts)
 
     @property
     def stored_bytes(self) -> int:

@@ -5,7 +5,7 @@ The registry names `DenseModel`, the loader builds it on meta and fills it, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
+from quire.models.fields import whole
 from quire.types import CacheSpec, QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -56,11 +57,11 @@ class DenseConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> DenseConfig:
         """Read the fields of a config.json; what it leaves out has the value transformers gives it."""
         kind = config.get("model_type")
-        width = _whole(config, "hidden_size")
-        num_heads = _whole(config, "num_attention_heads")
-        num_layers = _whole(config, "num_hidden_layers")
-        num_kv_heads = _whole(config, "num_key_value_heads", num_heads)
-        head_dim = _whole(config, "head_dim", 128 if kind == "qwen3" else width // num_heads)
+        width = whole(config, "hidden_size")
+        num_heads = whole(config, "num_attention_heads")
+        num_layers = whole(config, "num_hidden_layers")
+        num_kv_heads = whole(config, "num_key_value_heads", num_heads)
+        head_dim = whole(config, "head_dim", 128 if kind == "qwen3" else width // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
             raise QuireError("bad_config", what, "Check config.json.")
@@ -68,14 +69,14 @@ class DenseConfig:
         if activation not in ("silu", "swish"):
             raise QuireError("unsupported_model", f"Activation {activation!r} is not supported.", "Supported is silu.")
         rope = RopeConfig.from_hf(dict(config))
-        max_positions = _whole(config, "max_position_embeddings", 2048)
+        max_positions = whole(config, "max_position_embeddings", 2048)
         if rope.kind == "yarn":  # some files give the length before scaling, some the length after
             max_positions = max(max_positions, int(rope.original_len * rope.factor))
         has_bias = bool(config.get("attention_bias", False))
         return cls(
-            vocab_size=_whole(config, "vocab_size"),
+            vocab_size=whole(config, "vocab_size"),
             width=width,
-            inner_width=_whole(config, "intermediate_size"),
+            inner_width=whole(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -92,9 +93,13 @@ class DenseConfig:
         )
 
 
+# What a family puts in place of a layer's feed-forward block, given its index and norm; None: the block as it is.
+FeedForward = Callable[[int, RMSNorm], nn.Module | None]
+
+
 class DenseLayer(nn.Module):
     def __init__(self, index: int, cache_index: int, config: DenseConfig, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme):  # fmt: skip
+                 scheme: Scheme, feed_forward: FeedForward | None):  # fmt: skip
         super().__init__()
         prefix = f"model.layers.{index}"
         self.attention = Attention(
@@ -110,7 +115,8 @@ class DenseLayer(nn.Module):
             scheme=scheme,
         )
         mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.width, config.norm_eps, dtype, ops)
-        self.mlp = GatedMLP(
+        mlp = None if feed_forward is None else feed_forward(index, mlp_norm)
+        self.mlp = mlp or GatedMLP(
             f"{prefix}.mlp",
             mlp_norm,
             config.width,
@@ -128,7 +134,7 @@ class DenseLayer(nn.Module):
 
 class DenseModel(nn.Module):
     def __init__(self, config: DenseConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+                 page_tokens: int, ops: Ops, scheme: Scheme, feed_forward: FeedForward | None = None):  # fmt: skip
         super().__init__()
         self.config = config
         self.ops = ops
@@ -140,7 +146,8 @@ class DenseModel(nn.Module):
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
         self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype)
         self.layers = nn.ModuleList(
-            DenseLayer(index, places[index][1], config, dtype, ops, scheme) for index in range(config.num_layers)
+            DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
+            for index in range(config.num_layers)
         )
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.width, config.norm_eps, dtype, ops)
@@ -212,12 +219,3 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
         first = config.get("max_window_layers", 28)
         return tuple(window if index >= first else None for index in range(num_layers))
     return (None,) * num_layers
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise QuireError("bad_config", f"{key}={value!r} must be a whole number above 0.", "Check config.json.")
-    return value

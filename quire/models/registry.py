@@ -22,12 +22,18 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "mistral": "quire.models.dense:DenseModel",
     "qwen2": "quire.models.dense:DenseModel",
     "qwen3": "quire.models.dense:DenseModel",
+    "mixtral": "quire.models.moe:MoEModel",
+    "qwen2_moe": "quire.models.moe:MoEModel",
+    "qwen3_moe": "quire.models.moe:MoEModel",
 }
 ARCHITECTURES = {  # for a config.json that has no model_type
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
     "llama": "llama",

@@ -26,6 +26,7 @@ from quire.types import QuireError
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 _NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight|lm_head\.weight")
 
 
@@ -71,8 +72,8 @@ class Checkpoint(Protocol):
     where: str  # for error messages
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
 
-    def read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into `target`, which has its shape; type and device may differ."""
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
 
 
 class CheckpointFill:
@@ -83,19 +84,26 @@ class CheckpointFill:
         self.checkpoint = checkpoint
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
-        for part in weight.parts:
-            self.checkpoint.read(part.name, tensor[part.start : part.stop])
+        for part in weight.parts_in(self.checkpoint.shapes):
+            target = tensor[part.start : part.stop]
+            shape = part.shape if part.index is None else part.shape[1:]
+            if part.form is None:
+                self.checkpoint.read(part.name, target.view(shape), part.index)
+            else:
+                read = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                self.checkpoint.read(part.name, read, part.index)
+                target.copy_(part.form(read))
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A missing, unexpected or wrong-shaped tensor is an error that names it."""
-    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts}
     found = checkpoint.shapes
+    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and not _NEEDLESS.fullmatch(name)]
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
-        raise _bad_weights(f"{checkpoint.where} lacks {_some(missing)}")
+        raise _bad_weights(f"{checkpoint.where} lacks {_some_experts(missing) or _some(missing)}")
     if unexpected:
         raise _bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
     if misshapen:
@@ -107,6 +115,23 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
+
+
+def _some_experts(names: list[str]) -> str:
+    """Which experts of which layers are missing; nothing if other tensors are, too."""
+    found = [_EXPERT.fullmatch(name) for name in names]
+    layers: dict[str, list[int]] = {}
+    for match in found:
+        if match is None:
+            return ""
+        layers.setdefault(match[1], []).append(int(match[2]))
+    spelled = [f"{_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
+    return "; ".join(spelled[:3]) + (f" and experts of {len(spelled) - 3} more layers" if len(spelled) > 3 else "")
+
+
+def _numbers(experts: list[int]) -> str:
+    more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
+    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
 
 
 def _bad_weights(what: str) -> QuireError:
@@ -131,11 +156,11 @@ class SafetensorsCheckpoint:
                 self.shapes[name] = entry.shape
                 self._shard_of[name] = shard
 
-    def read(self, name: str, target: Tensor) -> None:
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         shard = self._shard_of[name]
         if self._open is None or self._open[0] != shard:
             self._open = (shard, safe_open(shard, framework="pt"))
-        target.copy_(self._open[1].get_tensor(name))
+        target.copy_(self._open[1].get_tensor(name) if index is None else self._open[1].get_slice(name)[index])
 
 
 class GGUFCheckpoint:
@@ -148,8 +173,11 @@ class GGUFCheckpoint:
         self._tensors = {gguf.hf_name(name): tensor for name, tensor in file.tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, target: Tensor) -> None:
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         tensor = self._tensors[name]
+        if index is not None:
+            target.copy_(gguf.read_rows(tensor, index, 1)[0])
+            return
         permuted = gguf.is_permuted(self.file, name)
         row_elements = max(1, target[:1].numel())
         # Whole heads at a time, since rows are only reordered within a head.

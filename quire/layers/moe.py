@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Part, Weight
@@ -145,7 +145,7 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     choice_bias: Tensor | None
 
-    def __init__(self, names: ExpertNames, norm: RMSNorm, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
+    def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
                  scheme: Scheme, experts: Experts | None = None):  # fmt: skip
         """`experts`: where the checkpoint keeps them otherwise than one by one."""
         super().__init__()
@@ -164,7 +164,7 @@ class MoE(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """stream [tokens, width] -> the stream with the experts' shares added"""
-        x = self.norm(stream)
+        x = stream if self.norm is None else self.norm(stream)
         chosen, weights = self.ops.route(self.router(x), self.choice_bias, self.routing)
         if self.shared is not None:
             stream = self.shared(x, stream)

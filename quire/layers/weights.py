@@ -7,11 +7,13 @@ tensors in their place. Two weights with the same parts (a tied embedding and he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
+Form = Callable[[Tensor], Tensor]  # from a tensor as a checkpoint holds it to our rows of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Part:
     start: int
     stop: int
     index: int | None = None  # which entry of the tensor's first dimension; None: all of them
-    form: Callable[[Tensor], Tensor] | None = None  # how what was read becomes these rows; None: as it is
+    form: Form | None = None  # how what was read becomes these rows; None: as it is
 
 
 class Weight(nn.Parameter):
@@ -63,6 +65,13 @@ class Weight(nn.Parameter):
             parts.append(Part(name, (rows, *columns), start, start + rows))
             start += rows
         return cls((start, *columns), dtype, tuple(parts))
+
+
+def set_forms(module: nn.Module, forms: Sequence[Form | None]) -> None:
+    """How each checkpoint tensor of a linear layer, in order, becomes its rows of the merged weight (and bias)."""
+    for _, weight in own_weights(module):
+        assert len(weight.parts) == len(forms)
+        weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
 
 
 def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:

@@ -53,7 +53,12 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     model, config = build_model(
-        hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype
+        {**hf_config, "served_len": max_model_len},
+        dtype=dtype,
+        device=device,
+        page_tokens=page_tokens,
+        quant=quant,
+        kv_dtype=kv_dtype,
     )
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)

@@ -16,9 +16,11 @@ from torch import nn
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.models.dense import DenseConfig, DenseModel
+from quire.models.dense import DenseModel
+from quire.models.dense_config import DenseConfig
+from quire.models.dense_families import read_dense
 from quire.models.fields import flag, whole
 from quire.types import QuireError
 
@@ -39,7 +41,7 @@ class MoEConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> MoEConfig:
         kind = config["model_type"]
-        dense = DenseConfig.from_hf({**_dense_fields(config), "model_type": _DENSE_KIND[kind]})
+        dense = read_dense({**_dense_fields(config), "model_type": _DENSE_KIND[kind]})
         shape = _shape(config, kind)
         names = ExpertNames("mlp")
         if kind == "mixtral":
@@ -50,7 +52,7 @@ class MoEConfig:
 class MoEModel(DenseModel):
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
-        def feed_forward(index: int, norm: RMSNorm) -> nn.Module | None:
+        def feed_forward(index: int, norm: Norm | None) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
             names = config.names.below(f"model.layers.{index}")

@@ -100,7 +100,7 @@ def save_checkpoint(family: Family, folder: Path, seed: int = 0) -> Any:
 
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Without the scheduler's self-check at every turn: that no family can disturb, and it costs as much as the rest."""
+    """Without the scheduler's self-check at every turn: no family can disturb it, and it costs as much as the rest."""
     tokens = rig.run(engine, prompts, params, check=False)
     engine.scheduler.check()
     return tokens
@@ -125,10 +125,19 @@ class Case:
         self.prompts = ragged_prompts()
 
     @cached_property
+    def first_run(self) -> tuple[Engine, Witness, list[list[int]]]:
+        """The prompts run cold in chunks: the engine, which is warm now, what its schedule was, and the tokens."""
+        engine = self.engine(chunk_tokens=CHUNK)
+        witness = Witness(engine)
+        tokens = run(engine, self.prompts)
+        engine._workers = witness.inner
+        return engine, witness, tokens
+
+    @cached_property
     def expected(self) -> list[list[int]]:
         """What transformers samples greedily. The engine proposes; each token must be the reference's own choice given
         all before it, so the sequence is the one the reference alone would have come to, at the price of a forward."""
-        proposed = run(self.engine(), self.prompts)
+        proposed = self.first_run[2]
         for prompt, tokens in zip(self.prompts, proposed, strict=True):
             assert len(tokens) == NUM_TOKENS
             logits = self.reference_logits(prompt + tokens[:-1])[len(prompt) - 1 :]
@@ -158,7 +167,7 @@ class Witness:
     """Stands before the device and sees every plan: what the schedule really was."""
 
     def __init__(self, engine: Engine):
-        self._inner = engine._workers
+        self.inner = engine._workers
         self.chunks: Counter[str] = Counter()  # steps of several tokens, per request
         self.mixed_steps = 0  # a catch-up and a decode in one step
         engine._workers = self
@@ -167,10 +176,10 @@ class Witness:
         several = [row.request_id for row in plan.rows if row.count > 1]
         self.chunks.update(several)
         self.mixed_steps += bool(several) and len(several) < len(plan.rows)
-        return self._inner.forward(plan)
+        return self.inner.forward(plan)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
 
 class Recorder:
@@ -216,17 +225,16 @@ def check_logits(case: Case) -> None:
 
 def check_chunks(case: Case) -> None:
     """Prompts computed in pieces, among rows that decode."""
-    engine = case.engine(chunk_tokens=CHUNK)
-    witness = Witness(engine)
-    assert run(engine, case.prompts) == case.expected
+    engine, witness, tokens = case.first_run
+    assert tokens == case.expected
     assert max(witness.chunks.values()) >= 60 // CHUNK and witness.mixed_steps > 3
     assert engine.scheduler.stats.preemptions == 0
 
 
 def check_warm_prefix(case: Case) -> None:
     """The same prompts again, and longer ones: what was computed is not computed again, and nothing changes."""
-    engine = case.engine(chunk_tokens=CHUNK)
-    assert run(engine, case.prompts) == case.expected
+    engine, _, tokens = case.first_run
+    assert tokens == case.expected
     cold, hits = engine.scheduler.stats.computed_tokens, engine.scheduler.cache.stats.hit_tokens
     assert run(engine, case.prompts) == case.expected
     assert engine.scheduler.cache.stats.hit_tokens > hits

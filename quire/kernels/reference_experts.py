@@ -10,6 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.reference import rms_norm
+
+
+def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
+               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
+    as `route`. `router` is [experts, width]."""
+    x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
+    return x, *route(functional.linear(x, router, router_bias), choice_bias, routing)
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

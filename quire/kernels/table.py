@@ -35,7 +35,7 @@ class Ops:
     qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
     paged_attention: Callable[..., Tensor]
-    route: Callable[..., tuple[Tensor, Tensor]]
+    norm_route: Callable[..., tuple[Tensor, Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
@@ -47,7 +47,7 @@ REFERENCE = Ops(
     qk_norm_rope_write=reference.qk_norm_rope_write,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
-    route=reference_experts.route,
+    norm_route=reference_experts.norm_route,
     run_experts=reference_experts.run_experts,
 )
 
@@ -60,7 +60,7 @@ def select_ops(device_type: str) -> Ops:
 def _triton_ops() -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, norm, rope, skinny
+        from quire.kernels.triton import attention, experts, norm, rope, route, skinny
     except ImportError as error:
         warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
         return REFERENCE
@@ -72,6 +72,8 @@ def _triton_ops() -> Ops:
         qk_norm_rope_write=rope.qk_norm_rope_write,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        norm_route=route.norm_route,
+        run_experts=experts.run_experts,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm
+from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Part, Weight
@@ -123,7 +123,7 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """An expert every token goes through."""
 
-    def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, router_scheme: Scheme):
+    def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
         prefix, inner = f"{names.prefix}.{names.shared}", shape.shared_width
         gate_up = [(f"{prefix}.{names.gate}", inner), (f"{prefix}.{names.up}", inner)]
@@ -132,7 +132,7 @@ class SharedExpert(nn.Module):
         self.gate = None
         if shape.shared_gated:
             gate = [(f"{names.prefix}.{names.shared_gate}", 1)]
-            self.gate = Linear(shape.width, gate, dtype=dtype, scheme=router_scheme)
+            self.gate = Linear(shape.width, gate, dtype=dtype, scheme=Dense(ops))
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         """x is the normed stream; both [tokens, width]. Returns the stream with this expert's share added."""
@@ -143,6 +143,8 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
+    router: Tensor  # [experts, width]; it decides by small differences, so it is never quantized
+    router_bias: Tensor | None
     choice_bias: Tensor | None
 
     def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
@@ -152,20 +154,22 @@ class MoE(nn.Module):
         self.norm = norm
         self.routing = shape.routing
         self.ops = ops
-        plain = Dense(ops)  # a router decides by small differences: it is never quantized
-        num = shape.routing.num_experts
-        router = [(f"{names.prefix}.{names.router}", num)]
-        self.router = Linear(shape.width, router, bias=shape.router_bias, dtype=dtype, scheme=plain)
+        num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
+        self.router = Weight.whole(f"{router}.weight", (num, shape.width), dtype)
+        self.router_bias = Weight.whole(f"{router}.bias", (num,), dtype) if shape.router_bias else None
         self.choice_bias = None
         if shape.choice_bias:
             self.choice_bias = Weight.whole(f"{names.prefix}.{names.choice_bias}", (num,), torch.float32)
         self.experts = experts or Experts.from_names(names, shape, dtype)
-        self.shared = SharedExpert(names, shape, dtype, scheme, plain) if shape.shared_width else None
+        self.shared = SharedExpert(names, shape, dtype, ops, scheme) if shape.shared_width else None
 
     def forward(self, stream: Tensor) -> Tensor:
         """stream [tokens, width] -> the stream with the experts' shares added"""
-        x = stream if self.norm is None else self.norm(stream)
-        chosen, weights = self.ops.route(self.router(x), self.choice_bias, self.routing)
+        x, norm = fuse_norm(self.norm, stream)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        x, chosen, weights = self.ops.norm_route(
+            x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
+        )
         if self.shared is not None:
             stream = self.shared(x, stream)
         return self.ops.run_experts(x, self.experts.weights(), chosen, weights, stream)

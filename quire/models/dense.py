@@ -120,7 +120,7 @@ class DenseModel(nn.Module):
         self.layer_ropes = [kinds.index(rope) for rope in config.ropes]
 
     @staticmethod
-    def read_config(config: Mapping[str, Any]) -> DenseConfig:
+    def read_config(config: Mapping[str, Any]) -> Any:
         return read_dense(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
-from quire.kernels.triton import attention, decode, launch, prefill_hopper, rope, sample, skinny
+from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.triton import attention, decode, experts, launch, prefill_hopper, rope, route, sample, skinny
 
 launched: dict[str, int] = {}
 _run = JITFunction.run
@@ -60,7 +61,23 @@ def main() -> None:
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
+    compile_experts()
     json.dump(launched, sys.stdout)
+
+
+def compile_experts() -> None:
+    """The shapes of Qwen3-30B-A3B, with few experts."""
+    bf16 = torch.bfloat16
+    weights = ExpertWeights(torch.zeros(8, 1536, 2048, dtype=bf16), torch.zeros(8, 2048, 768, dtype=bf16))
+    router, norm = torch.zeros(8, 2048, dtype=bf16), torch.ones(2048, dtype=bf16)
+    for tokens in (1, 8, 32, 64, 2048):
+        x = torch.zeros(tokens, 2048, dtype=bf16)
+        if tokens <= route.FEW_ROWS:  # beyond, the router's product is torch's, and not every CPU has bfloat16
+            route.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
+        chosen, shares = route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4))
+        experts.run_experts(x, weights, chosen, shares, x)
+    grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
+    route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
 
 
 if __name__ == "__main__":

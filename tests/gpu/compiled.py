@@ -57,7 +57,7 @@ def main() -> None:
     for counts in ([1] * 4, [4]):
         plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
         attention.paged_attention(q, cache, cache, plan, 0.1)
-    assert prefill_hopper.supports(q, cache, None)
+    assert prefill_hopper.supports(q, cache, plain=True)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)

@@ -182,7 +182,7 @@ class Paged:
         q = where.normal(sum(counts), heads, head_dim, dtype=dtype)
         return cls(q, *caches, table.to(device), torch.tensor(positions, device=device), counts, lens, page)
 
-    def expected(self, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def expected(self, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
         out, first = [], 0
         kv_heads, head_dim = self.k_cache.shape[2:]
         for row, (count, length) in enumerate(zip(self.counts, self.lens, strict=True)):
@@ -197,7 +197,11 @@ class Paged:
             hidden = keys > where
             if window is not None:
                 hidden |= keys <= where - window
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                beside = sinks.double().view(kv_heads, -1, 1, 1).expand(-1, -1, count, -1)
+                scores = torch.cat((scores, beside), -1)
+            weights = scores.softmax(-1)[..., :length]
             out.append(torch.einsum("kgqn,nkd->qkgd", weights, v).reshape(count, -1))
             first += count
         return torch.cat(out)

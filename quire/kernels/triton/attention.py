@@ -75,10 +75,11 @@ def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
-                    softcap: float | None = None, scales: Scales | None = None) -> Tensor:  # fmt: skip
+                    softcap: float | None = None, sinks: Tensor | None = None,
+                    scales: Scales | None = None) -> Tensor:  # fmt: skip
     """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
     if plan.prepared is None:
-        plan.prepared = _prepare(plan, q, k_cache, softcap)
+        plan.prepared = _prepare(plan, q, k_cache, plain=softcap is None and sinks is None)
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
@@ -97,13 +98,14 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
         prefill.prefill_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
             work.prefill_tuning, softcap=softcap, window=plan.window, k_scale=scales.k, v_scale=scales.v, out=out,
+            sinks=sinks,
         )  # fmt: skip
     if work.decode_tuning is not None:
         decode.decode_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.decode_tuning, work.workspace,
             softcap=softcap, window=plan.window, token_index=work.token_index, row_index=work.row_index,
             k_scale=scales.k, v_scale=scales.v, out=out,
-            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early,
+            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early, sinks=sinks,
         )  # fmt: skip
     return out
 
@@ -113,7 +115,8 @@ def supports(head_dim: int, page_tokens: int) -> bool:
     return head_dim in (16, 32, 64, 128, 256) and page_tokens >= 8
 
 
-def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None) -> _Prepared:
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prepared:
+    """`plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work = _Prepared()
@@ -138,7 +141,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
-    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, softcap)
+    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)

@@ -174,7 +174,9 @@ def _grouped_kernel(
                 if EVEN:
                     other = tl.load(weight_rows + num_outs * in_features + start)
                 else:
-                    other = tl.load(weight_rows + num_outs * in_features + start, mask=inside[:, None] & left, other=0.0)
+                    other = tl.load(
+                        weight_rows + num_outs * in_features + start, mask=inside[:, None] & left, other=0.0
+                    )
                 up = tl.dot(other, across, up, input_precision=PRECISION)
         if BIAS:
             bias = bias_ptr + expert * (2 if GATED else 1) * num_outs + outs

@@ -8,6 +8,7 @@ writes is finite. Whoever finds a row whose forward was not must zero its pages 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +88,20 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Reference
         span = slice(row.first, row.first + row.count)
         out[span] = _attend_catch_up(q[span], k_cache, v_cache, row, scale, softcap, sinks)
     return out
+
+
+def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What the plan's rows may see of a cache of one head, batch by batch, for oracles that attend by themselves: which
+    tokens [rows, queries], their entries [rows, keys, head_dim], and a mask [rows, 1, queries, keys] of 0 or -inf."""
+    for rows in plan.singles:
+        tokens = torch.arange(rows.num_rows) if rows.token_index is None else rows.token_index
+        yield tokens.unsqueeze(1), _gather(cache, rows.pages, rows.num_rows)[:, 0], rows.mask
+    for row in plan.catch_ups:
+        entries, mask = _gather(cache, row.pages, 1)[:, 0], row.mask
+        if mask is None:
+            entries = entries[:, : row.count]
+            mask = torch.full((row.count, row.count), -torch.inf, dtype=cache.dtype).triu_(1)
+        yield torch.arange(row.first, row.first + row.count).unsqueeze(0), entries, mask[None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention, reference_experts
+from quire.kernels import reference, reference_attention, reference_experts, reference_latent
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 
 
@@ -37,6 +37,8 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     norm_route: Callable[..., tuple[Tensor, Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
+    latent_write: Callable[..., Tensor]
+    latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
 
@@ -49,6 +51,8 @@ REFERENCE = Ops(
     paged_attention=reference_attention.paged_attention,
     norm_route=reference_experts.norm_route,
     run_experts=reference_experts.run_experts,
+    latent_write=reference_latent.latent_write,
+    latent_attention=reference_latent.latent_attention,
 )
 
 
@@ -60,7 +64,7 @@ def select_ops(device_type: str) -> Ops:
 def _triton_ops() -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, experts, norm, rope, route, skinny
+        from quire.kernels.triton import attention, experts, latent, norm, rope, route, skinny
     except ImportError as error:
         warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
         return REFERENCE
@@ -74,6 +78,8 @@ def _triton_ops() -> Ops:
         paged_attention=attention.paged_attention,
         norm_route=route.norm_route,
         run_experts=experts.run_experts,
+        latent_write=latent.latent_write,
+        latent_attention=latent.latent_attention,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 

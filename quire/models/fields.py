@@ -34,3 +34,10 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise QuireError("bad_config", f"{key}={value!r} must be true or false.", "Check config.json.")
     return value
+
+
+def check_silu(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        what = f"Activation {activation!r} is not supported in a model of this type."
+        raise QuireError("unsupported_model", what, "Supported is silu.")

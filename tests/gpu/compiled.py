@@ -16,7 +16,7 @@ from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
 from quire.kernels.experts import ExpertWeights, Routing
-from quire.kernels.triton import attention, decode, experts, launch, prefill_hopper, rope, route, sample, skinny
+from quire.kernels.triton import attention, decode, experts, latent, launch, prefill_hopper, rope, route, sample, skinny
 
 launched: dict[str, int] = {}
 _run = JITFunction.run
@@ -43,7 +43,7 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, prefill_hopper, sample):
+    for module in (launch, attention, decode, latent, prefill_hopper, sample):
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -62,7 +62,26 @@ def main() -> None:
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
     compile_experts()
+    compile_latent()
     json.dump(launched, sys.stdout)
+
+
+def compile_latent() -> None:
+    """The shapes of DeepSeek V3."""
+    bf16 = torch.bfloat16
+    cache, places = torch.zeros(10, 16, 1, 576, dtype=bf16), torch.arange(4)
+    angles = Angles(places, torch.rand(32))
+    for heads in (128, 16):
+        entry, norm, q = (
+            torch.zeros(4, 576, dtype=bf16),
+            torch.ones(512, dtype=bf16),
+            torch.zeros(4, heads, 192, dtype=bf16),
+        )
+        q_rope = latent.latent_write(q, entry, norm, 1e-6, angles, cache, places, True)
+        for counts in ([1] * 4, [4]):
+            table = torch.zeros(len(counts), 64, dtype=torch.int32)
+            plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
+            latent.latent_attention(torch.zeros(heads, 4, 512, dtype=bf16), q_rope, cache, plan, 0.1)
 
 
 def compile_experts() -> None:

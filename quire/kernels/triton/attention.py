@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class TritonPlan:
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
     prepared: _Prepared | None = None
+    latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 
 def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
@@ -161,7 +163,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prep
         fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
     firsts = prefill.first_tokens(counts)
     parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1]]
-    uploaded = _upload(parts, q.device)
+    uploaded = upload_ints(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
         work.items = uploaded[1]
@@ -186,7 +188,7 @@ def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: 
     return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
 
 
-def _upload(parts: list[list[int]], device: torch.device) -> list[Tensor]:
+def upload_ints(parts: list[list[int]], device: torch.device) -> list[Tensor]:
     """To the device in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels are
     compiled anew for pointers that are aligned differently."""
     numbers: list[int] = []

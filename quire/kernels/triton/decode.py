@@ -264,7 +264,8 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
     """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
     None) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for a row of nothing: zeros.
     `early`: positions and pages were there before the last kernel that was launched without dependent launch, so they
-    may be read while kernels since then still run. `sinks` [heads] as in the reference. Returns, or fills, [tokens, heads * head_dim].
+    may be read while kernels since then still run. `sinks` [heads] as in the reference. Returns, or fills,
+    [tokens, heads * head_dim].
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -291,7 +292,8 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
         MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
         SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
         HAS_TOKENS=token_index is not None, HAS_ROWS=row_index is not None,
-        PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute, EARLY=early, PACKED=packed, FAST=not INTERPRETED,
+        PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute,
+        EARLY=early, PACKED=packed, FAST=not INTERPRETED,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out

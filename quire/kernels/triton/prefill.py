@@ -188,7 +188,8 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
         score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
         GROUP=group, GROUP_STORED=triton.next_power_of_2(group), D=head_dim, PAGE=k_cache.shape[1],
         BLOCK_Q=tuning.block_q, BLOCK=tuning.block, SOFTCAP=softcap is not None, WINDOW=window is not None,
-        SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute_type(q, k_cache),
-        TILE_FIELDS=TILE_FIELDS, **launch_options(q.device, tuning.num_warps, tuning.num_stages),
+        SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
+        COMPUTE=compute_type(q, k_cache), TILE_FIELDS=TILE_FIELDS,
+        **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out

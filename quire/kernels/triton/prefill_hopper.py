@@ -286,7 +286,7 @@ def _prefill_hopper_kernel(
 
 
 def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
-    """Whether this kernel can do it, `plain` being without softcap and sinks; `prefill.prefill_attention` does the rest."""
+    """Whether this kernel can do it (`plain`: no softcap, no sinks); `prefill.prefill_attention` does the rest."""
     return (
         q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)

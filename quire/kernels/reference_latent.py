@@ -38,8 +38,8 @@ def turn(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
-    """Absorbed: q_latent [heads, tokens, rank] and q_rope [tokens, heads, rope_dim] over the cache; the mean latent each
-    head sees, [heads, tokens, rank]."""
+    """Absorbed: q_latent [heads, tokens, rank] and q_rope [tokens, heads, rope_dim] over the cache; the mean latent
+    that each head sees, [heads, tokens, rank]."""
     num_heads, num_tokens, rank = q_latent.shape
     q = torch.cat((q_latent.transpose(0, 1), q_rope), -1)
     out = paged_attention(q, cache, cache[..., :rank], plan, scale)

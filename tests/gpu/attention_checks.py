@@ -71,7 +71,7 @@ def check_latent(where: Where) -> None:
     ]
     for dtype in where.dtypes:
         for heads, rank, rope_dim in shapes:
-            for counts in mixes if where.large or dtype == torch.float32 and heads == 5 else mixes[2:]:
+            for counts in mixes if where.large or (dtype == torch.float32 and heads == 5) else mixes[2:]:
                 batch = Paged.make(where, dtype, counts, lens, heads, 1, rank + rope_dim, page)
                 q_latent = batch.q[..., :rank].transpose(0, 1).contiguous()
                 q_rope = batch.q[..., rank:].contiguous()

@@ -197,7 +197,7 @@ def _latent_kernel(
                 best = tl.full([LANES], float("-inf"), tl.float32)
                 total = tl.zeros([LANES], tl.float32)
                 acc = tl.zeros([LANES, RANK], tl.float32)
-                for other in range(0, num_shares):
+                for other in range(num_shares):
                     cell = (group * NUM_SPLITS + other) * LANES + lanes
                     part_best = tl.load(max_ptr + cell, cache_modifier=".cg")
                     part_sum = tl.load(sum_ptr + cell, cache_modifier=".cg")
@@ -243,7 +243,7 @@ class LatentWork:
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float,
                      tuning: LatentTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_latent.latent_attention`."""
-    num_heads, num_tokens, rank = q_latent.shape
+    num_heads, _, rank = q_latent.shape
     tuning = tuning or tune(rank, q_latent.element_size())
     if plan.latent is None:
         plan.latent = _prepare(plan, num_heads, rank, tuning, q_latent.device)

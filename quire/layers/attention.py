@@ -20,7 +20,7 @@ from quire.layers.norm import Norm, QKNorm, WideQKNorm, fuse_norm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
-from quire.layers.weights import set_forms
+from quire.layers.weights import Weight, set_forms
 from quire.types import CacheSpec
 
 
@@ -77,6 +77,7 @@ class AttentionShape:
     scale: float | None = None  # of scores; None: head_dim ** -0.5
     softcap: float | None = None  # scores are bent to stay within plus and minus this
     order: HeadOrder | None = None  # what brings the checkpoint's heads into our order; None: they are in it
+    sinks: bool = False  # each head also gives a score of its own to nothing at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class AttentionNames:
 
 
 class Attention(nn.Module):
+    sinks: Tensor | None  # [heads]
+
     def __init__(self, prefix: str, norm: Norm | None, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
                  out_bias: bool, qk_norm: QKNorm | WideQKNorm | None, dtype: torch.dtype, ops: Ops, scheme: Scheme,
                  names: AttentionNames | None = None, join: Join | None = None):  # fmt: skip
@@ -110,6 +113,7 @@ class Attention(nn.Module):
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
         self.wide_norm = qk_norm if isinstance(qk_norm, WideQKNorm) else None
+        self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
         self.join = join or Join()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
@@ -130,5 +134,7 @@ class Attention(nn.Module):
             q, stream = plan.pick(q), plan.pick(stream)
             if not len(stream):
                 return stream
-        attended = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap)
+        attended = self.ops.paged_attention(
+            q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks
+        )
         return self.join(self.out, attended, stream)

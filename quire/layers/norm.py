@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from quire.kernels.table import Ops
 from quire.layers.partial import HeadOrder
-from quire.layers.weights import Form, Part, Weight
+from quire.layers.weights import Form, Part, Weight, set_forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,14 @@ class QKNorm(nn.Module):
 class WideQKNorm(nn.Module):
     """Queries normed over all their heads together, and keys over all theirs, before rope."""
 
-    def __init__(self, prefix: str, q_width: int, k_width: int, eps: float, dtype: torch.dtype, ops: Ops):
+    def __init__(self, prefix: str, q_width: int, k_width: int, eps: float, dtype: torch.dtype, ops: Ops,
+                 order: HeadOrder | None = None):  # fmt: skip
+        """`order`: that of the heads the weights are for."""
         super().__init__()
         self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, dtype, ops)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, dtype, ops)
+        for norm in (self.q_norm, self.k_norm) if order is not None else ():
+            set_forms(norm, (order,))
         self.widths = (q_width, k_width)
 
     def forward(self, qkv: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ all heads read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
 from quire.models.fields import check_silu, flag, number, whole
+from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -40,8 +41,9 @@ class DeepSeekConfig:
     rope: RopeConfig
     attention: LatentShape
     dense_width: int  # of the feed-forward block of the first layers
-    num_dense: int
+    sparse_layers: frozenset[int]  # those with experts
     moe: MoEShape
+    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
     tied: bool
     form: Form = "absorbed"
 
@@ -57,10 +59,6 @@ class DeepSeekConfig:
         if rope.kind == "yarn":
             max_positions = max(max_positions, int(rope.original_len * rope.factor))
         num_layers = whole(config, "num_hidden_layers")
-        num_dense = config.get("first_k_dense_replace") or 0
-        if not isinstance(num_dense, int) or not 0 <= num_dense <= num_layers:
-            what = f"first_k_dense_replace={num_dense!r} must lie between 0 and the {num_layers} layers."
-            raise QuireError("bad_config", what, "Check config.json.")
         return cls(
             vocab_size=whole(config, "vocab_size"),
             num_layers=num_layers,
@@ -69,8 +67,9 @@ class DeepSeekConfig:
             rope=rope,
             attention=_attention(config, rope),
             dense_width=whole(config, "intermediate_size"),
-            num_dense=num_dense,
+            sparse_layers=sparse_layers(config, num_layers),
             moe=_experts(config),
+            needless=draft_layers(config, num_layers),
             tied=flag(config, "tie_word_embeddings", False),
         )
 
@@ -85,7 +84,7 @@ class DeepSeekLayer(nn.Module):
         )
         norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, config.norm_eps, dtype, ops)
         self.mlp: nn.Module
-        if index < config.num_dense:
+        if index not in config.sparse_layers:
             inner = config.dense_width
             self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=False, dtype=dtype, scheme=scheme)
         else:
@@ -93,7 +92,9 @@ class DeepSeekLayer(nn.Module):
             self.mlp = MoE(names, norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        return self.mlp(self.attention(stream, angles, plan))
+        """stream [tokens, width]; beyond attention only the tokens that `plan` wants go on"""
+        stream = plan.pick(self.attention(stream, angles, plan))
+        return self.mlp(stream) if len(stream) else stream
 
 
 class DeepSeekModel(nn.Module):
@@ -101,6 +102,7 @@ class DeepSeekModel(nn.Module):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         super().__init__()
         self.config = config
+        self.needless = config.needless
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
@@ -122,13 +124,15 @@ class DeepSeekModel(nn.Module):
         return DeepSeekConfig.from_hf(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step's tokens and leave their latents in the cache; returns [tokens, width]."""
+        """Compute the step's tokens and leave their latents in the cache; returns the hidden states wanted, [n, width]."""
         plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
         angles = self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             stream = layer(stream, angles, plan)
-        return self.norm(stream)
+        last = plan if step.samples is None else replace(plan, wanted=step.logits_index)
+        stream = self.layers[-1](stream, angles, last)
+        return self.norm(stream) if len(stream) else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -162,22 +166,22 @@ def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
 
 
 def _experts(config: Mapping[str, Any]) -> MoEShape:
-    third = config["model_type"] == "deepseek_v3"
-    grouped = third or config.get("topk_method", "greedy") == "group_limited_greedy"
-    method = config.get("topk_method", "noaux_tc" if third else "greedy")
-    if method not in (("noaux_tc",) if third else ("greedy", "group_limited_greedy")):
-        what = f"topk_method={method!r} of {config['model_type']} is not supported."
-        raise QuireError("unsupported_model", what, "Check config.json.")
+    """V2: the best by softmax, of the groups with the best expert where groups limit the choice. V3 is `moe`'s."""
+    if config["model_type"] == "deepseek_v3":
+        return shared_beside_routed(config)
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        what = f"topk_method={method!r} of deepseek_v2 is not supported."
+        raise QuireError("unsupported_model", what, "Supported are greedy and group_limited_greedy.")
+    grouped = method == "group_limited_greedy"
     routing = Routing(
-        num_experts=whole(config, "num_local_experts" if "num_local_experts" in config else "n_routed_experts"),
+        num_experts=whole(config, "n_routed_experts"),
         top_k=whole(config, "num_experts_per_tok"),
-        score="sigmoid" if third else "softmax",
-        normalise=third and flag(config, "norm_topk_prob", True),
+        normalise=False,
         scale=number(config, "routed_scaling_factor", 1.0),
         num_groups=whole(config, "n_group", 1) if grouped else 1,
         top_groups=whole(config, "topk_group", 1) if grouped else 1,
-        group_members=2 if third else 1,
     )
     inner = whole(config, "moe_intermediate_size")
-    shared = inner * whole(config, "n_shared_experts", 1) if config.get("n_shared_experts") != 0 else 0
-    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=third)
+    shared = inner * (config.get("n_shared_experts") or 0)
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared)

@@ -54,7 +54,7 @@ class DenseLayer(nn.Module):
             norm(config.norms.before_attention),
             AttentionShape(
                 config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
-                config.attention_softcap, order,
+                config.attention_softcap, order, config.sinks,
             ),
             cache_index,
             qkv_bias=config.qkv_bias,
@@ -182,5 +182,5 @@ def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: t
             return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-            return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops)
+            return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)
     return None

@@ -63,6 +63,7 @@ class DenseConfig:
     gated: bool = True  # the feed-forward block has a gate
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    sinks: bool = False  # heads have a score for nothing
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each block adds
     logit_scale: float = 1.0

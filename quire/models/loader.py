@@ -88,8 +88,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
                 quant: str = "none", kv_dtype: str = "auto") -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config."""
-    if hf_config.get("quantization_config"):
-        method = hf_config["quantization_config"].get("quant_method", "an unknown method")
+    method = (hf_config.get("quantization_config") or {}).get("quant_method", "an unknown method")
+    if hf_config.get("quantization_config") and method != "mxfp4":  # that one is decoded while loading
         what = f"This checkpoint is quantized ({method}), which is not supported."
         raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
     model_type = find_model_type(hf_config)

@@ -18,6 +18,7 @@ from quire.layers.step import Step
 from quire.types import CacheSpec, QuireError
 
 _DENSE = "quire.models.dense:DenseModel"
+_MOE = "quire.models.moe:MoEModel"
 FAMILIES = {  # model_type of a config.json -> where its class is
     "arcee": _DENSE,
     "cohere": _DENSE,
@@ -49,9 +50,14 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "starcoder2": _DENSE,
     "deepseek_v2": "quire.models.deepseek:DeepSeekModel",
     "deepseek_v3": "quire.models.deepseek:DeepSeekModel",
-    "mixtral": "quire.models.moe:MoEModel",
-    "qwen2_moe": "quire.models.moe:MoEModel",
-    "qwen3_moe": "quire.models.moe:MoEModel",
+    "dots1": _MOE,
+    "glm4_moe": _MOE,
+    "gpt_oss": "quire.models.gpt_oss:GptOssModel",
+    "minimax_m2": _MOE,
+    "mixtral": _MOE,
+    "olmoe": _MOE,
+    "qwen2_moe": _MOE,
+    "qwen3_moe": _MOE,
 }
 ARCHITECTURES = {  # for a config.json that has no model_type
     "LlamaForCausalLM": "llama",
@@ -60,6 +66,7 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from quire.files.gguf import GGUFFile
 from quire.files.safetensors import check_safetensors
+from quire.kernels.dequant import dequantize_mxfp4
 from quire.layers.linear import Linear
 from quire.layers.weights import Part, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
+MXFP4_BYTES = 16  # of a block of 32 numbers
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
@@ -100,7 +102,9 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted and not _NEEDLESS.fullmatch(name)]
+    needless: tuple[str, ...] = getattr(model, "needless", ())  # beginnings of names, where a family has such
+    unexpected = [name for name in found if name not in wanted and not name.startswith(needless)
+                  and not _NEEDLESS.fullmatch(name)]  # fmt: skip
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
         raise _bad_weights(f"{checkpoint.where} lacks {_some_experts(missing) or _some(missing)}")
@@ -139,28 +143,50 @@ def _bad_weights(what: str) -> QuireError:
 
 
 class SafetensorsCheckpoint:
-    """Any number of shards. Files stay mapped, tensors are read one at a time."""
+    """Any number of shards. Files stay mapped, tensors are read one at a time. Tensors in MXFP4, a pair of `_blocks` and
+    `_scales`, look like one under the name of the blocks, and are decoded as they are read."""
 
     def __init__(self, shards: list[Path], where: str):
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._shard_of: dict[str, Path] = {}
         self._open: tuple[Path, safe_open] | None = None
+        entries = {}
         for shard in shards:
             for name, entry in check_safetensors(shard).items():
-                if name in self.shapes:
+                if name in entries:
                     raise _bad_weights(f"{where} holds {name} twice")
+                entries[name] = entry
+                self._shard_of[name] = shard
+        packed = {name: name.removesuffix("_blocks") + "_scales" for name in entries if name.endswith("_blocks")}
+        self._scales = {
+            name: scales
+            for name, scales in packed.items()
+            if scales in entries and entries[name].dtype == entries[scales].dtype == "U8"
+            and entries[name].shape == (*entries[scales].shape, MXFP4_BYTES)
+        }  # fmt: skip
+        for name, entry in entries.items():
+            if name in self._scales:
+                *outer, num_blocks, num_bytes = entry.shape
+                self.shapes[name] = (*outer, 2 * num_blocks * num_bytes)
+            elif name not in self._scales.values():
                 if entry.dtype not in _FLOATS and not _NEEDLESS.fullmatch(name):
-                    what = f"{where} holds {name} as {entry.dtype}; quantized checkpoints are not supported."
+                    what = f"{where} holds {name} as {entry.dtype}, which is not supported."
                     raise QuireError("unsupported_model", what, f"Supported types are {', '.join(_FLOATS)}.")
                 self.shapes[name] = entry.shape
-                self._shard_of[name] = shard
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        if name in self._scales:
+            blocks, scales = (self._read(part, index).to(target.device) for part in (name, self._scales[name]))
+            target.copy_(dequantize_mxfp4(blocks, scales))
+        else:
+            target.copy_(self._read(name, index))
+
+    def _read(self, name: str, index: int | None) -> Tensor:
         shard = self._shard_of[name]
         if self._open is None or self._open[0] != shard:
             self._open = (shard, safe_open(shard, framework="pt"))
-        target.copy_(self._open[1].get_tensor(name) if index is None else self._open[1].get_slice(name)[index])
+        return self._open[1].get_tensor(name) if index is None else self._open[1].get_slice(name)[index]
 
 
 class GGUFCheckpoint:

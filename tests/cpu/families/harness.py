@@ -93,7 +93,9 @@ def save_checkpoint(family: Family, folder: Path, seed: int = 0) -> Any:
     model = model.to(torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        saved = model.state_dict()
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name in saved and name.endswith("bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             family.draw(name, parameter, generator)
     model.save_pretrained(folder)
     return model

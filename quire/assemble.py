@@ -36,7 +36,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.types import CacheSpec, QuireError
+from quire.types import QuireError
 
 CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
 CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
@@ -97,7 +97,7 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     store = CacheStore(specs, units, host, device)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    row_ops = select_row_ops(device.type) if _can_capture(specs) else None
+    row_ops = select_row_ops(device.type) if _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     sampler = Sampler(model.vocab_size, device, select_choice(device.type))
@@ -121,8 +121,9 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
     return GrammarDesk(make_compiler)
 
 
-def _can_capture(specs: list[CacheSpec]) -> bool:
-    return all(spec.kind == "paged" for spec in specs)
+def _can_capture(model: Model) -> bool:
+    paged = all(spec.kind == "paged" for spec in model.specs)
+    return paged and not getattr(model, "eager_only", False)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

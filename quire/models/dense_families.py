@@ -261,7 +261,7 @@ def _refuse(config: Fields, key: str) -> None:
     """A variant of the family that no one has asked for yet."""
     if config.get(key):
         what = f"{config['model_type']} with {key}={config[key]!r} is not supported."
-        raise QuireError("unsupported_model", what, "Set engine.fallback to run it through transformers.")
+        raise QuireError("unsupported_model", what, "Use a checkpoint without it.")
 
 
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}

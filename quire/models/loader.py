@@ -6,6 +6,7 @@ kinds of files, folders and GGUF, become the same thing here: the fields of a co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
+from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.sources import CheckpointFill, GGUFCheckpoint, RandomFill, SafetensorsCheckpoint, fill_model
@@ -62,6 +64,11 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     )
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
+    for note in getattr(model, "notes", ()):
+        if progress is None:
+            warnings.warn(note, stacklevel=2)
+        else:
+            progress.note(note)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -75,6 +82,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()
+    if isinstance(model, FallbackModel):
+        model.verify()
     defaults = gguf.sampling_defaults(file) if file is not None else generation_defaults(files.generation_config)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config)
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)

@@ -59,6 +59,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "qwen2_moe": _MOE,
     "qwen3_moe": _MOE,
 }
+FALLBACK = "quire.models.fallback:FallbackModel"
 ARCHITECTURES = {  # for a config.json that has no model_type
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -109,14 +110,14 @@ def find_model_type(config: Mapping[str, Any]) -> str:
     """What kind of model a config.json describes: by its `model_type`, or else by its `architectures`."""
     names = [config.get("model_type"), *(ARCHITECTURES.get(name) for name in config.get("architectures") or ())]
     model_type = next((name for name in names if name is not None), None)
-    if model_type not in FAMILIES:
-        name = model_type or ", ".join(config.get("architectures") or ()) or "(config.json names none)"
-        raise unsupported(f"Model type {name}")
+    if model_type is None:
+        raise unsupported(f"Model type {', '.join(config.get('architectures') or ()) or '(config.json names none)'}")
     return model_type
 
 
 def find_family(model_type: str) -> Family:
-    module, _, attribute = FAMILIES[model_type].partition(":")
+    """The family's own class, or else the one that runs what transformers knows."""
+    module, _, attribute = FAMILIES.get(model_type, FALLBACK).partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

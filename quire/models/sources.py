@@ -102,9 +102,10 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    needless: tuple[str, ...] = getattr(model, "needless", ())  # beginnings of names, where a family has such
-    unexpected = [name for name in found if name not in wanted and not name.startswith(needless)
-                  and not _NEEDLESS.fullmatch(name)]  # fmt: skip
+    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
+    needless = [_NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
+    unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
+                  and not any(fits(name) for fits in needless)]  # fmt: skip
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
         raise _bad_weights(f"{checkpoint.where} lacks {_some_experts(missing) or _some(missing)}")

@@ -82,6 +82,10 @@ def all_families() -> list[Family]:
     return found
 
 
+def model_type(family: Family) -> str:
+    return family.config().model_type
+
+
 def save_checkpoint(family: Family, folder: Path, seed: int = 0) -> Any:
     """Write a tiny float32 checkpoint into `folder`; returns the transformers model it was saved from."""
     config = family.config()

@@ -24,6 +24,7 @@ from quire.layers.attention import AttentionPlan, plan_attention
 from quire.layers.quant import Dense, Fp16Packed, Scheme
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.layers.weights import Part, Weight
+from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
 ATTENTION = "quire"  # our name among the attention functions of transformers
@@ -110,9 +111,10 @@ class FallbackModel(nn.Module):
         transformers = _import_transformers(model_type)
         known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if model_type not in known:
-            raise QuireError("unsupported_model", f"Model type {model_type} is not supported, and transformers "
-                             f"{transformers.__version__} has no causal model of that type.",
-                             "docs/models.md lists what is.")  # fmt: skip
+            what = (
+                f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
+            )
+            raise QuireError("unsupported_model", f"{what} of that type either.", supported_types())
         fields = {key: value for key, value in config.items() if key not in ("model_type", "served_len")}
         try:
             hf = transformers.AutoConfig.for_model(model_type, **fields)
@@ -376,4 +378,4 @@ def _first_line(error: Exception) -> str:
 
 def _unsupported(model_type: str, why: str) -> QuireError:
     return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
-                      "docs/models.md lists what is supported.")  # fmt: skip
+                      supported_types())  # fmt: skip

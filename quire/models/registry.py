@@ -122,4 +122,8 @@ def find_family(model_type: str) -> Family:
 
 
 def unsupported(what: str) -> QuireError:
-    return QuireError("unsupported_model", f"{what} is not supported.", f"Supported are {', '.join(sorted(FAMILIES))}.")
+    return QuireError("unsupported_model", f"{what} is not supported.", supported_types())
+
+
+def supported_types() -> str:
+    return f"Supported are {', '.join(sorted(FAMILIES))}."

@@ -32,7 +32,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
     ({"model_type": "falcon", "alibi": True}, ("falcon", "can't run")),
     ({"model_type": "codegen"}, ("codegen", "can't be exchanged")),
     ({"model_type": "bert"}, ("bert", "")),
-    ({"model_type": "no_such_model"}, ("no_such_model is not supported", "has no causal model of that type")),
+    ({"model_type": "no_such_model"}, ("no_such_model is not supported", "no causal model of that type")),
     ({"model_type": "opt", "num_hidden_layers": "many"}, ("opt", "refuses this")),
     ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, ("lfm2", "layers of type conv")),
 ])  # fmt: skip

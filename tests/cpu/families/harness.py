@@ -20,12 +20,16 @@ import torch
 import transformers
 from torch import Tensor
 
+from quire.assemble import build_engine, memory_report
+from quire.cache.tree import ABSENT
+from quire.config import Config
+from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.layers.step import Step
 from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
-from tests.cpu.rig import load, make_engine, make_request
+from tests.cpu.rig import CPU, load, make_engine, make_request
 
 VOCAB = 256
 NUM_TOKENS = 48  # sampled per prompt
@@ -324,6 +328,34 @@ def check_overlap_recompute(case: Case) -> None:
     _check_pushed_out(case, "recompute", depth=2)
 
 
+def check_memory(case: Case) -> None:
+    """What `quire doctor` says before anything is loaded is what is then allocated. Windows give their pages back."""
+    config = override_config(Config(), {"model": str(case.folder), "cache_memory": 1 << 22, "max_rows": 4,
+                                        "page_tokens": PAGE_TOKENS, "dtype": "float32"})  # fmt: skip
+    said = memory_report(config)
+    engine, _ = build_engine(case.model, config, said.max_model_len, CPU)
+    caches = sum(tensor.nbytes for tensor in engine._workers._store.tensors.values())
+    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in case.model.parameters()}.values())  # type: ignore
+    assert abs(said.cache - caches) <= 0.02 * caches
+    assert abs(said.weights - weights) <= 0.02 * weights
+    windows = {group: spec.window for group, spec in enumerate(case.model.specs) if spec.window is not None}
+    if windows:
+        _check_windows(case, windows)
+
+
+def _check_windows(case: Case, windows: dict[int, int]) -> None:
+    """No page is held that no coming token can see, but for the one it begins in."""
+    engine = case.engine(chunk_tokens=CHUNK, prefix_cache=False)
+    request = make_request("long", case.prompts[-1], GREEDY)
+    engine.add(request)
+    while engine.has_work:
+        engine.turn()
+        for group, window in windows.items():
+            held = sum(unit != ABSENT for unit in request.lease.units[group]) if request.lease else 0
+            assert held <= (window + CHUNK) // PAGE_TOKENS + 2, f"{held} pages for a window of {window}"
+    assert len(request.tokens) > 2 * max(windows.values()) + CHUNK
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "logits": check_logits,
     "chunks": check_chunks,
@@ -333,4 +365,5 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "depth 2": check_overlap,
     "depth 2, swap": check_overlap_swap,
     "depth 2, recompute": check_overlap_recompute,
+    "memory": check_memory,
 }

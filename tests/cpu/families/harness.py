@@ -25,7 +25,9 @@ from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
+from quire.files.source import resolve_model
 from quire.layers.step import Step
+from quire.models.loader import load_model
 from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
@@ -72,6 +74,7 @@ class Family:
     model_class: str | None = None  # of transformers, where AutoModelForCausalLM does not find it
     small_pool: int | None = None  # pages for the longest request, not for all; None: worked out from the specs
     knobs: Mapping[str, Any] = field(default_factory=dict)  # of the engine, for every check
+    without: frozenset[str] = frozenset()  # checks that do not apply to it
 
     def __str__(self) -> str:
         return self.name
@@ -356,6 +359,18 @@ def _check_windows(case: Case, windows: dict[int, int]) -> None:
     assert len(request.tokens) > 2 * max(windows.values()) + CHUNK
 
 
+def check_float16(case: Case) -> None:
+    """Weights in float16 on a CPU: nearly the same logits."""
+    files = resolve_model(str(case.folder))
+    loaded = load_model(files, dtype="float16", device=CPU, max_model_len=None, page_tokens=PAGE_TOKENS)
+    recorder = Recorder(loaded.model, 1)
+    run(case.engine(recorder, chunk_tokens=16), [case.prompts[-1]], replace(GREEDY, max_tokens=1))
+    got = torch.stack([recorder.logits_at[0, position] for position in range(len(case.prompts[-1]))])
+    want = case.reference_logits(case.prompts[-1])
+    error = (got - want).abs().max() / want.abs().max()
+    assert 1e-7 < error <= 0.05, f"{error:.1e}"
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "logits": check_logits,
     "chunks": check_chunks,
@@ -366,4 +381,5 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "depth 2, swap": check_overlap_swap,
     "depth 2, recompute": check_overlap_recompute,
     "memory": check_memory,
+    "float16": check_float16,
 }

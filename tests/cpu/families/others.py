@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -24,10 +26,13 @@ def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
 
 
 FAMILIES = [
-    Family("apertus", lambda: ApertusConfig(**TINY)),
-    Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
-    Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
-    Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
-    Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
-    Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),
+    replace(family, without=frozenset({"float16"}))
+    for family in (
+        Family("apertus", lambda: ApertusConfig(**TINY)),
+        Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
+        Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
+        Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
+        Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
+        Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),
+    )
 ]

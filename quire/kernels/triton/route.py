@@ -21,8 +21,9 @@ from quire.kernels.triton.norm import rms_norm
 
 TILE_FIELDS = 4  # expert (-1: an empty tile), first place, place after the last, unused
 BLOCK = 128  # pairs a program places at a time
-FEW_PAIRS = 4096  # up to so many, every program counts all pairs itself; beyond, they are counted block by block first
-MANY_BLOCKS = 4  # and a program then places so many blocks
+FEW_PAIRS = 512  # up to so many, every program counts all pairs itself; beyond, they are counted block by block first
+MANY_PAIRS = 16384  # from so many on,
+MANY_BLOCKS = 4  # a program places so many blocks
 FEW_ROWS = 16  # up to so many, norm and router are one kernel
 MAX_WIDTH = 8192  # of a token that such a kernel holds at once
 NUM_WRITTEN = 64  # tiles described at a time
@@ -154,7 +155,8 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
 # Sorting
 
 
-@triton.jit
+# Numbers that differ from step to step are not specialized on: a kernel compiles once, not while requests wait.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """How many pairs of this block each expert got."""
     let_next_start(PDL)
@@ -165,7 +167,7 @@ def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOC
     tl.store(counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS, pairs < num_pairs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_programs", "num_tiles"])
 def _place_kernel(
     chosen_ptr, counts_ptr, order_ptr, tiles_ptr, num_pairs, num_programs, num_tiles,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
@@ -232,7 +234,7 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
     num_pairs, device = chosen.numel(), chosen.device
     num_tiles = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
     counted = num_pairs > FEW_PAIRS
-    blocks = MANY_BLOCKS if counted else 1
+    blocks = MANY_BLOCKS if num_pairs > MANY_PAIRS else 1
     num_programs = triton.cdiv(num_pairs, BLOCK * blocks)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=device)

@@ -22,6 +22,7 @@ from quire.kernels.triton.norm import rms_norm
 TILE_FIELDS = 4  # expert (-1: an empty tile), first place, place after the last, unused
 BLOCK = 128  # pairs a program places at a time
 FEW_PAIRS = 4096  # up to so many, every program counts all pairs itself; beyond, they are counted block by block first
+SIZES = (128, 1024, FEW_PAIRS)  # what such programs are compiled for
 MANY_BLOCKS = 4  # and a program then places so many blocks
 FEW_ROWS = 16  # up to so many, norm and router are one kernel
 MAX_WIDTH = 8192  # of a token that such a kernel holds at once
@@ -154,7 +155,7 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
 # Sorting
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """How many pairs of this block each expert got."""
     let_next_start(PDL)
@@ -165,7 +166,7 @@ def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOC
     tl.store(counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS, pairs < num_pairs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_programs", "num_tiles"])
 def _place_kernel(
     chosen_ptr, counts_ptr, order_ptr, tiles_ptr, num_pairs, num_programs, num_tiles,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
@@ -246,7 +247,7 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
     _place_kernel[(num_programs,)](
         chosen, counts, order, tiles, num_pairs, num_programs, num_tiles,
         NUM_EXPERTS=num_experts, EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
-        ALL=triton.next_power_of_2(min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts), ROWS=rows,
+        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts), ROWS=rows,
         COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS, **launch_options(device, num_warps=4),
     )  # fmt: skip
     return SortedPairs(order, tiles, num_tiles, rows)

@@ -247,7 +247,8 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
     _place_kernel[(num_programs,)](
         chosen, counts, order, tiles, num_pairs, num_programs, num_tiles,
         NUM_EXPERTS=num_experts, EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
-        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts), ROWS=rows,
-        COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS, **launch_options(device, num_warps=4),
+        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts),
+        ROWS=rows, COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS,
+        **launch_options(device, num_warps=4),
     )  # fmt: skip
     return SortedPairs(order, tiles, num_tiles, rows)

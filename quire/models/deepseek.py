@@ -124,7 +124,7 @@ class DeepSeekModel(nn.Module):
         return DeepSeekConfig.from_hf(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step's tokens and leave their latents in the cache; returns the hidden states wanted, [n, width]."""
+        """Compute the step's tokens, leave their latents in the cache; returns the hidden states wanted, [n, width]."""
         plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
         angles = self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)

@@ -187,17 +187,18 @@ def _routing(config: Fields) -> Routing:
 class MoEFamily:
     dense: Callable[[Fields], DenseConfig]
     shape: Callable[[Fields], MoEShape]
-    names: ExpertNames = ExpertNames("mlp")
+    names: ExpertNames
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
+_QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
 MOE = {
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
-    "olmoe": MoEFamily(_olmoe, _olmoe_shape),
-    "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape),
-    "qwen3_moe": MoEFamily(_qwen3, _qwen_shape),
+    "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),
+    "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape, _QWEN),
+    "qwen3_moe": MoEFamily(_qwen3, _qwen_shape, _QWEN),
 }

@@ -144,8 +144,8 @@ def _bad_weights(what: str) -> QuireError:
 
 
 class SafetensorsCheckpoint:
-    """Any number of shards. Files stay mapped, tensors are read one at a time. Tensors in MXFP4, a pair of `_blocks` and
-    `_scales`, look like one under the name of the blocks, and are decoded as they are read."""
+    """Any number of shards. Files stay mapped, tensors are read one at a time. A tensor in MXFP4, `_blocks` beside
+    `_scales`, looks like one under the name of its blocks, and is decoded as it is read."""
 
     def __init__(self, shards: list[Path], where: str):
         self.where = where

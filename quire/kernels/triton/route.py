@@ -22,6 +22,7 @@ from quire.kernels.triton.norm import rms_norm
 TILE_FIELDS = 4  # expert (-1: an empty tile), first place, place after the last, unused
 BLOCK = 128  # pairs a program places at a time
 FEW_PAIRS = 512  # up to so many, every program counts all pairs itself; beyond, they are counted block by block first
+SIZES = (128, FEW_PAIRS)  # what such programs are compiled for
 MANY_PAIRS = 16384  # from so many on,
 MANY_BLOCKS = 4  # a program places so many blocks
 FEW_ROWS = 16  # up to so many, norm and router are one kernel
@@ -248,7 +249,8 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
     _place_kernel[(num_programs,)](
         chosen, counts, order, tiles, num_pairs, num_programs, num_tiles,
         NUM_EXPERTS=num_experts, EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
-        ALL=triton.next_power_of_2(min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts), ROWS=rows,
-        COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS, **launch_options(device, num_warps=4),
+        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts),
+        ROWS=rows, COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS,
+        **launch_options(device, num_warps=4),
     )  # fmt: skip
     return SortedPairs(order, tiles, num_tiles, rows)

@@ -39,16 +39,11 @@ def draw_sharp(name: str, parameter: Tensor, generator: torch.Generator) -> None
         parameter.mul_(4.0)
 
 
-def _groups(**fields: Any) -> dict[str, Any]:
-    return {**LATENT, **GROUPS, **fields}
-
-
 FAMILIES = [
     Family("qwen3_moe", lambda: Qwen3MoeConfig(**TINY, **QWEN, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]),
            draw_sharp),
     Family("qwen2_moe", lambda: Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=40), draw_sharp),
     Family("mixtral", lambda: MixtralConfig(**TINY, num_local_experts=4), draw_sharp),
-    Family("mixtral window", lambda: MixtralConfig(**TINY, num_local_experts=4, sliding_window=11), draw_sharp),
     Family("olmoe", lambda: OlmoeConfig(**TINY, num_experts=8, num_experts_per_tok=3), draw_sharp),
     Family("dots1", lambda: Dots1Config(**TINY, **GROUPS, head_dim=16, sliding_window=9, max_window_layers=1),
            draw_sharp),
@@ -58,11 +53,8 @@ FAMILIES = [
                                                  rotary_dim=16), draw_sharp),
     Family("gpt_oss", lambda: GptOssConfig(**TINY, num_local_experts=6, num_experts_per_tok=2, head_dim=16,
                                            sliding_window=8, rope_parameters=STRETCHED), draw_sharp),
-    Family("deepseek_v2", lambda: DeepseekV2Config(**_groups(topk_method="group_limited_greedy", q_lora_rank=None,
-                                                             routed_scaling_factor=1.5)), draw_sharp),
-    Family("deepseek_v2 greedy, yarn", lambda: DeepseekV2Config(**_groups(q_lora_rank=28, rope_parameters=YARN)),
+    Family("deepseek_v2", lambda: DeepseekV2Config(**LATENT, **GROUPS, topk_method="group_limited_greedy",
+                                                   q_lora_rank=None, routed_scaling_factor=1.5, rope_parameters=YARN),
            draw_sharp),
-    Family("deepseek_v3", lambda: DeepseekV3Config(**_groups(q_lora_rank=28)), draw_sharp),
-    Family("deepseek_v3 yarn, halves", lambda: DeepseekV3Config(**_groups(q_lora_rank=None, rope_interleave=False,
-                                                                          rope_parameters=YARN)), draw_sharp),
+    Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
 ]  # fmt: skip

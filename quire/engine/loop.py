@@ -29,6 +29,7 @@ class Engine:
         self._fill_masks = fill_masks or _fill_masks
         self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
         self._bisection = Bisection()
+        self._last_done = 0.0  # when the step before the oldest one in flight was done
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +93,9 @@ class Engine:
         with self.tracer.span("wait", plan):
             output = ticket.wait()
         self._inflight.popleft()
-        self.scheduler.observe(plan, self.scheduler.clock() - started)
+        done = self.scheduler.clock()
+        self.scheduler.observe(plan, done - max(started, self._last_done))  # it ran when the one before was done
+        self._last_done = done
         with self.tracer.span("commit", plan):
             deltas = self.scheduler.commit(plan, output)
         if self._bisection.active:

@@ -16,7 +16,8 @@ from operator import le
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
 from quire.engine.limits import Limits, SchedulerStats
-from quire.engine.policies import ORDERS, Admission, Chunking, LastInOrder, Order, QueueBounds, Victims, choose_chunking
+from quire.engine.pacing import Chunking, choose_chunking
+from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, WaitQueue
 from quire.types import (
     Delta,
@@ -115,7 +116,7 @@ class Scheduler:
             behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 else catch_ups).append(request)
-        budget = self._chunking.budget(len(decodes))
+        budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
         may_have_slot, page_tokens = not self.cache.state, self.cache.page_tokens
         num_decodes = len(decodes)
         for index, request in enumerate(decodes + catch_ups):
@@ -149,7 +150,11 @@ class Scheduler:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """How long a step took, for policies that learn from it."""
-        self._chunking.observe(plan.num_tokens, seconds)
+        self._chunking.observe(plan, seconds)
+
+    def pace(self, step_target_seconds: float | None) -> None:
+        """From now on keep steps with decodes in them this short; None: as large as the limits allow."""
+        self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds)
 
     def _may_run(self, request: Request) -> bool:
         if request.status is not Status.RUNNING:

@@ -6,12 +6,13 @@ are decided here and nowhere else.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 
 from quire.cache.index import CacheIndex
-from quire.cache.memory import MemoryPlan, plan_memory
+from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.grammar import GrammarCompiler, MaskFiller
@@ -24,11 +25,12 @@ from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_choice, select_row_ops
 from quire.layers.weights import weights_bytes
-from quire.machine import read_machine
+from quire.machine import has_nvidia_driver, read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
+from quire.runtime.guard import Guarded, first_line, is_out_of_memory, release_memory
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
@@ -39,6 +41,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
 CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
+SHRINK = 0.9  # of the pages, for each time they could not be allocated
 CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
 
 
@@ -55,7 +58,7 @@ class Assembly:
 
 
 def assemble(config: Config, progress: Progress | None = None) -> Assembly:
-    device = pick_device(config.engine.device)
+    device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
     files = find_files(config, progress)
@@ -70,6 +73,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         random_weights=config.model.random_weights,
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        kernels=config.engine.kernels,
+        strict_kernels=config.engine.strict_kernels,
         progress=progress or QuietProgress(),
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
@@ -92,20 +97,41 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     """An engine around a model that is already loaded."""
     limits = resolve_limits(config, device)
     memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    store, memory = allocate_cache(memory, device)
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
-    store = CacheStore(specs, units, host, device)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    row_ops = select_row_ops(device.type) if _can_capture(model) else None
+    row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    sampler = Sampler(model.vocab_size, device, select_choice(device.type))
+    choice = None if config.engine.kernels == "torch" else select_choice(device.type)
+    sampler = Sampler(model.vocab_size, device, choice)
     runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
+    workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
-    engine = Engine(scheduler, runner, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+    engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
+
+
+def allocate_cache(memory: MemoryPlan, device: torch.device) -> tuple[CacheStore, MemoryPlan]:
+    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
+    has to do, and the plan says so."""
+    wanted = memory
+    while True:
+        host = list(memory.num_host_units) if memory.num_host_units else None
+        try:
+            store = CacheStore(list(memory.specs), list(memory.num_units), host, device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            if memory is not wanted:
+                warnings.warn(f"The cache was made smaller: {memory.notes[-1]}.", stacklevel=2)
+            return store, memory
+        release_memory(device)
+        memory = shrink_cache(memory, wanted, SHRINK)
 
 
 def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
@@ -123,7 +149,8 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
 
 def _can_capture(model: Model) -> bool:
     paged = all(spec.kind == "paged" for spec in model.specs)
-    return paged and not getattr(model, "eager_only", False)
+    ops = getattr(model, "ops", None)
+    return paged and not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:
@@ -165,12 +192,31 @@ def memory_report(config: Config) -> MemoryPlan:
     return _memory(model, config, limits, device, free, weights, max_model_len)
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+def pick_device(name: str, *, strict: bool = False) -> torch.device:
+    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
+    if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise QuireError("no_device", "No CUDA device is usable here.", "Use --device cpu, or see `quire doctor`.")
-    return torch.device("cuda", 0)
+    trouble = cuda_trouble()
+    if trouble is None:
+        return torch.device("cuda", 0)
+    if name == "cuda" or (strict and has_nvidia_driver()):
+        what = f"No CUDA device is usable here: {trouble}."
+        raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
+    if has_nvidia_driver():
+        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
+    return torch.device("cpu")
+
+
+def cuda_trouble() -> str | None:
+    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
+    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
 
 
 def find_files(config: Config, progress: Progress | None) -> ModelFiles:

@@ -66,6 +66,9 @@ class EngineConfig:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
+    kernels: str = knob("auto", "what computes on a GPU", choices=("auto", "triton", "torch"))
+    strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
+    graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
 
 

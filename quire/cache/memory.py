@@ -6,7 +6,7 @@ Pure arithmetic from cache specs, sizes and limits; no dummy run. `assemble` bui
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quire.config import CacheConfig
@@ -107,6 +107,23 @@ def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, ava
     units = tuple(num_pages if s.kind == "paged" else num_slots for s in specs)
     return MemoryPlan(device, available, weights, activations, rows, tuple(specs), units, host,
                       min(capacity, max_model_len), max_model_len, tuple(notes))  # fmt: skip
+
+
+def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPlan:
+    """The plan with this share of its pages, because they could not be allocated; what was `wanted` is noted."""
+    size = plan.specs[0].page_tokens
+    units = tuple(int(n * share) if s.kind == "paged" else n for s, n in zip(plan.specs, plan.num_units, strict=True))
+    pages = [n for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
+    needed = max((-(-(s.window or 0) // size) + 3 for s in plan.specs if s.kind == "paged"), default=3)
+    if units == plan.num_units or min(pages) < needed:
+        what = f"The cache could not be allocated on {plan.device}: {_bytes(wanted.cache)} were planned."
+        raise QuireError("out_of_memory", what, "Free memory, or give a smaller cache_memory.")
+    capacity = plan.capacity_tokens
+    if any(s.window is None for s in plan.specs if s.kind == "paged"):
+        capacity = min(capacity, (min(pages) - 1) * size)
+    smaller = replace(plan, num_units=units, capacity_tokens=capacity)
+    note = f"{_bytes(smaller.cache)} of the {_bytes(wanted.cache)} planned could be allocated"
+    return replace(smaller, notes=(*wanted.notes, note))
 
 
 def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from quire.cli.output import show_warnings_plainly
 from quire.config import Config
 from quire.engine.process import Built, ready_message, run_engine_process
 
@@ -32,4 +33,5 @@ def build(config: Config) -> Built:
 
 
 if __name__ == "__main__":
+    show_warnings_plainly()
     sys.exit(run_engine_process(sys.argv[1], build))

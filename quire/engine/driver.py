@@ -12,6 +12,7 @@ from typing import Protocol
 
 from quire.engine.grammar_desk import GrammarDesk
 from quire.engine.loop import Engine
+from quire.engine.workers import DeviceLost
 from quire.types import Delta, FinishReason, QuireError, Request, Usage
 
 DESK_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
@@ -57,8 +58,7 @@ class EngineDriver:
                     self._desk.wait(DESK_SECONDS)
             self._end_all(FinishReason.CANCELLED, None)
         except BaseException as error:
-            self.failure = QuireError("engine_failed", f"The engine stopped: {type(error).__name__}: {error}.",
-                                      "Start it again; QUIRE_DEBUG=1 shows where it failed.")  # fmt: skip
+            self.failure = error if isinstance(error, DeviceLost) else _stopped_by(error)
             self._end_all(FinishReason.ERROR, self.failure)
             if not isinstance(error, Exception):
                 raise
@@ -128,3 +128,8 @@ class EngineDriver:
         ends = [Delta(i, finish_reason=reason, error=what, error_code=code) for i in sorted(self._open)]
         self._open.clear()
         self._mailbox.send(ends)
+
+
+def _stopped_by(error: BaseException) -> QuireError:
+    what = f"The engine stopped: {type(error).__name__}: {error}."
+    return QuireError("engine_failed", what, "Start it again; QUIRE_DEBUG=1 shows where it failed.")

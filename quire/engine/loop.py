@@ -111,11 +111,14 @@ class Engine:
         if not plans:
             raise error  # the scheduler itself failed: no request is to blame
         touched = self.scheduler.abandon(plans)
+        out_of_memory = isinstance(error, QuireError) and error.code == "out_of_memory"
+        if out_of_memory and not self._bisection.active and self.scheduler.shrink_steps(plans):
+            self.tracer.note("memory ran out", error=str(error), max_tokens=self.scheduler.step_cap)
+            return  # nobody is to blame: smaller steps may do
         culprit = self._bisection.failed(touched) if touched else None
         self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
         if culprit is not None:
-            what = f"This request made a step fail ({type(error).__name__}: {error})."
-            self.scheduler.fail(culprit, QuireError("step_failed", what, "Other requests were not affected."))
+            self.scheduler.fail(culprit, _blame(error))
         self.scheduler.restrict(self._bisection.group)
 
     def run_until_idle(self) -> list[Delta]:
@@ -142,3 +145,11 @@ def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]
         if row.wants_sample and request is not None and request.grammar is not None:
             masks[index] = request.grammar.mask(request.tokens[request.prompt_len :])
     return masks
+
+
+def _blame(error: Exception) -> QuireError:
+    """What the request is told that no step can be computed with."""
+    if isinstance(error, QuireError):
+        return error
+    what = f"This request made a step fail ({type(error).__name__}: {error})."
+    return QuireError("step_failed", what, "Other requests were not affected.")

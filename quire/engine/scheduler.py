@@ -57,6 +57,7 @@ class Scheduler:
         self._last_step = 0
         self._ended: list[Delta] = []  # ends that no commit will report
         self._refused: tuple[Request, int, list[int]] | None = None  # the head of the queue, when the cache had no room
+        self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
         self._only: set[str] | None = None  # while a failed step is being bisected: who may run
 
     # -- what comes in --------------------------------------------------------------------------------------------
@@ -117,6 +118,7 @@ class Scheduler:
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
+        budget = min(budget, self.step_cap)
         may_have_slot, page_tokens = not self.cache.state, self.cache.page_tokens
         num_decodes = len(decodes)
         for index, request in enumerate(decodes + catch_ups):
@@ -452,6 +454,15 @@ class Scheduler:
         self.cache.settle(self._last_step)
         self._settle_rows(self._last_step)
         return reached
+
+    def shrink_steps(self, plans: list[Plan]) -> bool:
+        """Memory ran out in one of these: from now on steps are half as large. False: they are small already."""
+        largest = max(plan.num_tokens for plan in plans)
+        smaller = max(self.limits.max_rows, largest // 2)
+        if smaller >= min(largest, self.step_cap):
+            return False
+        self.step_cap = smaller
+        return True
 
     def restrict(self, only: set[str] | None) -> None:
         """While a failed step is bisected only these may run; None lifts it."""

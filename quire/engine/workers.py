@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from quire.types import Plan, StepOutput
+from quire.types import Plan, QuireError, StepOutput
 
 
 class Ticket(Protocol):
@@ -34,5 +34,10 @@ class Workers(Protocol):
     def close(self) -> None: ...
 
 
-class DeviceLost(Exception):
+class DeviceLost(QuireError):
     """The device is in a state no retry can mend; the process must be replaced."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            "device_lost", f"{what.rstrip('.')}.", "Start the engine again; `quire doctor` looks at the GPU."
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import reference, reference_attention, reference_experts, reference_latent
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
+from quire.types import QuireError
 
 
 class FusedLinear(Protocol):
@@ -39,6 +40,7 @@ class Ops:
     run_experts: Callable[..., Tensor]
     latent_write: Callable[..., Tensor]
     latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
+    captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
 
@@ -56,16 +58,22 @@ REFERENCE = Ops(
 )
 
 
-def select_ops(device_type: str) -> Ops:
-    """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch."""
-    return _triton_ops() if device_type == "cuda" else REFERENCE
+def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
+    """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
+    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's; `strict`: no second best."""
+    if device_type != "cuda" or kernels == "torch":
+        return REFERENCE
+    return _triton_ops(strict or kernels == "triton")
 
 
-def _triton_ops() -> Ops:
+def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
         from quire.kernels.triton import attention, experts, latent, norm, rope, route, skinny
     except ImportError as error:
+        if strict:
+            what = f"Triton can't be used ({error})."
+            raise QuireError("no_triton", what, "pip install triton, or use --kernels torch.") from error
         warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
         return REFERENCE
 
@@ -80,6 +88,7 @@ def _triton_ops() -> Ops:
         run_experts=experts.run_experts,
         latent_write=latent.latent_write,
         latent_attention=latent.latent_attention,
+        captures=True,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 

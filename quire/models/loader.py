@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
 from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.trial import TrialShape, settle_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
+from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
@@ -45,8 +48,8 @@ class LoadedModel:
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
-               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto",
-               progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
+               strict_kernels: bool = False, progress: Progress | None = None) -> LoadedModel:  # fmt: skip
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
@@ -54,14 +57,13 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
-    model, config = build_model(
-        {**hf_config, "served_len": max_model_len},
-        dtype=dtype,
-        device=device,
-        page_tokens=page_tokens,
-        quant=quant,
-        kv_dtype=kv_dtype,
-    )
+    ops = select_ops(device.type, kernels, strict_kernels)
+    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
+                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
+    model, config = build(ops=ops)
+    tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
+    if tried is not ops:
+        model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     for note in getattr(model, "notes", ()):
@@ -95,8 +97,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
-                quant: str = "none", kv_dtype: str = "auto") -> tuple[Any, Any]:  # fmt: skip
-    """The model on meta, which costs nothing yet, and its config."""
+                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own."""
     method = (hf_config.get("quantization_config") or {}).get("quant_method", "an unknown method")
     if hf_config.get("quantization_config") and method != "mxfp4":  # that one is decoded while loading
         what = f"This checkpoint is quantized ({method}), which is not supported."
@@ -104,10 +106,10 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    ops = select_ops(device.type)
+    ops = ops or select_ops(device.type)
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
     model = family(
-        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device), device=device,
+        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
         page_tokens=page_tokens, ops=ops, scheme=scheme,
     )  # fmt: skip
     return model, config
@@ -140,11 +142,34 @@ def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str) -> tu
     return DTYPES[dtype], Dense(ops)
 
 
-def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
     if kv_dtype == "auto":
         return compute_dtype
-    _need_cuda("kv_dtype=fp8", device, select_ops(device.type))
+    _need_cuda("kv_dtype=fp8", device, ops)
     return torch.float8_e4m3fn
+
+
+def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
+    """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
+    experts and models of other people's making are not tried: they have no other path on a GPU."""
+    if ops is REFERENCE or not isinstance(config, DenseConfig):
+        return ops
+    for spec in model.specs:
+        if spec.kind == "paged":
+            shape = TrialShape(
+                width=config.width,
+                num_heads=config.num_heads,
+                num_kv_heads=spec.shape[0],
+                head_dim=spec.shape[1],
+                page_tokens=spec.page_tokens,
+                window=spec.window,
+                qk_norm=config.qk_norm == "head",
+                dtype=dtype,
+                cache_dtype=getattr(torch, spec.dtype),
+                max_len=model.max_positions,
+            )
+            ops = settle_ops(ops, shape, device, strict=strict)
+    return ops
 
 
 def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:

@@ -8,6 +8,8 @@ rest when there is time for it.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,7 +69,7 @@ class DecodeGraphs:
         self._uses[kind] += 1
         graph = self._graphs.get(kind)
         if graph is None and self._uses[kind] >= HOT:
-            graph = self._capture(kind)
+            graph = self._try_capture(kind)
         if graph is None:
             outputs = self._decode(kind)
         else:
@@ -111,6 +113,15 @@ class DecodeGraphs:
             append_to = (rows, self._rows.tokens, self._rows.computed)
             self._ops.choose(logits, decode.keys, decode.lengths, decode.scales, append_to=append_to, out=out)
         return _Outputs(logits, chosen)
+
+    def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
+        """Nothing has run yet when a capture fails, for want of memory say: that kind stays eager from then on."""
+        try:
+            return self._capture(kind)
+        except RuntimeError as error:
+            self._uses[kind] = -sys.maxsize
+            warnings.warn(f"Steps of {kind[0]} rows could not be captured ({error}); they run eagerly.", stacklevel=2)
+            return None
 
     def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
         graph = torch.cuda.CUDAGraph()

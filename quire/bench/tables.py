@@ -17,9 +17,8 @@ def show(report: Report) -> None:
     from rich.console import Console  # a tenth of a second
 
     console = Console(highlight=False, markup=False, emoji=False)
-    {"offline": _offline, "batch": _batch, "growth": _growth, "scheduler": _scheduler}[report["benchmark"]](
-        console, report
-    )
+    draw = {"offline": _offline, "batch": _batch, "growth": _growth, "scheduler": _scheduler, "latency": _latency}
+    draw[report["benchmark"]](console, report)
     _bars(console, report["bars"])
 
 
@@ -143,6 +142,28 @@ def _batch(console: Console, report: Report) -> None:
     rounds.append(("median", _rate(report["one_tps"]), _rate(report["batch_tps"]), f"{report['ratio']:.2f}×"))
     title = f"{report['model']}: output tok/s, {report['prompt_len']} tokens in and {report['output_len']} out"
     _table(console, title, ("round", "one stream", f"batch of {report['batch']}", "gain"), rounds)
+    _environment(console, report)
+
+
+def _latency(console: Console, report: Report) -> None:
+    load = report["load"]
+    title = (
+        f"{report['model']}: {load['decodes']} decodes from {load['decode_len']} tokens on; "
+        f"{load['prompts']} prompts of {load['prompt_len']} tokens, one every {load['every']:g} s"
+    )
+    rows = []
+    for part in report["under_load"]:
+        target = "no target" if part["target_ms"] is None else f"target {part['target_ms']:g} ms"
+        rows.append((f"{target}: gap, decodes alone", *_latencies(part["gap_alone_s"])))
+        rows.append((f"{target}: gap while prompts arrive", *_latencies(part["gap_s"])))
+        rows.append((f"{target}: those prompts' first token", *_latencies(part["ttft_s"])))
+    _table(console, title, ("", *SHARES), rows)
+    idle = report["idle"]
+    lines = [
+        ("cold", _seconds(idle["cold_ttft_s"])),
+        (f"{_count(idle['warm_cached_tokens'])} tokens cached", _seconds(idle["warm_ttft_s"])),
+    ]
+    _table(console, f"First token of {load['prompt_len']} tokens on an idle engine", ("", ""), lines)
     _environment(console, report)
 
 

@@ -1,4 +1,4 @@
-"""`quire bench offline|batch|growth|scheduler|kernels|online|compare`: measure the engine, or a server of any make.
+"""`quire bench offline|latency|start|gap|…`: measure the engine, or a server of any make.
 
 The benchmarks themselves are in `quire.bench`.
 
@@ -37,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     _add_offline(benchmarks)
     _add_batch(benchmarks)
+    _add_latency(benchmarks)
     _add_growth(benchmarks)
     scheduler = benchmarks.add_parser(
         "scheduler",
@@ -139,6 +140,45 @@ def _add_batch(benchmarks: Any) -> None:
     add_config_flags(parser)
 
 
+def _add_latency(benchmarks: Any) -> None:
+    from quire.bench.latency import Load
+
+    parser = benchmarks.add_parser(
+        "latency",
+        help="decodes and long prompts that disturb each other",
+        description="Gaps between tokens of running requests while long prompts arrive, and those prompts' time to the "
+        "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
+    )
+    load = Load()
+    for name, what in (("decodes", "requests that run"), ("decode-len", "tokens they begin with"),
+                       ("prompts", "prompts that arrive"), ("prompt-len", "their tokens"),
+                       ("fresh-tail", "tokens of the warm prompt that are not cached")):  # fmt: skip
+        default = getattr(load, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=_at_least(1), default=default, metavar="N",
+                            help=f"{what} (default: {default})")  # fmt: skip
+    parser.add_argument("--every", type=float, default=load.every, metavar="S",
+                        help=f"seconds between arrivals (default: {load.every})")  # fmt: skip
+    parser.add_argument("--alone", type=float, default=load.alone_s, metavar="S",
+                        help=f"seconds the decodes are watched alone (default: {load.alone_s})")  # fmt: skip
+    parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
+                        help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _targets(text: str) -> tuple[float | None, ...]:
+    targets: list[float | None] = []
+    for word in text.split(","):
+        try:
+            targets.append(None if word == "off" else float(word))
+        except ValueError:
+            raise ArgumentTypeError(f"{word!r} is neither off nor a number of milliseconds") from None
+        if not 0.1 <= (targets[-1] or 1.0) <= 1e6:
+            raise ArgumentTypeError(f"{word} ms is no target")
+    return tuple(targets)
+
+
 def _add_growth(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "growth",
@@ -217,6 +257,14 @@ def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
     )
 
 
+def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.latency import Load, bench_latency
+
+    config = config_from_args(args)
+    load = Load(args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone)
+    return bench_latency(lambda: open_llm(config), load, targets_ms=args.targets, seed=args.seed)
+
+
 def _growth(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.growth import bench_growth, fit_cache
 
@@ -249,6 +297,7 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
+    "latency": _latency,
     "growth": _growth,
     "scheduler": _scheduler,
     "kernels": _kernels,

@@ -7,7 +7,6 @@ real models are in `families/`, where `transformers` is the oracle.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.cpu.recurrent_model import RecurrentModel
-from tests.cpu.rig import load, make_engine, run
+from tests.cpu.rig import load, make_engine, ragged_prompts, run
 from tests.cpu.tiny_models import make_tiny
 
 NUM_TOKENS = 64
@@ -29,17 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute, depth 2": {"num_pages": 90, "preemption": "recompute", "depth": 2, "late": True, "chunk_tokens": 7},
     "no prefix cache": {"prefix_cache": False, "depth": 2, "late": True},
 }
-
-
-def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
-    """Sixteen prompts of 1 to 60 tokens; some share a beginning, two are the same."""
-    rng = random.Random(seed)
-    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 40, 48, 60]
-    prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
-    prompts[14] = prompts[13] + prompts[14][:8]
-    prompts[5] = prompts[12][:7]
-    prompts[6] = list(prompts[7][:8])
-    return prompts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,7 +1,7 @@
 """Between two steps nothing may read a value back: on a GPU every such read waits for the device.
 
 A machine without one can still tell: forward and sampling run under a dispatcher that knows the operations whose
-result's shape or value the host needs, and with `tolist` watched. The kernels themselves are left out, a GPU has its own.
+result's shape or value the host needs, and with `tolist` watched. Kernels are left out, a GPU has its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import quire
 from quire.types import Plan, SamplingParams
 from tests.cpu.rig import load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
 
+OURS = str(Path(quire.__file__).parent)
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "bincount")
 REFERENCE = ("reference.py", "reference_attention.py", "dequant.py")  # other code runs on a GPU
 CASES: dict[str, dict[str, Any]] = {
@@ -50,8 +52,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, name: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/quire/" in frame.filename]
-        frames = [frame for frame in frames if "tests/" not in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(OURS)]
         if frames and Path(frames[-1].filename).name not in REFERENCE:
             self.found.append(f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}")
 

@@ -38,6 +38,8 @@ def add_parser(subparsers: Any) -> None:
     _add_offline(benchmarks)
     _add_batch(benchmarks)
     _add_latency(benchmarks)
+    _add_start(benchmarks)
+    _add_gap(benchmarks)
     _add_growth(benchmarks)
     scheduler = benchmarks.add_parser(
         "scheduler",
@@ -167,6 +169,39 @@ def _add_latency(benchmarks: Any) -> None:
     add_config_flags(parser)
 
 
+def _add_start(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "start",
+        help="from starting a process to its first token",
+        description="Start fresh processes and time them to the first token: one without compiled kernels on disk, "
+        "then some that find them there.",
+    )
+    parser.add_argument("--prompt-len", type=_at_least(1), default=16, metavar="N", help="tokens (default: 16)")
+    parser.add_argument(
+        "--warm-runs", type=_at_least(1), default=2, metavar="N", help="after the cold one (default: 2)"
+    )
+    parser.add_argument("--max-cold", type=float, metavar="S", help="exit 2 if the cold start takes longer")
+    parser.add_argument("--max-warm", type=float, metavar="S", help="exit 2 if the median warm start takes longer")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_gap(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "gap",
+        help="whether the GPU ever waits for the loop",
+        description="Decode with many rows and time each step on the host and on the device, and the pauses between.",
+    )
+    parser.add_argument("--rows", type=_at_least(1), default=256, metavar="N", help="requests that run (default: 256)")
+    parser.add_argument("--prompt-len", type=_at_least(1), default=64, metavar="N", help="tokens (default: 64)")
+    parser.add_argument("--steps", type=_at_least(1), default=200, metavar="N", help="that are timed (default: 200)")
+    parser.add_argument(
+        "--max-idle", type=float, metavar="X", help="exit 2 if the device waits for more than this share"
+    )
+    _add_json(parser)
+    add_config_flags(parser)
+
+
 def _targets(text: str) -> tuple[float | None, ...]:
     targets: list[float | None] = []
     for word in text.split(","):
@@ -265,6 +300,26 @@ def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
     return bench_latency(lambda: open_llm(config), load, targets_ms=args.targets, seed=args.seed)
 
 
+def _start(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.start import bench_start
+
+    return bench_start(
+        config_from_args(args),
+        prompt_len=args.prompt_len,
+        warm_runs=args.warm_runs,
+        max_cold_s=args.max_cold,
+        max_warm_s=args.max_warm,
+    )
+
+
+def _gap(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.gap import bench_gap
+
+    config = config_from_args(args)
+    return bench_gap(lambda: open_llm(config), rows=args.rows, prompt_len=args.prompt_len, steps=args.steps,
+                     max_idle_share=args.max_idle)  # fmt: skip
+
+
 def _growth(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.growth import bench_growth, fit_cache
 
@@ -298,6 +353,8 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
     "latency": _latency,
+    "start": _start,
+    "gap": _gap,
     "growth": _growth,
     "scheduler": _scheduler,
     "kernels": _kernels,

@@ -24,7 +24,7 @@ class Engine:
                  fill_masks: FillMasks | None = None):  # fmt: skip
         self.scheduler = scheduler
         self.tracer = tracer
-        self._workers = workers
+        self.workers = workers
         self._depth = depth
         self._fill_masks = fill_masks or _fill_masks
         self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
@@ -65,10 +65,10 @@ class Engine:
             if current is not None:
                 started = clock()
                 with span("forward", current):
-                    forward = self._workers.forward(current)
+                    forward = self.workers.forward(current)
                 if not current.may_mask:
                     with span("sample", current):
-                        ticket = self._workers.sample(forward)
+                        ticket = self.workers.sample(forward)
             if self._inflight and (current is None or len(self._inflight) >= depth - 1):
                 deltas = self._commit_oldest()
             if current is not None:
@@ -76,7 +76,7 @@ class Engine:
                     with span("mask", current):
                         masks = self._fill_masks(current, self.scheduler.requests)
                     with span("sample", current):
-                        ticket = self._workers.sample(forward, masks)
+                        ticket = self.workers.sample(forward, masks)
                 self._inflight.append((current, ticket, started))
         except (DeviceLost, KeyboardInterrupt, SystemExit):
             raise
@@ -130,10 +130,10 @@ class Engine:
     def prepare(self) -> None:
         """Slower to start, quicker from then on. Only while nothing runs."""
         if not self.has_work:
-            self._workers.prepare()
+            self.workers.prepare()
 
     def close(self) -> None:
-        self._workers.close()
+        self.workers.close()
         self.tracer.close()
 
 

@@ -44,7 +44,7 @@ def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device:
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, **knobs}
     engine, _ = build_engine(model, override_config(Config(), knobs), max_len, device)
     if late:
-        engine._workers = LateDevice(engine._workers)
+        engine.workers = LateDevice(engine.workers)
     return engine
 
 

@@ -50,7 +50,7 @@ def assert_pressed(engine: Any, variant: str) -> None:
     assert ("swap" in variant) == (stats.swaps > 0)
     assert ("recompute" in variant) == (stats.recomputes > 0 and stats.swaps == 0)
     if "late" in VARIANTS[variant]:
-        assert engine._workers.submitted_ahead > 20, "steps really were submitted before the last one's tokens existed"
+        assert engine.workers.submitted_ahead > 20, "steps really were submitted before the last one's tokens existed"
 
 
 def test_logits_equal_transformers(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_one_bad_request_ends_alone(tiny: Any, fault: str, depth: int) -> None:
 
 
 def caches(engine: Any) -> list[Tensor]:
-    workers = engine._workers
+    workers = engine.workers
     while hasattr(workers, "_inner"):
         workers = workers._inner
     return list(workers._store.tensors.values())

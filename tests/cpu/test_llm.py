@@ -125,14 +125,14 @@ def test_a_stop_string_discards_the_token_of_the_step_in_flight(folder: Path, ll
     whole = llm.generate("why is the sky blue", GREEDY)[0]
     stop = whole.text[3:6]
     late = LLM(str(folder), **KNOBS, depth=2)
-    late._engine._workers = LateDevice(late._engine._workers)
+    late._engine.workers = LateDevice(late._engine.workers)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop)
     cut = late.generate("why is the sky blue", params)[0]
     assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     steps = late.engine.scheduler.stats.steps
     assert steps == len(cut.token_ids) + 1, "one more step was under way when the text stopped"
-    assert idle(late) and late._engine._workers.submitted_ahead > 0
+    assert idle(late) and late._engine.workers.submitted_ahead > 0
 
 
 def test_logprobs_of_output_and_prompt(llm: LLM) -> None:

@@ -87,7 +87,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_no_step_reads_a_value_back(tiny: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tiny, depth=2, chunk_tokens=16)
     reads = Reads()
-    engine._workers = Watched(engine._workers, reads, monkeypatch)
+    engine.workers = Watched(engine.workers, reads, monkeypatch)
     params = SamplingParams(**CASES[case], max_tokens=12, ignore_eos=True)
     for index in range(4):
         engine.add(make_request(f"r{index}", [(9 * index + j) % 250 for j in range(8 + 11 * index)], params))

@@ -149,8 +149,8 @@ class _Timed:
         self._steps.append((begin, _event()))
         return ticket
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
 
     def close(self) -> None:
         self._inner.close()

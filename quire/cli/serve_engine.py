@@ -16,7 +16,7 @@ def build(config: Config) -> Built:
     from quire.assemble import assemble  # torch takes seconds, and the wrong message should not wait for it
 
     parts = assemble(config)
-    parts.engine.prepare()  # a server that says it is ready should not keep its first client waiting
+    parts.engine.do_chore()  # what one request needs: the first client should not wait for a compiler
     ready = ready_message(
         parts.engine,
         vocab_size=parts.edge.vocab_size,

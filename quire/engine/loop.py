@@ -7,7 +7,7 @@ turns it by hand; `EngineThread` turns it in a thread of its own, fed through an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quire.engine.recovery import Bisection
@@ -29,6 +29,8 @@ class Engine:
         self._fill_masks = fill_masks or _fill_masks
         self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
         self._bisection = Bisection()
+        self._chores: Iterator[None] | None = None
+        self.has_chores = True  # as far as is known
         self._last_done = 0.0  # when the step before the oldest one in flight was done
 
     @property
@@ -129,8 +131,20 @@ class Engine:
 
     def prepare(self) -> None:
         """Slower to start, quicker from then on. Only while nothing runs."""
-        if not self.has_work:
-            self.workers.prepare()
+        while self.do_chore():
+            pass
+
+    def do_chore(self) -> bool:
+        """One piece of what `prepare` does, for a moment in which nothing runs; False: it is all done, or not now."""
+        if self.has_work:
+            return False
+        if self._chores is None:
+            self._chores = self.workers.chores()
+        try:
+            next(self._chores)
+        except StopIteration:
+            self.has_chores = False
+        return self.has_chores
 
     def close(self) -> None:
         self.workers.close()

@@ -6,7 +6,7 @@ wire implement the same three methods. Steps run in the order they were given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from quire.types import Plan, QuireError, StepOutput
@@ -27,8 +27,9 @@ class Workers(Protocol):
         """Sample from that forward. `masks`: plan index -> one bit per token id, set where the token is allowed."""
         ...
 
-    def prepare(self) -> None:
-        """Compile and capture now what would otherwise be done when it is first needed."""
+    def chores(self) -> Iterator[None]:
+        """What would otherwise be done when it is first needed, the likeliest first: compile this, capture that. Each
+        `next` does one, and only while no step is in flight."""
         ...
 
     def close(self) -> None: ...

@@ -2,15 +2,15 @@
 
 Everything else a step needs is gathered from the device rows inside the graph, and where nobody asks for more than
 greedy choice or temperature the graph samples too: a replay is then one launch and one copy back. Graphs are captured
-while the engine already serves: a size that is asked for a second time is captured then, and `capture_all` does the
-rest when there is time for it.
+while the engine already serves: a size that is asked for a second time is captured then, and `capture_missing`
+does the rest, one by one, when there is time for it.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
 from quire.sampling.sampler import Sampled
 
+FEW = 4  # sizes that are captured first
 HOT = 2  # uses of a size after which it is worth capturing
 PADDING = -1  # a row number that stands for nobody
 
@@ -85,14 +86,21 @@ class DecodeGraphs:
             )
         return Decoded(self._input[:count], outputs.logits[:count], chosen)
 
-    def capture_all(self) -> None:
-        """Capture whatever is missing, the largest first, so that smaller ones find memory to share."""
-        self._send([])
-        for size in sorted(self._sizes, reverse=True):
+    def capture_missing(self) -> Iterator[None]:
+        """Whatever is missing, one with each `next`: those of a few rows first, which a quiet server needs all the
+        time, then from the largest down, so that smaller ones find memory to share."""
+        few, many = self._sizes[:FEW], sorted(self._sizes[FEW:], reverse=True)
+        for size in [*few, *many]:
             for kind in ((size, True), (size, False)):
-                if kind not in self._graphs:
-                    self._decode(kind)  # compiles and warms what a capture may not
-                    self._capture(kind)
+                if kind not in self._graphs and self._uses[kind] >= 0:
+                    self._warm_and_capture(kind)
+                    yield
+
+    @torch.inference_mode()
+    def _warm_and_capture(self, kind: tuple[int, bool]) -> None:
+        self._send([])
+        self._decode(kind)  # compiles and warms what a capture may not
+        self._try_capture(kind)
 
     def _send(self, host_rows: list[int]) -> None:
         if host_rows == self._host_rows:

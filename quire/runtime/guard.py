@@ -8,6 +8,7 @@ fault of one request, and the loop finds out whose.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,9 +48,21 @@ class Guarded:
         with self._translated():
             return ticket.wait()
 
-    def prepare(self) -> None:
-        with self._translated():
-            self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        """A chore that fails is none: what it would have prepared is done, or fails, when it is needed."""
+        chores = self._inner.chores()
+        while True:
+            try:
+                with self._translated():
+                    next(chores)
+            except StopIteration:
+                return
+            except DeviceLost:
+                raise
+            except Exception as error:
+                warnings.warn(f"Something could not be prepared ahead ({first_line(error)}).", stacklevel=2)
+                return
+            yield
 
     def close(self) -> None:
         self._inner.close()

@@ -6,7 +6,7 @@ device comes out of the plan, in plan order, so a device that runs late runs the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -89,18 +89,21 @@ class Runner:
         self._rows.append(forward.rows, sampled.tokens)
         return Ready(forward, sampled, batch)
 
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Do ahead of time what would otherwise be done while serving: compile kernels, capture graphs."""
+    def chores(self) -> Iterator[None]:
+        """Ahead of time what would otherwise be done while serving: one request's kernels first, then those of many,
+        then graphs."""
         if self._graphs is None:
             return
         count = 1
         while count <= self._rows.padding_row:
             self._rehearse(count, 32)
+            yield
             count *= 2
         self._rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
-        self._graphs.capture_all()
+        yield
+        yield from self._graphs.capture_missing()
 
+    @torch.inference_mode()
     def _rehearse(self, num_decodes: int, num_tokens: int) -> None:
         """A step of decodes and of prompts with so many tokens, all of them padding: it computes nothing anyone will
         read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ class LateDevice:
             ticket = self._queue.pop(0)
             ticket.ticket = self._inner.sample(self._inner.forward(ticket.plan), ticket.masks)
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
 
     def close(self) -> None:
         self._inner.close()

@@ -329,3 +329,21 @@ def test_a_gpu_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch, driver: boo
     if driver:
         with pytest.raises(QuireError, match="too old"):
             assemble.pick_device("auto", strict=True)
+
+
+def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
+    """Preparing is optional: what fails ahead of time does not keep the engine from serving."""
+
+    class Inner:
+        def chores(self) -> Any:
+            yield
+            raise no_memory()
+
+    done = []
+    with pytest.warns(UserWarning, match=r"could not be prepared ahead \(Memory ran out on cpu"):
+        for _ in Guarded(Inner(), CPU).chores():
+            done.append(1)
+    assert done == [1]
+    engine = make_engine(tiny)
+    engine.prepare()
+    assert not engine.has_chores and outcome(engine, PROMPTS[:1])[1] == {}

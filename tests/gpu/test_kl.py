@@ -70,15 +70,18 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
     params = SamplingParams(temperature=0.0).resolve()
     added = [RowInit(f"r{r}", r, row.tolist(), length, 0, params, (), 0, 0) for r, row in enumerate(tokens)]
     writes = [PageWrite(0, r, 0, list(range(1 + r * pages, 1 + (r + 1) * pages))) for r in range(num_rows)]
-    rows.apply(added, writes)
+    runner._apply(Plan(0, added=added, page_writes=writes))
     plan = Plan(1, [PlanRow(f"r{r}", r, 0, split, 0, True) for r in range(num_rows)])
     step = rows.gather(plan, False).step
     logits = model.logits(model.forward(step, caches)).float().log_softmax(-1)
     found = [logits.view(num_rows, split, -1).cpu()]
-    index = torch.arange(num_rows, device=DEVICE)
-    for _ in range(split, length):  # the row's own next token is the text's: nothing is sampled
-        step = rows.gather_decode(index)
-        found.append(model.logits(model.forward(step, caches)).float().log_softmax(-1).cpu()[:, None])
+    for place in range(split, length):  # the row's own next token is the text's: nothing is sampled
+        if runner._graphs is not None:  # eagerly twice, then captured
+            logits = runner._graphs.run(list(range(num_rows)), choose=False).logits
+        else:
+            plan = Plan(1, [PlanRow(f"r{r}", r, place, 1, 0, True) for r in range(num_rows)])
+            logits = model.logits(model.forward(rows.gather(plan, False).step, caches))
+        found.append(logits.float().log_softmax(-1).cpu()[:, None])
     return torch.cat(found, 1)
 
 

@@ -7,7 +7,7 @@ this file to see what a target does to gaps and to times to the first token.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -61,7 +61,9 @@ class Simulated:
     def sample(self, forward: tuple[Plan, float], masks: Mapping[int, bytes] | None = None) -> _Ticket:
         return _Ticket(self, *forward)
 
-    def prepare(self) -> None: ...
+    def chores(self) -> Iterator[None]:
+        return iter(())
+
     def close(self) -> None: ...
 
 

@@ -347,3 +347,17 @@ def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
     engine = make_engine(tiny)
     engine.prepare()
     assert not engine.has_chores and outcome(engine, PROMPTS[:1])[1] == {}
+
+
+def test_explaining_which_kernel_each_op_gets() -> None:
+    from quire.kernels.explain import explain_ops, try_all
+
+    assert {entry["why"] for entry in explain_ops(CPU)} == {"the one for a CPU"}
+    assert {entry["why"] for entry in explain_ops(torch.device("cuda"), "torch")} == {"as asked for"}
+
+    def bad(*args: Any) -> Any:
+        raise RuntimeError("no such\ninstruction")
+
+    told = {entry["op"]: entry for entry in try_all(replace(fast_ops(), silu_mul=bad), SHAPE, CPU)}
+    assert told["norm"]["implementation"] == "triton" and told["silu_mul"]["implementation"] == "torch"
+    assert "no such instruction" in told["silu_mul"]["why"]

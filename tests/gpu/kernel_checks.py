@@ -501,6 +501,21 @@ def check_dequantize_pages(where: Where) -> None:
         assert torch.equal(out.float(), cache.float()[pages] * scale)
 
 
+def check_trial(where: Where) -> None:
+    """What the loader tries before it builds a model: every row of the table passes, on its own terms."""
+    from quire.kernels.table import select_ops
+    from quire.kernels.trial import TrialShape, failing_rows
+
+    for dtype in where.dtypes:
+        for window in (None, 7):
+            heads = (4096, 32, 8, 128) if where.large else (64, 4, 2, 16)
+            shape = TrialShape(*heads, 16, window, qk_norm=window is None, dtype=dtype, cache_dtype=dtype)
+            failed = [
+                (row.name, error) for row, error in failing_rows(select_ops("cuda"), shape, torch.device(where.device))
+            ]
+            assert not failed, f"{dtype}, window {window}: {failed}"
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
     "silu_mul": check_silu_mul,
@@ -517,4 +532,5 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "fp8_linear": check_fp8_linear,
     "fp8_quantize": check_fp8_quantize,
     "dequantize_pages": check_dequantize_pages,
+    "trial": check_trial,
 }

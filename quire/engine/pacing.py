@@ -165,7 +165,7 @@ class CostModel:
 
     def _positive(self) -> list[float]:
         """Costs are never nothing, whatever noise says."""
-        return [max(c, share * g) for c, g, share in zip(self._cost, self._guess, (0.0, 0.01, 0.0), strict=True)]
+        return [max(c, share * g) for c, g, share in zip(self._cost, self._guess, (0.0, 0.001, 0.0), strict=True)]
 
 
 def choose_chunking(max_batch_tokens: int, step_target_seconds: float | None) -> Chunking:

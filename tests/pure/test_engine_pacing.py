@@ -167,6 +167,30 @@ def test_a_step_that_compiles_a_kernel_is_not_believed() -> None:
     assert len(mixed) > 20 and sorted(mixed[-10:])[5] > 1500, mixed
 
 
+@pytest.mark.parametrize(
+    ("cost", "decodes", "target", "seconds_enough"),
+    [(h200_8b, 64, 0.030, 0.2), (h200_8b, 1, 0.030, 0.4), (slow_cpu, 4, 0.200, 5.0)],
+)
+def test_the_first_prompt_ever_does_not_overshoot(
+    cost: object, decodes: int, target: float, seconds_enough: float
+) -> None:
+    """Nothing but decodes was ever timed: chunks begin small and grow within a few steps to what fits."""
+    pacing = StepTarget(8192, target)
+    running = [PlanRow("d", 0, 500, 1, 0, True)] * decodes
+    for step in range(5):
+        pacing.observe(Plan(step, list(running)), cost(Plan(step, list(running))))
+    at, took = 0, []
+    while at < 8192 and sum(took) < seconds_enough:
+        count = pacing.budget(decodes, at) - decodes
+        assert count >= StepTarget.FLOOR
+        plan = Plan(9, [*running, PlanRow("p", 1, at, count, 0, False)])
+        took.append(cost(plan))
+        pacing.observe(plan, took[-1])
+        at += count
+    assert max(took) <= target * 1.1, [round(seconds * 1e3, 1) for seconds in took]
+    assert took[-1] > target * 0.7, "and in the end it is used up"
+
+
 def test_costs_are_found_from_few_steps() -> None:
     costs = CostModel(6e-3, 1e-4)
     rng = random.Random(3)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,10 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 
 def _show(report: Report) -> None:
+    if "works" in report:
+        for one in report["works"]:
+            _show(one)
+        return
     if report["benchmark"] in ("online", "compare"):
         from quire.bench.online_tables import show_comparison, show_online
 
@@ -103,7 +108,7 @@ def _add_offline(benchmarks: Any) -> None:
 
     parser = benchmarks.add_parser(
         "offline",
-        usage="quire bench offline (--requests FILE | --workload NAME) [options]",
+        usage="quire bench offline (--requests FILE | --workload NAME…) [options]",
         help="a batch of requests from start to end",
         description="Submit requests all at once and time them to the end. Answers run to their full length.",
     )
@@ -114,7 +119,8 @@ def _add_offline(benchmarks: Any) -> None:
         metavar="FILE",
         help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
     )
-    work.add_argument("--workload", choices=tuple(WORKLOADS), help="work made from the seed, the same for every engine")
+    work.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS),
+                      help="work made from the seed, the same for every engine; several share one start")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw from (default: 0)")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
                         help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
@@ -249,33 +255,40 @@ def _at_least(low: int) -> Callable[[str], int]:
 def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.offline import bench_offline
 
-    config, work = config_from_args(args), _work(args)
-    report = bench_offline(
-        lambda: open_llm(config),
-        work,
-        seed=args.seed,
-        repeat=args.repeat,
-        warmup=not args.no_warmup,
-        min_output_tps=args.min_output_tps,
-    )
-    if report["folded_to_vocab"] is not None:
-        size = report["folded_to_vocab"]
-        print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
-    return report
+    config, works = config_from_args(args), _works(args)
+    reports = []
+    with ExitStack() as held:
+        open_once = cache(lambda: nullcontext(held.enter_context(open_llm(config))))
+        for work in works:
+            report = bench_offline(
+                open_once,
+                work,
+                seed=args.seed,
+                repeat=args.repeat,
+                warmup=not args.no_warmup,
+                min_output_tps=args.min_output_tps,
+            )
+            if report["folded_to_vocab"] is not None:
+                size = report["folded_to_vocab"]
+                print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
+            reports.append(report)
+    if len(reports) == 1:
+        return reports[0]
+    return {"benchmark": "offline", "works": reports, "pass": all(report["pass"] for report in reports)}
 
 
-def _work(args: Namespace) -> Work:
+def _works(args: Namespace) -> list[Work]:
     """The work by name or from the file. What is wrong with either shows here, before a model loads."""
     from quire.bench.offline import Work
     from quire.bench.workloads import draw_workload, make_job, read_jobs
 
     make_job([0], 1, "", args.temperature, args.seed)
     if args.workload is not None:
-        draw = partial(draw_workload, args.workload, temperature=args.temperature)
-        return Work(args.workload, draw, may_fold=True)
+        draws = {name: partial(draw_workload, name, temperature=args.temperature) for name in args.workload}
+        return [Work(name, draw, may_fold=True) for name, draw in draws.items()]
     read = partial(read_jobs, args.requests, temperature=args.temperature)
     read(args.seed)
-    return Work(args.requests.name, read, may_fold=False)
+    return [Work(args.requests.name, read, may_fold=False)]
 
 
 def _batch(args: Namespace, open_llm: OpenLLM) -> Report:

@@ -143,7 +143,7 @@ class Case:
         engine = self.engine(chunk_tokens=CHUNK)
         witness = Witness(engine)
         tokens = run(engine, self.prompts)
-        engine._workers = witness.inner
+        engine.workers = witness.inner
         return engine, witness, tokens
 
     @cached_property
@@ -180,10 +180,10 @@ class Witness:
     """Stands before the device and sees every plan: what the schedule really was."""
 
     def __init__(self, engine: Engine):
-        self.inner = engine._workers
+        self.inner = engine.workers
         self.chunks: Counter[str] = Counter()  # steps of several tokens, per request
         self.mixed_steps = 0  # a catch-up and a decode in one step
-        engine._workers = self
+        engine.workers = self
 
     def forward(self, plan: Plan) -> Any:
         several = [row.request_id for row in plan.rows if row.count > 1]
@@ -298,7 +298,7 @@ def _check_pushed_out(case: Case, preemption: str, depth: int) -> None:
     if depth == 1:
         assert (stats.computed_tokens == computed_once) == (preemption == "swap"), "swapped: nothing computed twice"
     else:
-        assert engine._workers.submitted_ahead > 10, "steps really were submitted before the last one's tokens existed"
+        assert engine.workers.submitted_ahead > 10, "steps really were submitted before the last one's tokens existed"
 
 
 def check_swap(case: Case) -> None:
@@ -318,7 +318,7 @@ def check_overlap(case: Case) -> None:
     hits = engine.scheduler.cache.stats.hit_tokens
     assert run(engine, case.prompts) == case.expected
     assert engine.scheduler.cache.stats.hit_tokens > hits
-    assert engine._workers.submitted_ahead > 20
+    assert engine.workers.submitted_ahead > 20
 
 
 def check_overlap_swap(case: Case) -> None:
@@ -337,7 +337,7 @@ def check_memory(case: Case) -> None:
                                         "page_tokens": PAGE_TOKENS, "dtype": "float32"})  # fmt: skip
     said = memory_report(config)
     engine, _ = build_engine(case.model, config, said.max_model_len, CPU)
-    caches = sum(tensor.nbytes for tensor in engine._workers._store.tensors.values())
+    caches = sum(tensor.nbytes for tensor in engine.workers._inner._store.tensors.values())
     weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in case.model.parameters()}.values())  # type: ignore
     assert abs(said.cache - caches) <= 0.02 * caches
     assert abs(said.weights - weights) <= 0.02 * weights

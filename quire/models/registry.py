@@ -73,10 +73,20 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "mistral",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 
 

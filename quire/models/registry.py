@@ -29,6 +29,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "gemma": _DENSE,
     "gemma2": _DENSE,
     "gemma3_text": _DENSE,
+    "gemma4_text": "quire.models.gemma4:Gemma4Model",
     "glm": _DENSE,
     "glm4": _DENSE,
     "granite": _DENSE,

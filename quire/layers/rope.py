@@ -17,7 +17,7 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.types import QuireError
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole pairs
     attention_factor: float | None = None  # yarn, longrope: scales cos and sin; None: from `factor`
+    share: float = 1.0  # proportional: of the pairs, the first that turn
     divisors: tuple[float, ...] = ()  # one per pair, on top of all that (longrope; GGUF keeps llama3 scaling this way)
 
     @classmethod
@@ -60,6 +61,7 @@ class RopeConfig:
             beta_fast=float(given.get("beta_fast") or 32.0),
             beta_slow=float(given.get("beta_slow") or 1.0),
             truncate=bool(given.get("truncate", True)),
+            share=float(given.get("partial_rotary_factor") or 1.0),
             attention_factor=_hf_attention_factor(given, float(factor)),
             divisors=_longrope_divisors(config, given, original_len) if kind == "longrope" else
             tuple(given.get("divisors") or ()),
@@ -86,6 +88,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return torch.zeros_like(plain)
         case "linear":
             scaled = plain / config.factor
+        case "proportional":
+            turning = int(config.share * head_dim // 2)
+            scaled = torch.where(torch.arange(len(plain)) < turning, plain / config.factor, 0.0)
         case "llama3":
             scaled = _llama3(config, plain)
         case "yarn":

@@ -109,9 +109,11 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(
-        dense, norm=replace(dense.norm, offset=1.0), embedding_scale=math.sqrt(dense.width),
+        dense,
+        norm=replace(dense.norm, offset=number(config, "norm_offset", 1.0)),
+        embedding_scale=math.sqrt(dense.width),
         activation="gelu_pytorch_tanh" if dense.activation == "gelu" else dense.activation,
-    )  # fmt: skip
+    )
 
 
 def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -208,7 +210,8 @@ def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = _layer_norm(config, dense, "norm_eps")
-    return replace(dense, norm=replace(dense.norm, offset=1.0), gated=False, mlp_names=MLPNames(up=("up_proj",)))
+    norm = replace(dense.norm, offset=number(config, "norm_offset", 1.0))
+    return replace(dense, norm=norm, gated=False, mlp_names=MLPNames(up=("up_proj",)))
 
 
 def _arcee(config: Fields, dense: DenseConfig) -> DenseConfig:

@@ -29,6 +29,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "gemma": _DENSE,
     "gemma2": _DENSE,
     "gemma3_text": _DENSE,
+    "gemma4_text": "quire.models.gemma4:Gemma4Model",
     "glm": _DENSE,
     "glm4": _DENSE,
     "granite": _DENSE,
@@ -73,10 +74,20 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "mistral",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 
 

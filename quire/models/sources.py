@@ -22,6 +22,7 @@ from quire.kernels.dequant import dequantize_mxfp4
 from quire.layers.linear import Linear
 from quire.layers.weights import Part, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
+from quire.models.gguf_names import hf_name, style_of
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
@@ -29,7 +30,7 @@ MXFP4_BYTES = 16  # of a block of 32 numbers
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
-_NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight|lm_head\.weight")
+_NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight")
 
 
 def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device: torch.device,
@@ -197,7 +198,8 @@ class GGUFCheckpoint:
         self.where = str(file.path)
         self.file = file
         self.head_dim = head_dim
-        self._tensors = {gguf.hf_name(name): tensor for name, tensor in file.tensors.items()}
+        style = style_of(file.metadata.get("general.architecture"))
+        self._tensors = {hf_name(name, style): tensor for name, tensor in file.tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:

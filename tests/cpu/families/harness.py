@@ -60,7 +60,7 @@ Draw = Callable[[str, Tensor, torch.Generator], None]
 def draw_wide(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     """Weights wide, biases and norms away from their neutral values: logits then differ clearly from token to token,
     and a forgotten bias or norm shows."""
-    is_norm = "norm" in name and name.endswith("weight")
+    is_norm = ("norm" in name and name.endswith("weight")) or name.endswith("layer_scalar")
     parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm else 0.15, generator=generator)
 
 
@@ -105,7 +105,11 @@ def save_checkpoint(family: Family, folder: Path, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         saved = model.state_dict()
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name in saved and name.endswith("bias")]
+        biases = [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if name in saved and name.endswith(("bias", "layer_scalar"))
+        ]
         for name, parameter in [*model.named_parameters(), *biases]:
             family.draw(name, parameter, generator)
     model.save_pretrained(folder)

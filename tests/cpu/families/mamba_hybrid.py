@@ -1,0 +1,47 @@
+"""Mamba2 alone, and the hybrids that are built of it: Nemotron-H, Bamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.cpu.families.harness import TINY, Family, draw_wide
+
+
+def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Decays from slow to fast."""
+    draw_wide(name, parameter, generator)
+    if name.endswith("A_log"):
+        parameter.uniform_(-3.0, 1.0, generator=generator)
+    if name.endswith(("dt_bias", "conv1d.weight", "conv1d.bias", ".D")):
+        parameter.mul_(4.0)
+
+
+def mamba2() -> Any:
+    fields = {name: TINY[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+    return transformers.Mamba2Config(**fields, pad_token_id=0, num_hidden_layers=2, state_size=16, num_heads=8,
+                                     head_dim=16, expand=2, n_groups=2, chunk_size=16)  # fmt: skip
+
+
+def nemotron_h() -> Any:
+    fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"}
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    return transformers.NemotronHConfig(**{**fields, "pad_token_id": 0}, layers_block_type=kinds, head_dim=16,
+                                        ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, n_groups=4,
+                                        chunk_size=16)  # fmt: skip
+
+
+def bamba() -> Any:
+    return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 3, "pad_token_id": 0}, attn_layer_indices=[1],
+                                    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
+                                    mamba_chunk_size=16)  # fmt: skip
+
+
+FAMILIES = [
+    Family("mamba2", mamba2, draw=draw),
+    Family("nemotron_h", nemotron_h, draw=draw),
+    Family("bamba", bamba, draw=draw),
+]

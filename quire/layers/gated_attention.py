@@ -6,6 +6,8 @@ queries, keys and values side by side as plain attention has them; from there on
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ class GatedAttention(nn.Module):
         kv_rows = shape.num_kv_heads * head_dim
         sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
         self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
-        order = shape.order
+        order = replace(shape.order, angle_scale=1.0)  # the norm below comes after this, and takes scaling back
 
         def gates_first(rows: Tensor) -> Tensor:
             """The checkpoint has a head's queries, then its gates, head by head."""
@@ -42,10 +44,10 @@ class GatedAttention(nn.Module):
         set_forms(self.project, (gates_first, order, None))
         out = [(f"{prefix}.o_proj", shape.width)]
         self.out = Linear(heads, out, bias=bias, dtype=dtype, scheme=scheme)
-        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=1.0, order=order)
+        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=1.0, order=shape.order)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added"""
+        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         heads = self.shape.num_heads * self.shape.head_dim
         gate, qkv = self.project(stream, norm=self.norm).tensor_split((heads,), dim=1)
@@ -54,5 +56,9 @@ class GatedAttention(nn.Module):
             qkv, heads_norm.q_weight, heads_norm.k_weight, heads_norm.eps, angles, k_cache, v_cache, plan.slots,
             self.shape.num_heads,
         )  # fmt: skip
+        if plan.wanted is not None:
+            q, gate, stream = plan.pick(q), plan.pick(gate), plan.pick(stream)
+            if not len(stream):
+                return stream
         out = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale)
         return self.out(out * gate.sigmoid(), residual=stream)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionShape, plan_attention
+from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
@@ -90,16 +90,20 @@ class HybridModel(nn.Module):
         angles = None if self.rope is None else self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
+            is_last = place == self._last_mixer  # what follows works on each token alone
             if kind == "attention":
+                if is_last:
+                    attention = plan_last_attention(
+                        attention, step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops
+                    )
                 stream = block(stream, angles, attention)
             elif kind == "recurrent":
                 stream = block(stream, recurrent)
+                stream = step.wanted(stream) if is_last else stream
             else:
                 stream = block(stream)
-            if place == self._last_mixer:  # what follows works on each token alone
-                stream = step.wanted(stream)
-                if not len(stream):
-                    return stream
+            if not len(stream):
+                return stream
         return self.norm(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:

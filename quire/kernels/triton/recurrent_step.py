@@ -70,7 +70,7 @@ def _step_kernel(
         row = tl.load(rows_ptr + place)
         token = tl.load(tokens_ptr + place).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    position = tl.load(positions_ptr + token)
+    position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
     state_ptr += slot * slot_stride
     ring_ptr = state_ptr + HEADS * VALUE * KEY
     x_ptr += token * x_stride

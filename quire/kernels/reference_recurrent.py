@@ -19,6 +19,7 @@ from torch.nn import functional
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 
 CHUNK = 32  # of the scan; by measurement best on a CPU, where a triangular solve grows with the square of it
+LARGE_STATE = 1 << 16  # elements
 L2_EPS = 1e-6
 
 
@@ -111,11 +112,13 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Recurrent
         history = rings[slot, (start + before) % num_taps].to(x.dtype)
         chunk = x[first : first + count]
         padded = torch.cat((history, chunk))  # [conv_len - 1 + count, channels]
-        out[first : first + count] = sum(padded[tap : tap + count] * taps[tap] for tap in range(num_taps))
+        convolved = torch.mul(padded[:count], taps[0], out=out[first : first + count])
+        for tap in range(1, num_taps):
+            convolved.addcmul_(padded[tap : tap + count], taps[tap])
         kept = min(count, num_taps)
         last = plan.positions[first + count - kept : first + count]
         rings[slot, last % num_taps] = chunk[-kept:].to(rings.dtype)
-    return functional.silu(out if bias is None else out + bias)
+    return functional.silu(out if bias is None else out.add_(bias), inplace=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,8 +135,9 @@ class RecurrentInputs:
 
     def expanded(self, span: slice | Tensor) -> RecurrentInputs:
         """These tokens, with a key and a query for every head."""
-        times = self.v.shape[1] // self.k.shape[1]
-        q, k = (part[span].repeat_interleave(times, dim=1) for part in (self.q, self.k))
+        q, k = self.q[span], self.k[span]
+        if (times := self.v.shape[1] // self.k.shape[1]) > 1:
+            q, k = q.repeat_interleave(times, dim=1), k.repeat_interleave(times, dim=1)
         return RecurrentInputs(q, k, self.v[span], self.decay[span], None if self.beta is None else self.beta[span])
 
 
@@ -141,12 +145,11 @@ def recurrence(inputs: RecurrentInputs, shape: RecurrentShape, state: Tensor, pl
     """All rows of the step, each from and to its own slot. Returns [tokens, heads, value_dim]."""
     matrices = shape.matrices(state)
     if plan.singles is None or plan.single_tokens is None:
-        out, matrices[plan.slots] = single_step(inputs.expanded(slice(None)), matrices[plan.slots])
-        return out
+        return _step_rows(inputs.expanded(slice(None)), matrices, plan.slots)
     out = torch.empty_like(inputs.v)
     if len(plan.singles):
         slots = plan.slots[plan.singles]
-        out[plan.single_tokens], matrices[slots] = single_step(inputs.expanded(plan.single_tokens), matrices[slots])
+        out[plan.single_tokens] = _step_rows(inputs.expanded(plan.single_tokens), matrices, slots)
     for row, first, count in plan.catch_ups:
         span = slice(first, first + count)
         slot = plan.slots[row]
@@ -154,24 +157,34 @@ def recurrence(inputs: RecurrentInputs, shape: RecurrentShape, state: Tensor, pl
     return out
 
 
-def single_step(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: `state` [rows, heads, value_dim, key_dim] -> ([rows, heads, value_dim], new state)."""
-    state = state * inputs.decay.exp()[..., None, None]
+def _step_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tensor:
+    """One token of each row. A large state is worked on where it lies, row by row: moving it would cost more."""
+    if matrices[0].numel() < LARGE_STATE:
+        states = matrices[slots]
+        out = single_step(inputs, states)
+        matrices[slots] = states
+        return out
+    out = torch.empty_like(inputs.v)
+    for row, slot in enumerate(slots.tolist()):
+        out[row : row + 1] = single_step(inputs.expanded(slice(row, row + 1)), matrices[slot : slot + 1])
+    return out
+
+
+def single_step(inputs: RecurrentInputs, state: Tensor) -> Tensor:
+    """One token of each row: moves `state` [rows, heads, value_dim, key_dim] on, returns [rows, heads, value_dim]."""
+    state.mul_(inputs.decay.exp()[..., None, None])
     update = inputs.v
     if inputs.beta is not None:
         update = (update - (state @ inputs.k.unsqueeze(3)).squeeze(3)) * inputs.beta.unsqueeze(2)
     state.addcmul_(update.unsqueeze(3), inputs.k.unsqueeze(2))
-    return (state @ inputs.q.unsqueeze(3)).squeeze(3), state
+    return (state @ inputs.q.unsqueeze(3)).squeeze(3)
 
 
 def exact_scan(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One row, token by token: `state` [heads, value_dim, key_dim] -> ([tokens, heads, value_dim], new state)."""
-    out = []
-    for token in range(len(inputs.v)):
-        step, moved = single_step(inputs.expanded(slice(token, token + 1)), state.unsqueeze(0))
-        out.append(step[0])
-        state = moved[0]
-    return torch.stack(out), state
+    moving = state.unsqueeze(0).clone()
+    tokens = [slice(token, token + 1) for token in range(len(inputs.v))]
+    return torch.cat([single_step(inputs.expanded(token), moving) for token in tokens]), moving[0]
 
 
 def chunk_scan(inputs: RecurrentInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:

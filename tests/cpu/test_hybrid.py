@@ -185,6 +185,13 @@ def test_the_letters_of_a_pattern_mean_the_same(folders: dict[str, Path]) -> Non
 # The recurrence itself
 
 
+def test_large_states_are_moved_on_where_they_lie(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = load(folders["qwen3_next"]), ragged_prompts()[:4]
+    expected = run(make_engine(model), prompts, greedy(12))
+    monkeypatch.setattr(reference, "LARGE_STATE", 0)
+    assert run(make_engine(model, chunk_tokens=7), prompts, greedy(12)) == expected
+
+
 @pytest.mark.parametrize("has_delta", [True, False])
 def test_chunks_equal_the_recurrence_token_by_token(has_delta: bool) -> None:
     """Also where all keys are the same, which is the worst case for the delta rule's triangular system."""

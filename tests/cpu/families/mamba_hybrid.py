@@ -34,6 +34,16 @@ def nemotron_h() -> Any:
                                         chunk_size=16)  # fmt: skip
 
 
+def nemotron_h_moe() -> Any:
+    """Experts in groups and in a narrower space; the older names of the layer types."""
+    fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"}
+    return transformers.NemotronHConfig(**{**fields, "pad_token_id": 0}, hybrid_override_pattern="ME*", head_dim=16,
+                                        ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, n_groups=4,
+                                        chunk_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=4,
+                                        topk_group=2, routed_scaling_factor=2.5, moe_intermediate_size=24,
+                                        moe_shared_expert_intermediate_size=40, moe_latent_size=32)  # fmt: skip
+
+
 def bamba() -> Any:
     return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 3, "pad_token_id": 0}, attn_layer_indices=[1],
                                     mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
@@ -43,5 +53,6 @@ def bamba() -> Any:
 FAMILIES = [
     Family("mamba2", mamba2, draw=draw),
     Family("nemotron_h", nemotron_h, draw=draw),
+    Family("nemotron_h experts", nemotron_h_moe, draw=draw),
     Family("bamba", bamba, draw=draw),
 ]

@@ -40,6 +40,8 @@ class HybridShape:
     attention: AttentionShape | None  # None: no layer attends
     recurrent: RecurrentShape | None
     blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class HybridModel(nn.Module):
         self._spec_of = {spec.group: spec for spec in self.specs}
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
-        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype)
+        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale)
         seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "plain": 0}
         blocks = []
         for place, kind in enumerate(shape.blocks):
@@ -76,7 +78,7 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, 1.0 if norm_from_zero else 0.0)
         head = names.embedding if shape.tied else names.head
-        self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme)
+        self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave what they add in `caches`. Returns the normed hidden states,

@@ -66,6 +66,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "nemotron_h": "quire.models.nemotron_h:NemotronHModel",
     "mamba2": "quire.models.mamba2:Mamba2Model",
     "bamba": "quire.models.bamba:BambaModel",
+    "granitemoehybrid": "quire.models.granite_hybrid:GraniteHybridModel",
 }
 FALLBACK = "quire.models.fallback:FallbackModel"
 ARCHITECTURES = {  # for a config.json that has no model_type
@@ -85,6 +86,7 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "NemotronHForCausalLM": "nemotron_h",
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
     "llama": "llama",

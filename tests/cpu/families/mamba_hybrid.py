@@ -50,9 +50,20 @@ def bamba() -> Any:
                                     mamba_chunk_size=16)  # fmt: skip
 
 
+def granite() -> Any:
+    """With experts and all its scales; the one without rope."""
+    return transformers.GraniteMoeHybridConfig(
+        **{**TINY, "tie_word_embeddings": True}, layer_types=["linear_attention", "full_attention"],
+        num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40, mamba_n_heads=8, mamba_d_head=16,
+        mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=16, embedding_multiplier=3.0, logits_scaling=0.5,
+        residual_multiplier=0.6, attention_multiplier=0.2,
+    )  # fmt: skip
+
+
 FAMILIES = [
     Family("mamba2", mamba2, draw=draw),
     Family("nemotron_h", nemotron_h, draw=draw),
     Family("nemotron_h experts", nemotron_h_moe, draw=draw),
     Family("bamba", bamba, draw=draw),
+    Family("granitemoehybrid", granite, draw=draw),
 ]

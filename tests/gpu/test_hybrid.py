@@ -16,7 +16,7 @@ from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "nemotron_h", "mamba2", "bamba")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba", "granitemoehybrid")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 

@@ -45,7 +45,7 @@ def nemotron_h_moe() -> Any:
 
 
 def bamba() -> Any:
-    return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 3, "pad_token_id": 0}, attn_layer_indices=[1],
+    return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 2, "pad_token_id": 0}, attn_layer_indices=[1],
                                     mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
                                     mamba_chunk_size=16)  # fmt: skip
 

@@ -32,8 +32,11 @@ def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.mul_(4.0)
 
 
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
            "shared_expert_intermediate_size": 16}  # fmt: skip
+SIGHT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+         "num_position_embeddings": 4}  # fmt: skip
 
 
 def qwen3_next() -> Any:
@@ -41,17 +44,32 @@ def qwen3_next() -> Any:
     return transformers.Qwen3NextConfig(**{**TINY, **RECURRENT, **EXPERTS, "mlp_only_layers": [1]})
 
 
+def qwen3_5_text() -> Any:
+    more = {"tie_word_embeddings": True, "attention_bias": True}
+    return transformers.Qwen3_5TextConfig(**{**TINY, **RECURRENT, **TWO_LAYERS, **more})
+
+
 def qwen3_5() -> Any:
-    return transformers.Qwen3_5TextConfig(**{**TINY, **RECURRENT, "tie_word_embeddings": True, "attention_bias": True})
+    """As published, with a vision tower, of which the text model knows nothing."""
+    text = {**TINY, **RECURRENT, **TWO_LAYERS}
+    return transformers.Qwen3_5Config(text_config=text, vision_config=SIGHT, tie_word_embeddings=False)
+
+
+def qwen3_5_moe_text() -> Any:
+    fields = {name: value for name, value in TINY.items() if name != "intermediate_size"}
+    return transformers.Qwen3_5MoeTextConfig(**{**fields, **RECURRENT, **TWO_LAYERS, **EXPERTS})
 
 
 def qwen3_5_moe() -> Any:
-    fields = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    return transformers.Qwen3_5MoeTextConfig(**{**fields, **RECURRENT, **EXPERTS})
+    text = {name: value for name, value in TINY.items() if name != "intermediate_size"}
+    text |= {**RECURRENT, **TWO_LAYERS, **EXPERTS}
+    return transformers.Qwen3_5MoeConfig(text_config=text, vision_config=SIGHT, tie_word_embeddings=False)
 
 
 FAMILIES = [
     Family("qwen3_next", qwen3_next, draw=draw),
-    Family("qwen3_5", qwen3_5, draw=draw),
-    Family("qwen3_5_moe", qwen3_5_moe, draw=draw),
+    Family("qwen3_5_text", qwen3_5_text, draw=draw),
+    Family("qwen3_5", qwen3_5, draw=draw, model_class="Qwen3_5ForConditionalGeneration"),
+    Family("qwen3_5_moe_text", qwen3_5_moe_text, draw=draw),
+    Family("qwen3_5_moe", qwen3_5_moe, draw=draw, model_class="Qwen3_5MoeForConditionalGeneration"),
 ]

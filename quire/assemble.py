@@ -148,9 +148,8 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
 
 
 def _can_capture(model: Model) -> bool:
-    paged = all(spec.kind == "paged" for spec in model.specs)
     ops = getattr(model, "ops", None)
-    return paged and not getattr(model, "eager_only", False) and (ops is None or ops.captures)
+    return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

@@ -119,7 +119,7 @@ class Scheduler:
                 (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
         budget = min(budget, self.step_cap)
-        may_have_slot, page_tokens = not self.cache.state, self.cache.page_tokens
+        has_state, page_tokens = bool(self.cache.state), self.cache.page_tokens
         num_decodes = len(decodes)
         for index, request in enumerate(decodes + catch_ups):
             if budget <= 0:
@@ -127,8 +127,9 @@ class Scheduler:
             if request.status is not Status.RUNNING:
                 continue  # became a victim a moment ago
             start = request.planned
-            if index < num_decodes and may_have_slot and start % page_tokens:
-                # What nearly every row of a step is: one token, into a page the request already holds.
+            if index < num_decodes and start % page_tokens and not (has_state and (start + 1) % page_tokens == 0):
+                # What nearly every row of a step is: one token, into a page the request already holds, and not the last
+                # of it, where a snapshot may be due.
                 plan.rows.append(PlanRow(request.id, request.row, start, 1, 0, True))
                 plan.may_mask = plan.may_mask or request.grammar is not None
                 request.planned = start + 1

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention, reference_experts, reference_latent
+from quire.kernels import reference, reference_attention, reference_experts, reference_latent, reference_recurrent
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.types import QuireError
 
@@ -40,6 +40,9 @@ class Ops:
     run_experts: Callable[..., Tensor]
     latent_write: Callable[..., Tensor]
     latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
+    plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
+    gated_delta_net: Callable[..., Tensor]
+    mamba2: Callable[..., Tensor]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
@@ -55,6 +58,9 @@ REFERENCE = Ops(
     run_experts=reference_experts.run_experts,
     latent_write=reference_latent.latent_write,
     latent_attention=reference_latent.latent_attention,
+    plan_recurrent=reference_recurrent.plan_recurrent,
+    gated_delta_net=reference_recurrent.gated_delta_net,
+    mamba2=reference_recurrent.mamba2,
 )
 
 
@@ -69,7 +75,7 @@ def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) ->
 def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, experts, latent, norm, rope, route, skinny
+        from quire.kernels.triton import attention, experts, latent, norm, recurrent, rope, route, skinny
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -88,6 +94,9 @@ def _triton_ops(strict: bool) -> Ops:
         run_experts=experts.run_experts,
         latent_write=latent.latent_write,
         latent_attention=latent.latent_attention,
+        plan_recurrent=recurrent.plan_recurrent,
+        gated_delta_net=recurrent.gated_delta_net,
+        mamba2=recurrent.mamba2,
         captures=True,
         fused_linear=_Skinny(skinny.skinny_linear),
     )

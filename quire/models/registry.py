@@ -59,6 +59,15 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "olmoe": _MOE,
     "qwen2_moe": _MOE,
     "qwen3_moe": _MOE,
+    "qwen3_next": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_text": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_moe": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_moe_text": "quire.models.qwen3_next:QwenHybridModel",
+    "nemotron_h": "quire.models.nemotron_h:NemotronHModel",
+    "mamba2": "quire.models.mamba2:Mamba2Model",
+    "bamba": "quire.models.bamba:BambaModel",
+    "granitemoehybrid": "quire.models.granite_hybrid:GraniteHybridModel",
 }
 FALLBACK = "quire.models.fallback:FallbackModel"
 ARCHITECTURES = {  # for a config.json that has no model_type
@@ -72,6 +81,13 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Mamba2ForCausalLM": "mamba2",
+    "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
     "gemma": "gemma",

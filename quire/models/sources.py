@@ -28,9 +28,13 @@ from quire.types import QuireError
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
 MXFP4_BYTES = 16  # of a block of 32 numbers
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
-_NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight")
+# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
+# heads that draft, a vision tower where the text model alone runs.
+_NEEDLESS = re.compile(
+    r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
+    r"model\.visual\..*|backbone\.mtp\..*"
+)
 
 
 def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device: torch.device,

@@ -16,7 +16,22 @@ from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
 from quire.kernels.experts import ExpertWeights, Routing
-from quire.kernels.triton import attention, decode, experts, latent, launch, prefill_hopper, rope, route, sample, skinny
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton import (
+    attention,
+    decode,
+    experts,
+    latent,
+    launch,
+    prefill_hopper,
+    recurrent,
+    recurrent_scan,
+    recurrent_step,
+    rope,
+    route,
+    sample,
+    skinny,
+)
 
 launched: dict[str, int] = {}
 _run = JITFunction.run
@@ -43,7 +58,7 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, latent, prefill_hopper, sample):
+    for module in (launch, attention, decode, latent, prefill_hopper, recurrent_scan, recurrent_step, sample):
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -63,6 +78,7 @@ def main() -> None:
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
     compile_experts()
     compile_latent()
+    compile_recurrent()
     json.dump(launched, sys.stdout)
 
 
@@ -97,6 +113,25 @@ def compile_experts() -> None:
         experts.run_experts(x, weights, chosen, shares, x)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
     route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
+
+
+def compile_recurrent() -> None:
+    bf16 = torch.bfloat16
+    for shape, delta in ((RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False)):
+        conv, heads = torch.zeros(shape.channels, 1, 4, dtype=bf16), torch.zeros(shape.num_heads)
+        x = torch.zeros(130, shape.channels + shape.values + (2 if delta else 1) * shape.num_heads, dtype=bf16)
+        state = torch.zeros(2, shape.slot_elements)
+        plan = recurrent.plan_recurrent(torch.arange(2), torch.arange(130), [129, 1])
+        many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
+        if delta:
+            norm = torch.ones(shape.value_dim, dtype=bf16)
+            for each in (plan, many):
+                recurrent.gated_delta_net(x, DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, each)
+        else:
+            norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
+            weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
+            for each in (plan, many):
+                recurrent.mamba2(x, weights, shape, state, each)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.angles import Angles
+from quire.kernels.recurrent import RecurrentShape
+from tests.gpu.recurrent_checks import check_recurrent
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
 
@@ -516,6 +518,25 @@ def check_trial(where: Where) -> None:
             assert not failed, f"{dtype}, window {window}: {failed}"
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Recurrent layers
+
+# A chunk's products are rounded to the type they are computed in before the state sums them up.
+RECURRENT_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def check_gated_delta_net(where: Where) -> None:
+    large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
+    shapes = large if where.large else [RecurrentShape(1, 2, 16, 40, 4)]
+    check_recurrent(where, close, shapes, True, RECURRENT_BOUNDS)
+
+
+def check_mamba2(where: Where) -> None:
+    large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4)]
+    shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
+    check_recurrent(where, close, shapes, False, RECURRENT_BOUNDS)
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
     "silu_mul": check_silu_mul,
@@ -533,4 +554,6 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "fp8_quantize": check_fp8_quantize,
     "dequantize_pages": check_dequantize_pages,
     "trial": check_trial,
+    "gated_delta_net": check_gated_delta_net,
+    "mamba2": check_mamba2,
 }

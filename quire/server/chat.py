@@ -22,6 +22,7 @@ from quire.text.channels import (
     ToolSpec,
     choose_format,
     choose_reasoning,
+    closes_reasoning,
     make_channel_parser,
     opens_reasoning,
     tool_grammar,
@@ -60,7 +61,7 @@ class Conversation:
     continue_final: bool = False
     add_generation_prompt: bool = True
     output: GrammarSpec | None = None  # what the answer's text must look like
-    thinking_budget: int | None = None  # tokens of reasoning after which it is ended, where the prompt opens it
+    thinking_budget: int | None = None  # tokens of reasoning after which it is ended
 
 
 @dataclass(slots=True)
@@ -72,7 +73,10 @@ class ChatPrompt:
     show_special: bool  # the model's markers are special tokens, so they must reach the parser
 
     def fit(self, params: SamplingParams) -> SamplingParams:
-        return replace(params, skip_special_tokens=False) if self.show_special else params
+        """The parameters, with what this conversation asks of the output."""
+        return replace(
+            params, grammar=self.grammar, skip_special_tokens=params.skip_special_tokens and not self.show_special
+        )
 
 
 class ChatPrompts:
@@ -104,6 +108,12 @@ class ChatPrompts:
             return await asyncio.to_thread(self._edge.encode, prompt)
         return self._edge.encode(prompt)
 
+    def check_output(self, output: GrammarSpec | None) -> GrammarSpec | None:
+        if output is not None and len(output.value) > self._max_schema:
+            message = f"The schema or grammar has {len(output.value)} characters, the limit is {self._max_schema}."
+            raise bad_request("schema_too_large", message, "response_format")
+        return output
+
     def _check(self, conversation: Conversation) -> None:
         if not conversation.messages:
             raise bad_request("invalid_value", "messages must hold at least one message.", "messages")
@@ -113,10 +123,7 @@ class ChatPrompts:
         if len(conversation.tools) > self._max_tools:
             message = f"There are {len(conversation.tools)} tools, the limit is {self._max_tools}."
             raise bad_request("too_many_tools", message, "tools")
-        if conversation.output is not None and len(conversation.output.value) > self._max_schema:
-            size = len(conversation.output.value)
-            message = f"The schema or grammar has {size} characters, the limit is {self._max_schema}."
-            raise bad_request("schema_too_large", message, "response_format")
+        self.check_output(conversation.output)
         for index, tool in enumerate(conversation.tools):
             _check_tool(tool, index, self._max_schema)
         names = [tool["function"]["name"] for tool in conversation.tools]
@@ -165,9 +172,14 @@ class ChatPrompts:
         """Calls that must come, and their form, are enforced; otherwise the output's own schema is."""
         tokenizer, style = self._edge.tokenizer, self._reasoning
         assert tokenizer is not None
+        opening: tuple[int, ...] = ()
         after: tuple[int, ...] = ()
-        if style is not None and opens_reasoning(prompt, style):
+        is_open = opens_reasoning(prompt, style)
+        answers = conversation.continue_final or closes_reasoning(prompt, style)
+        if style is not None and (is_open or not answers):
             after = tuple(tokenizer.encode(style.close, add_special=False))
+            if not is_open:  # then the model opens it itself, or answers at once
+                opening = tuple(tokenizer.encode(style.open, add_special=False))
         grammar = None
         if name is not None:
             grammar = tool_grammar(
@@ -179,14 +191,21 @@ class ChatPrompts:
                 after_reasoning=after,
             )
         if grammar is None and conversation.output is not None:
-            grammar = replace(conversation.output, after_reasoning=after)
-        budget = conversation.thinking_budget
-        if budget is None:
-            asked = conversation.template_kwargs.get("thinking_budget")
-            budget = asked if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0 else None
-        if budget is not None and after:
-            grammar = replace(grammar or GrammarSpec("free"), after_reasoning=after, budget=budget)
-        return grammar
+            grammar = conversation.output
+        budget = _thinking_budget(conversation) if after else None
+        if grammar is None and budget is not None:
+            grammar = GrammarSpec("free")
+        if grammar is None:
+            return None
+        return replace(grammar, after_reasoning=after, opens_reasoning=opening, budget=budget)
+
+
+def _thinking_budget(conversation: Conversation) -> int | None:
+    """The client's own, or the one it hands to the template."""
+    if conversation.thinking_budget is not None:
+        return conversation.thinking_budget
+    asked = conversation.template_kwargs.get("thinking_budget")
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0 else None
 
 
 def _template_source(tokenizer: Tokenizer | None, override: str | None) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from quire.config import ServerConfig
 from quire.edge import Edge
@@ -31,7 +30,6 @@ class Job:
     timeout: float | None = None
     priority: int = 0
     salt: bytes = b""
-    grammar: Any = None
     route: str = ""
     request_id: str = ""  # for logs
     on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
@@ -69,7 +67,7 @@ class Generation:
             requests = self.edge.requests(
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
             )
-            groups.append([replace(request, grammar=job.grammar) for request in requests] if job.grammar else requests)
+            groups.append(requests)
         self._admit(groups)
         samples: dict[str, Sample] = {}
         for request in (request for requests in groups for request in requests):

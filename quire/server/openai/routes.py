@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -36,7 +37,7 @@ def openai_router(server: Server) -> APIRouter:
         check_stream_options(body)
         prompt = await server.chat.make(conversation_of(body))
         job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
-        job.make_parser, job.grammar = prompt.make_parser, prompt.grammar
+        job.make_parser = prompt.make_parser
         run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
@@ -56,8 +57,8 @@ def openai_router(server: Server) -> APIRouter:
         max_tokens = body.max_tokens or None if body.max_tokens != 0 else 1
         prompt_logprobs = body.logprobs if body.echo else None
         params = params_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
-        job = job_of(request, body, prompts, params)
-        job.grammar = output_grammar(body.response_format, body.structured_outputs)
+        grammar = server.chat.check_output(output_grammar(body.response_format, body.structured_outputs))
+        job = job_of(request, body, prompts, replace(params, grammar=grammar))
         run: Run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:

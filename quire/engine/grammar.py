@@ -122,9 +122,9 @@ class Grammar:
     def _follow(self, token: int) -> None:
         self._followed.append(token)
         watch = self._watch
-        if watch.is_before and not watch.is_opening and self._initial is not None:
-            if self._matcher.validate_tokens([token]) == 1:
-                watch.skip()  # what the grammar allows is its own, also where it looks like the marker's beginning
+        may_answer = watch.is_before and not watch.is_opening and self._initial is not None
+        if may_answer and self._matcher.validate_tokens([token]) == 1:
+            watch.skip()  # what the grammar allows is its own, also where it looks like the marker's beginning
         if watch.is_inside or watch.is_before:
             watch.follow(token)
         elif self._matcher is not None and self.error is None and not self._ended:

@@ -60,7 +60,8 @@ class Generation:
         """Submit a job. Raises at once if it is not valid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
-        name = f"gen-{secrets.token_hex(10)}"
+        # The engine's own logs and traces are found by the id the client knows; the rest makes it unique.
+        name = f"{job.request_id or 'gen'}-{secrets.token_hex(4)}"
         groups: list[list[Request]] = []
         for place, tokens in enumerate(job.prompts):
             self._check_length(tokens)

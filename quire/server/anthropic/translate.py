@@ -36,10 +36,7 @@ def params_of(body: MessagesBody) -> SamplingParams:
     return sampling_params(
         body,
         max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         stop=body.stop_sequences,
-        seed=body.seed,
     )
 
 

@@ -10,7 +10,7 @@ from quire.server.encoding import COMMENT, DONE, data_event
 from quire.server.errors import ApiError, error_body
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run, Totals
-from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.logprobs import chat_logprobs, prompt_field
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
 from quire.text.channels.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -60,8 +60,9 @@ def finish_reason(reason: str, has_calls: bool) -> str:
 class ChatWhole:
     """The reply in one piece."""
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool):
-        self._run, self._model, self._tokenizer, self._with_logprobs = run, model, tokenizer, with_logprobs
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool, with_prompt: bool = False):
+        self._run, self._model, self._tokenizer = run, model, tokenizer
+        self._with_logprobs, self._with_prompt = with_logprobs, with_prompt
         self._gather = Gather(run.num_samples)
         self.take = self._gather.take
 
@@ -95,6 +96,7 @@ class ChatWhole:
             "message": message,
             "logprobs": chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
             "finish_reason": finish_reason(whole.end.reason, bool(whole.calls)),
+            **(prompt_field(whole.prompt_logprobs, self._tokenizer) if self._with_prompt else {}),
         }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.server.encoding import COMMENT, DONE, data_event
 from quire.server.errors import ApiError, error_body
-from quire.server.gather import Gather, Whole, new_id
+from quire.server.gather import Gather, ReasoningTokens, Whole, new_id
 from quire.server.generation import Run, Totals
 from quire.server.openai.logprobs import chat_logprobs, prompt_field
 from quire.server.openai.schemas import StreamOptions
@@ -35,22 +35,21 @@ class StreamUsage:
         self.at_end = options is not None and options.include_usage
         self._always = self.at_end and options is not None and options.continuous_usage_stats
         self._num_tokens = 0
-        self.num_reasoning = 0
+        self._reasoning = ReasoningTokens()
 
     def count(self, piece: Piece) -> None:
         self._num_tokens += len(piece.token_ids)
-        if piece.events and isinstance(piece.events[-1], ReasoningDelta):
-            self.num_reasoning += len(piece.token_ids)
+        self._reasoning.add(piece)
 
     def field(self) -> dict[str, Any]:
         """To be added to a chunk."""
         if not self.at_end:
             return {}
         so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)
-        return {"usage": usage_body(so_far, self.num_reasoning) if self._always else None}
+        return {"usage": usage_body(so_far, self._reasoning.count) if self._always else None}
 
     def last(self) -> dict[str, Any]:
-        return usage_body(self._run.totals, self.num_reasoning)
+        return usage_body(self._run.totals, self._reasoning.count)
 
 
 def finish_reason(reason: str, has_calls: bool) -> str:
@@ -73,7 +72,7 @@ class ChatWhole:
             "created": int(time.time()),
             "model": self._model,
             "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
-            "usage": usage_body(self._run.totals, self._gather.num_reasoning_tokens),
+            "usage": usage_body(self._run.totals, self._gather.reasoning_tokens.count),
             "system_fingerprint": None,
         }
 

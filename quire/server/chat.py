@@ -189,6 +189,7 @@ class ChatPrompts:
                 parallel=conversation.parallel_tools,
                 special_id=lambda text: _special_id(tokenizer, text),
                 after_reasoning=after,
+                answer=conversation.output,
             )
         if grammar is None and conversation.output is not None:
             grammar = conversation.output

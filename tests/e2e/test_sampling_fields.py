@@ -1,4 +1,4 @@
-"""Every sampling field of every API, on the real engine with a tiny model: each is taken, checked, and has its effect."""
+"""Every sampling field of every API, on the real engine with a tiny model: each is taken, checked and works."""
 
 from __future__ import annotations
 

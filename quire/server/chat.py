@@ -61,6 +61,7 @@ class Conversation:
     continue_final: bool = False
     add_generation_prompt: bool = True
     output: GrammarSpec | None = None  # what the answer's text must look like
+    output_param: str = "response_format"  # which of the client's fields says so
     thinking_budget: int | None = None  # tokens of reasoning after which it is ended
 
 
@@ -70,6 +71,7 @@ class ChatPrompt:
     tokens: list[int]
     make_parser: Callable[[], ChannelParser]
     grammar: GrammarSpec | None
+    grammar_param: str  # which of the client's fields the grammar comes from, for whoever is told that it is wrong
     show_special: bool  # the model's markers are special tokens, so they must reach the parser
 
     def fit(self, params: SamplingParams) -> SamplingParams:
@@ -108,10 +110,10 @@ class ChatPrompts:
             return await asyncio.to_thread(self._edge.encode, prompt)
         return self._edge.encode(prompt)
 
-    def check_output(self, output: GrammarSpec | None) -> GrammarSpec | None:
+    def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
         if output is not None and len(output.value) > self._max_schema:
             message = f"The schema or grammar has {len(output.value)} characters, the limit is {self._max_schema}."
-            raise bad_request("schema_too_large", message, "response_format")
+            raise bad_request("schema_too_large", message, param)
         return output
 
     def _check(self, conversation: Conversation) -> None:
@@ -123,7 +125,7 @@ class ChatPrompts:
         if len(conversation.tools) > self._max_tools:
             message = f"There are {len(conversation.tools)} tools, the limit is {self._max_tools}."
             raise bad_request("too_many_tools", message, "tools")
-        self.check_output(conversation.output)
+        self.check_output(conversation.output, conversation.output_param)
         for index, tool in enumerate(conversation.tools):
             _check_tool(tool, index, self._max_schema)
         names = [tool["function"]["name"] for tool in conversation.tools]
@@ -159,46 +161,48 @@ class ChatPrompts:
         name = self._tool_format if reads_tools else None
         style, is_open = self._reasoning, opens_reasoning(text, self._reasoning)
         markers = [*(FORMATS[name].markers if name else ()), *((style.open, style.close) if style else ())]
+        calls = self._call_grammar(conversation, specs, name)
+        grammar = self._after_reasoning(conversation, calls or conversation.output, text)
         return ChatPrompt(
             text,
             tokens,
             lambda: make_channel_parser(name, reasoning=style or False, reasoning_open=is_open, tools=specs),
-            self._grammar(conversation, specs, name, text),
+            grammar,
+            "tools" if calls is not None else conversation.output_param,
             any(_special_id(tokenizer, marker) is not None for marker in markers),
         )
 
-    def _grammar(self, conversation: Conversation, specs: list[ToolSpec], name: str | None,
-                 prompt: str) -> GrammarSpec | None:  # fmt: skip
-        """Calls that must come, and their form, are enforced; otherwise the output's own schema is."""
+    def _call_grammar(self, conversation: Conversation, specs: list[ToolSpec], name: str | None) -> GrammarSpec | None:
+        """Calls that must come, and their form, are enforced."""
+        tokenizer = self._edge.tokenizer
+        if name is None or tokenizer is None:
+            return None
+        return tool_grammar(
+            name,
+            specs,
+            conversation.tool_choice,
+            parallel=conversation.parallel_tools,
+            special_id=lambda text: _special_id(tokenizer, text),
+            leads=self._reasoning is not None,
+            answer=conversation.output,
+        )
+
+    def _after_reasoning(
+        self, conversation: Conversation, grammar: GrammarSpec | None, prompt: str
+    ) -> GrammarSpec | None:
+        """The grammar, told where reasoning begins and ends, and how long it may take."""
         tokenizer, style = self._edge.tokenizer, self._reasoning
-        assert tokenizer is not None
-        opening: tuple[int, ...] = ()
-        after: tuple[int, ...] = ()
         is_open = opens_reasoning(prompt, style)
         answers = conversation.continue_final or closes_reasoning(prompt, style)
-        if style is not None and (is_open or not answers):
-            after = tuple(tokenizer.encode(style.close, add_special=False))
-            if not is_open:  # then the model opens it itself, or answers at once
-                opening = tuple(tokenizer.encode(style.open, add_special=False))
-        grammar = None
-        if name is not None:
-            grammar = tool_grammar(
-                name,
-                specs,
-                conversation.tool_choice,
-                parallel=conversation.parallel_tools,
-                special_id=lambda text: _special_id(tokenizer, text),
-                after_reasoning=after,
-                answer=conversation.output,
-            )
-        if grammar is None and conversation.output is not None:
-            grammar = conversation.output
-        budget = _thinking_budget(conversation) if after else None
-        if grammar is None and budget is not None:
-            grammar = GrammarSpec("free")
-        if grammar is None:
+        if style is None or tokenizer is None or (answers and not is_open):
+            return grammar
+        budget = _thinking_budget(conversation)
+        if grammar is None and budget is None:
             return None
-        return replace(grammar, after_reasoning=after, opens_reasoning=opening, budget=budget)
+        close = tuple(tokenizer.encode(style.close, add_special=False))
+        # Where the prompt does not open it, the model does so itself, or answers at once.
+        opening = () if is_open else tuple(tokenizer.encode(style.open, add_special=False))
+        return replace(grammar or GrammarSpec("free"), after_reasoning=close, opens_reasoning=opening, budget=budget)
 
 
 def _thinking_budget(conversation: Conversation) -> int | None:

@@ -19,6 +19,8 @@ from quire.server.sample import ChannelParser, Piece, PlainText, Sample
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError, Request, SamplingParams, Usage
 
+GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
+
 
 @dataclass(slots=True)
 class Job:
@@ -32,6 +34,7 @@ class Job:
     salt: bytes = b""
     route: str = ""
     request_id: str = ""  # for logs
+    grammar_param: str | None = None  # the field at fault if the grammar is
     on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
 
 
@@ -149,7 +152,11 @@ class Run:
             deltas = await self._ticket.next(patience)
             for delta in deltas:
                 sample = self._samples[delta.request_id]
-                piece, cancel = sample.push(delta)
+                try:
+                    piece, cancel = sample.push(delta)
+                except QuireError as error:
+                    error.param = self.job.grammar_param if error.code in GRAMMAR_CODES else error.param
+                    raise
                 if cancel:
                     self._ticket.cancel(delta.request_id)
                 if piece is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,10 +169,9 @@ def test_nothing_to_enforce_and_what_makes_no_sense() -> None:
 
 
 def test_marker_is_its_special_token_where_there_is_one(compiler: GrammarCompiler) -> None:
-    spec = tool_grammar("mistral", TOOLS, "required", special_id=special_id, after_reasoning=(7,))
+    spec = tool_grammar("mistral", TOOLS, "required", special_id=special_id, leads=True)
     assert spec is not None and "<[257]>" in spec.value and "TOOL_CALLS" not in spec.value
-    assert spec.after_reasoning == (7,)
-    grammar = compiler.compile(spec)
+    grammar = compiler.compile(replace(spec, after_reasoning=(7,)))
     for thinking in ([7], [7, 10, 10]):
         mask = grammar.mask(thinking)
         found = [i for i in range(len(TOKENS)) if mask[i >> 3] >> (i & 7) & 1]

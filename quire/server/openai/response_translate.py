@@ -8,7 +8,7 @@ from quire.server.chat import Conversation
 from quire.server.errors import ApiError, bad_request
 from quire.server.gather import new_id
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
-from quire.server.openai.translate import structured_grammar
+from quire.server.openai.translate import output_param, structured_grammar
 from quire.server.schemas import sampling_params, schema_text
 from quire.types import GrammarSpec, SamplingParams
 
@@ -44,6 +44,7 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
         output=_output_of(body),
+        output_param=output_param(body.structured_outputs, "text.format"),
         thinking_budget=body.thinking_budget,
     )
 

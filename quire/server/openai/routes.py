@@ -14,7 +14,7 @@ from quire.server.openai import completions
 from quire.server.openai.chat import ChatStream, ChatWhole
 from quire.server.openai.completions import CompletionStream, CompletionWhole
 from quire.server.openai.schemas import ChatBody, CompletionBody, OpenAISampling
-from quire.server.openai.translate import chat_params, conversation_of, output_grammar, params_of
+from quire.server.openai.translate import chat_params, conversation_of, output_grammar, output_param, params_of
 from quire.server.replies import stream_reply, whole_reply
 from quire.server.route_parts import error_docs, job_of
 from quire.server.state import Server
@@ -37,7 +37,7 @@ def openai_router(server: Server) -> APIRouter:
         check_stream(body)
         prompt = await server.chat.make(conversation_of(body))
         job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
-        job.make_parser = prompt.make_parser
+        job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
@@ -61,6 +61,7 @@ def openai_router(server: Server) -> APIRouter:
         params = params_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
         grammar = server.chat.check_output(output_grammar(body.response_format, body.structured_outputs))
         job = job_of(request, body, prompts, replace(params, grammar=grammar))
+        job.grammar_param = output_param(body.structured_outputs)
         run: Run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:

@@ -56,6 +56,7 @@ def conversation_of(body: ChatBody) -> Conversation:
         continue_final=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
         output=output_grammar(body.response_format, body.structured_outputs),
+        output_param=output_param(body.structured_outputs),
         thinking_budget=body.thinking_budget,
     )
 
@@ -104,6 +105,10 @@ def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | 
             "json_schema", schema_text(form.json_schema.schema_, "response_format.json_schema.schema")
         )
     return structured_grammar(grammar, structured, "response_format")
+
+
+def output_param(structured: StructuredOutputs | None, rival: str = "response_format") -> str:
+    return rival if structured is None else "structured_outputs"
 
 
 def structured_grammar(grammar: GrammarSpec | None, structured: StructuredOutputs | None,

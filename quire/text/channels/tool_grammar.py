@@ -18,12 +18,13 @@ SPACE_AFTER_REASONING = r"/[ \n\t]{0,4}/"
 
 
 def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, parallel: bool = True,
-                 special_id: TokenIdOf = lambda text: None, after_reasoning: tuple[int, ...] = (),
+                 special_id: TokenIdOf = lambda text: None, leads: bool = False,
                  answer: GrammarSpec | None = None) -> GrammarSpec | None:  # fmt: skip
     """The grammar for `choice`: "auto", "required", "none", or a tool's name. None: there is nothing to enforce.
 
     `special_id` says which markers are special tokens of the model, and their ids (see `Tokenizer.is_special`):
-    such a marker is written as that token and nothing else. With "auto" strict tools make a grammar: text stays free,
+    such a marker is written as that token and nothing else. `leads`: reasoning may stand before, so white space may
+    lead. With "auto" strict tools make a grammar: text stays free,
     and what follows the format's trigger must be a call. So does an `answer` that is bound itself: then the output is
     either calls or such an answer.
     """
@@ -49,9 +50,9 @@ def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, pa
         start = f'{one} ("\\n"? {one})*' if parallel and tool_format.repeats else one
         if choice == "auto" and answer is not None:
             start = _call_or(text, tool_format, tools, start, answer)
-        if after_reasoning:
+        if leads:
             start = f"{text.rule(SPACE_AFTER_REASONING)} {start}"
-    return GrammarSpec("ebnf", text.finish(start), after_reasoning)
+    return GrammarSpec("ebnf", text.finish(start))
 
 
 def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: GrammarSpec) -> bool:

@@ -132,6 +132,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     _first_at: dict[str, float] = field(default_factory=dict)
     _ahead: list[Piece] = field(default_factory=list)
+    _closed: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -171,8 +172,14 @@ class Run:
         self._ahead = await self.next(patience)
 
     def close(self) -> None:
-        """Cancel whatever still runs. May be called twice."""
+        """Cancel whatever still runs. May be called twice. What it took until now counts, for the log and the key."""
         self._ticket.close()
+        if self._closed:
+            return
+        self._closed = True
+        for name, sample in self._samples.items():
+            if not sample.ended:
+                self._add_usage(name, Usage(sample.request.prompt_len, 0, sample.num_tokens))
 
     def _count(self, name: str, piece: Piece) -> None:
         now = time.monotonic()

@@ -1,5 +1,5 @@
 """guidellm, a load generator many people measure servers with, completes a sweep. It holds other versions of packages
-back, so it lives in an environment of its own: `QUIRE_GUIDELLM` names its program."""
+back, so it lives in an environment of its own: `GUIDELLM` names its program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import Started, need, start, stub_command
 
-PROGRAM = os.environ.get("QUIRE_GUIDELLM") or shutil.which("guidellm")
+PROGRAM = os.environ.get("GUIDELLM") or shutil.which("guidellm")
 SWEEP = 3  # one request at a time, as many as fit, and one rate in between
 
 
@@ -23,7 +23,7 @@ SWEEP = 3  # one request at a time, as many as fit, and one rate in between
 def program() -> str:
     if PROGRAM is None:
         pytest.skip("guidellm is not here: make it an environment (`python -m venv v; v/bin/pip install guidellm`) and "
-                    "set QUIRE_GUIDELLM=v/bin/guidellm")  # fmt: skip
+                    "set GUIDELLM=v/bin/guidellm")  # fmt: skip
     return PROGRAM
 
 

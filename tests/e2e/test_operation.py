@@ -151,6 +151,8 @@ def test_a_stream_that_breaks_is_logged_and_counted_as_what_it_was(slow: Started
         assert (line_of("too-late")["status"], line_of("too-late")["outcome"]) == (200, "deadline_exceeded")
         assert (line_of("walks-out")["status"], line_of("walks-out")["outcome"]) == (200, "disconnected")
         assert "outcome" not in line_of("stays")
+        assert all(line_of(name)["prompt_tokens"] == 3 for name in ("too-late", "walks-out", "stays"))
+        assert line_of("walks-out")["completion_tokens"] >= 1, "what it took counts, also for the key's budget"
         text = client.get("/metrics").text
         for outcome in ("deadline_exceeded", "disconnected"):
             assert f'quire_streams_broken_total{{outcome="{outcome}",route="{COMPLETE}"}} ' in text

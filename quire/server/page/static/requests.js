@@ -65,7 +65,7 @@ function bar(record, whole) {
     { "aria-hidden": "true" },
     parts(record).map(({ look, seconds: size }) => {
       const part = h(`span.${look}`);
-      part.style.flexGrow = size;
+      part.style.flexGrow = (1000 * size) / (record.seconds || 1); // shares below 1 would leave room unfilled
       return part;
     }),
   );

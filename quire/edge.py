@@ -110,6 +110,9 @@ class Edge:
                 raise QuireError("invalid_parameter", what, param=name)
         if timeout is not None and not timeout > 0:
             raise QuireError("invalid_parameter", f"timeout={timeout!r} must be above 0 seconds.", param="timeout")
+        grammar = params.grammar
+        if grammar is not None:
+            params = replace(params, grammar=None)  # the engine keeps it with the request
         name = request_id or f"req-{secrets.token_hex(8)}"
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         now = self.clock()
@@ -130,6 +133,7 @@ class Edge:
                 arrival=now,
                 deadline=None if timeout is None else now + timeout,
                 salt=salt,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]

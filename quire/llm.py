@@ -44,8 +44,7 @@ class LLM:
         many = _as_list(prompts)
         each = _params_for(params, len(many))
         todo = deque(
-            self.edge.requests(self.edge.encode(prompt), p, priority=priority, timeout=timeout)
-            for prompt, p in zip(many, each, strict=True)
+            self._requests(self.edge.encode(prompt), p, priority, timeout) for prompt, p in zip(many, each, strict=True)
         )
         replies = [Reply(self.edge, requests) for requests in todo]
         opened = [_Open(reply, keep=False) for reply in replies]
@@ -76,7 +75,7 @@ class LLM:
                timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip
         """Text as it comes. Closing the iterator cancels the request."""
         tokens = self.edge.encode(prompt)
-        requests = self.edge.requests(tokens, params or SamplingParams(), priority=priority, timeout=timeout)
+        requests = self._requests(tokens, params or SamplingParams(), priority, timeout)
         opened = _Open(Reply(self.edge, requests))
         return self._stream(opened, requests)
 
@@ -132,6 +131,16 @@ class LLM:
         self.close()
 
     # -- turning the loop -----------------------------------------------------------------------------------------
+
+    def _requests(
+        self, tokens: list[int], params: SamplingParams, priority: int, timeout: float | None
+    ) -> list[Request]:
+        requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout)
+        if params.grammar is not None:
+            if self._parts.desk is None:
+                raise QuireError("no_tokenizer", "A grammar needs a tokenizer, this model has none.", param="grammar")
+            self._parts.desk.settle(requests)
+        return requests
 
     def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:
         """Hand over as many as the queue takes; the rest wait here."""

@@ -15,7 +15,7 @@ from operator import le
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
-from quire.engine.limits import Limits, SchedulerStats
+from quire.engine.limits import Limits, SchedulerStats, StepShape
 from quire.engine.pacing import Chunking, choose_chunking
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, WaitQueue
@@ -55,6 +55,7 @@ class Scheduler:
         self._row_limbo: deque[tuple[int, int]] = deque()  # (fence, row)
         self._freed_rows: list[int] = []  # to be told to the device with the next plan
         self._last_step = 0
+        self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
         self._refused: tuple[Request, int, list[int]] | None = None  # the head of the queue, when the cache had no room
         self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
@@ -147,9 +148,19 @@ class Scheduler:
             return None
         plan.freed, self._freed_rows = self._freed_rows, []
         self._last_step = plan.step
-        self.stats.steps += 1
-        self.stats.computed_tokens += plan.num_tokens
+        self._count(plan)
         return plan
+
+    def _count(self, plan: Plan) -> None:
+        stats, num_rows, num_tokens = self.stats, len(plan.rows), plan.num_tokens
+        prompt_rows, prompt_tokens = self._num_prompt
+        self._num_prompt = (0, 0)
+        stats.steps += 1
+        stats.computed_tokens += num_tokens
+        stats.rows += num_rows
+        stats.prompt_rows += prompt_rows
+        stats.prompt_tokens += prompt_tokens
+        stats.recent.append(StepShape(plan.step, num_rows, prompt_rows, num_tokens, prompt_tokens))
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """How long a step took, for policies that learn from it."""
@@ -198,6 +209,9 @@ class Scheduler:
         plan.rows.append(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
         if request.grammar is not None:
             plan.may_mask = True
+        if start < request.prompt_len:
+            prompt_rows, prompt_tokens = self._num_prompt
+            self._num_prompt = (prompt_rows + 1, prompt_tokens + min(end, request.prompt_len) - start)
         request.planned = end
         request.inflight += 1
         if wants_sample:

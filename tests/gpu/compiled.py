@@ -16,7 +16,21 @@ from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
 from quire.kernels.experts import ExpertWeights, Routing
-from quire.kernels.triton import attention, decode, experts, latent, launch, prefill_hopper, rope, route, sample, skinny
+from quire.kernels.triton import (
+    attention,
+    decode,
+    experts,
+    latent,
+    launch,
+    prefill_hopper,
+    rope,
+    route,
+    sample,
+    sample_edits,
+    sample_filters,
+    sample_logprobs,
+    skinny,
+)
 
 launched: dict[str, int] = {}
 _run = JITFunction.run
@@ -59,6 +73,7 @@ def main() -> None:
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
+    compile_sampling(places)
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
     compile_experts()
@@ -97,6 +112,26 @@ def compile_experts() -> None:
         experts.run_experts(x, weights, chosen, shares, x)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
     route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
+
+
+def compile_sampling(places: torch.Tensor) -> None:
+    """As real steps call them: bfloat16 logits, some of them edited in float32, and a grammar's mask."""
+    vocab = 151936
+    logits, ones = torch.zeros(4, vocab, dtype=torch.bfloat16), torch.ones(4)
+    mask = torch.zeros(4, vocab // 32, dtype=torch.int32)
+    edited = (torch.zeros(2, vocab), torch.zeros(4, dtype=torch.int32))
+    filters = (places, ones.double(), ones, ones)
+    for given in ({}, {"mask": mask, "edited": edited}):
+        sample.sample_rows(logits, places, places, ones, **given)
+        sample_filters.sample_filtered(logits, places, places, ones, *filters, **given)
+    copies, rows = edited
+    cells, history = torch.arange(100), torch.zeros(9, 4096, dtype=torch.int32)
+    sample_edits.copy_samples(logits, places)
+    sample_edits.add_bias(copies, rows, cells, torch.zeros(100))
+    sample_edits.forbid_stops(copies, rows, cells, cells, cells, places)
+    sample_edits.forbid_bad_words(copies, rows, cells, cells, cells[:, None].repeat(1, 3), history, places, places)
+    sample_edits.apply_penalties(copies, rows, places, places, ones, ones, ones, history, places, places)
+    sample_logprobs.score_rows(logits, places, places, 20)
 
 
 if __name__ == "__main__":

@@ -176,8 +176,8 @@ def check_filter_cuts(where: Where) -> None:
     hot: dict[str, float] = {"temperature": 50.0}
     narrow = [{**hot, "top_k": 2}, {**hot, "top_k": 3}, {**hot, "top_k": 5}, {"top_p": 0.51}, {"top_p": 0.69},
               {"top_k": 4, "top_p": 0.62}, {"min_p": 0.5}]  # fmt: skip
-    wide = [{"top_k": two_steps}, {"top_p": 0.69}, {"min_p": 0.86}, {"top_k": two_steps, "top_p": 0.51},
-            {"top_n_sigma": 0.0172}, {"top_n_sigma": 0.0172, "top_p": 0.51}]  # fmt: skip
+    wide = [{"top_k": two_steps}, {"top_k": two_steps}, {"top_p": 0.69}, {"min_p": 0.86}, {"top_n_sigma": 0.0172},
+            {"top_k": two_steps, "top_p": 0.51}, {"top_n_sigma": 0.0172, "top_p": 0.51}]  # fmt: skip
     asked, rows = Asked(), []
     kinds = [(few, kind) for kind in narrow * (2 * repeats)] + [(many, kind) for kind in wide * (2 * repeats)]
     for logits, kind in kinds:
@@ -195,10 +195,10 @@ def check_filter_edges(where: Where) -> None:
     from quire.kernels.triton.sample_filters import sample_filtered
 
     vocab = 40000 if where.large else 700
-    kinds = [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 600, "top_p": 0.3}, {"min_p": 0.1}, {"top_n_sigma": 1.0},
-             {"top_n_sigma": 1.0, "top_p": 0.5}, {"temperature": 1e-5, "top_p": 0.9}, {"temperature": 0.0},
-             {"top_p": 1e-60}]  # fmt: skip
-    for kind in kinds:
+    kinds = [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 1e-5, "top_p": 0.9}, {"temperature": 0.0},
+             {"top_p": 1e-60}, {"top_k": 600, "top_p": 0.3}, {"top_n_sigma": 1.0},
+             {"top_n_sigma": 1.0, "top_p": 0.5}]  # fmt: skip
+    for kind in kinds if where.large else kinds[:6]:
         logits = where.normal(8, vocab)
         logits[1, vocab - 7] = torch.nan
         logits[2, 3] = torch.inf
@@ -253,8 +253,9 @@ def check_edits(where: Where) -> None:
 def check_logprobs(where: Where) -> None:
     from quire.kernels.triton.sample_logprobs import score_rows
 
-    for count, vocab in [(256, 151936), (1, 151936), (9, 50257)] if where.large else [(5, 1000), (3, 50)]:
-        for dtype in where.dtypes:
+    sizes = [(256, 151936), (1, 151936), (9, 50257)] if where.large else [(4, 1000), (3, 50)]
+    for index, (count, vocab) in enumerate(sizes):
+        for dtype in where.dtypes if where.large else where.dtypes[index : index + 1]:
             logits = where.normal(count, vocab, dtype=dtype) * 3
             logits[count // 2] = (logits[count // 2] * 2).round() / 2  # ties
             logits[0, : vocab - 7] = NOTHING

@@ -23,7 +23,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
-from quire.kernels.table import select_choice, select_row_ops
+from quire.kernels.table import select_row_ops, select_sampling
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
@@ -105,8 +105,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    choice = None if config.engine.kernels == "torch" else select_choice(device.type)
-    sampler = Sampler(model.vocab_size, device, choice)
+    sampling_ops = None if config.engine.kernels == "torch" else select_sampling(device.type)
+    sampler = Sampler(model.vocab_size, device, sampling_ops)
     runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
     workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE

@@ -142,12 +142,38 @@ def select_row_ops(device_type: str) -> RowOps | None:
     return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
 
 
-def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """One kernel from logits to tokens for greedy and temperature sampling; None where there is none."""
-    if device_type != "cuda":
-        return None
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """Logits to tokens in a few kernels, for devices where torch's passes over [samples, vocab] would be many. The
+    meaning is that of `quire.sampling`; `sampling.fused` puts them in order."""
+
+    sample_rows: Callable[..., tuple[Tensor, Tensor]]  # greedy and temperature alone
+    sample_filtered: Callable[..., tuple[Tensor, Tensor]]  # ... and top-k, top-p, min-p, top-n-sigma
+    copy_samples: Callable[[Tensor, Tensor], Tensor]
+    add_bias: Callable[..., None]
+    apply_penalties: Callable[..., None]
+    forbid_stops: Callable[..., None]
+    forbid_bad_words: Callable[..., None]
+    score_rows: Callable[..., tuple[Tensor, ...]]
+
+
+def select_sampling(device_type: str) -> SamplingOps | None:
+    """The sampling kernels of a device; None where there are none and the sampler's own torch runs."""
+    return triton_sampling() if device_type == "cuda" else None
+
+
+def triton_sampling() -> SamplingOps | None:
     try:
-        from quire.kernels.triton.sample import sample_rows
+        from quire.kernels.triton import sample, sample_edits, sample_filters, sample_logprobs
     except ImportError:
         return None
-    return lambda logits, key, positions, scale, mask: sample_rows(logits, key, positions, scale, mask=mask)
+    return SamplingOps(
+        sample_rows=sample.sample_rows,
+        sample_filtered=sample_filters.sample_filtered,
+        copy_samples=sample_edits.copy_samples,
+        add_bias=sample_edits.add_bias,
+        apply_penalties=sample_edits.apply_penalties,
+        forbid_stops=sample_edits.forbid_stops,
+        forbid_bad_words=sample_edits.forbid_bad_words,
+        score_rows=sample_logprobs.score_rows,
+    )

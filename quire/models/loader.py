@@ -27,7 +27,15 @@ from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
-from quire.models.sources import CheckpointFill, GGUFCheckpoint, RandomFill, SafetensorsCheckpoint, fill_model
+from quire.models.sources import (
+    Checkpoint,
+    CheckpointFill,
+    GGUFCheckpoint,
+    RandomFill,
+    SafetensorsCheckpoint,
+    fill_model,
+)
+from quire.models.text_part import TextPart, text_part
 from quire.types import QuireError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,7 +74,10 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
-    for note in getattr(model, "notes", ()):
+    notes = list(getattr(model, "notes", ()))
+    if file is None and text_part(files.config or {}) is not None:
+        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    for note in notes:
         if progress is None:
             warnings.warn(note, stacklevel=2)
         else:
@@ -80,7 +91,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             checkpoint = GGUFCheckpoint(file, config.head_dim)
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
-            shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            shards: Checkpoint = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            if text_part(files.config or {}) is not None:
+                shards = TextPart(shards)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()
@@ -195,7 +208,10 @@ def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, A
 
 
 def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
-    return gguf.read_config(file) if file is not None else dict(files.config or {})
+    if file is not None:
+        return gguf.read_config(file)
+    config = dict(files.config or {})
+    return text_part(config) or config
 
 
 def _resolve_len(requested: int | None, max_positions: int) -> int:

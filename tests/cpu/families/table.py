@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.models.registry import FAMILIES, GGUF_ARCHITECTURES
-from tests.cpu.families.harness import Family, all_families
+from tests.cpu.families.harness import Family, all_families, model_type
 
 PATH = Path(__file__).parents[3] / "docs" / "models.md"
 COLUMNS = {  # what a reader asks for -> the checks that prove it
@@ -50,7 +50,7 @@ with the length of what it is given (longrope). Shown on:
 def render() -> str:
     proved: dict[str, list[Family]] = {}
     for family in all_families():
-        proved.setdefault(family.config().model_type, []).append(family)
+        proved.setdefault(model_type(family), []).append(family)
     own = sorted(kind for kind in proved if kind in FAMILIES)
     others = sorted(kind for kind in proved if kind not in FAMILIES)
     gguf = {kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if t == kind) for kind in own}

@@ -38,6 +38,7 @@ _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
+_MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # architecture -> model_type, where there are experts
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -52,7 +53,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     arch = file.metadata.get("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise unsupported(f"GGUF architecture {arch!r}")
-    if _get(file, "expert_count", 0):
+    num_experts = _get(file, "expert_count", 0)
+    if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
     num_heads, num_layers = _need(file, "attention.head_count"), _need(file, "block_count")
     width = _need(file, "embedding_length")
@@ -71,7 +73,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     return {
         **style.fields,
         **{name: value for name, value in given.items() if value is not None},
-        "model_type": GGUF_ARCHITECTURES[arch],
+        "model_type": _MIXTURES[arch] if num_experts else GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
         "intermediate_size": _need(file, "feed_forward_length"),
@@ -93,6 +95,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "use_bias": has_bias,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
+        **(_experts(file, num_experts) if num_experts else {}),
     }
 
 
@@ -129,6 +132,18 @@ def is_permuted(file: GGUFFile, name: str) -> bool:
 def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
     """[heads * head_dim, ...] with the two halves of each head interleaved -> one half after the other."""
     return tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
+    """These architectures all weight a token's experts so that they add up to one."""
+    fields = {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": _need(file, "expert_used_count"),
+        "norm_topk_prob": True,
+    }
+    if _key(file, "expert_feed_forward_length") in file.metadata:
+        fields["moe_intermediate_size"] = _need(file, "expert_feed_forward_length")
+    return fields
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.kernels import reference, reference_attention, reference_experts, reference_latent, reference_recurrent
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.kernels.native.library import Native
 
 
 class FusedLinear(Protocol):
@@ -45,6 +49,7 @@ class Ops:
     mamba2: Callable[..., Tensor]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
+    native: Native | None = None  # the library behind a CPU's row: it also packs weights and runs whole models
 
 
 REFERENCE = Ops(
@@ -66,10 +71,45 @@ REFERENCE = Ops(
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
-    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's; `strict`: no second best."""
-    if device_type != "cuda" or kernels == "torch":
+    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than the native
+    library's; `strict`: no second best."""
+    if kernels == "torch":
         return REFERENCE
-    return _triton_ops(strict or kernels == "triton")
+    if device_type == "cuda":
+        return _triton_ops(strict or kernels == "triton")
+    native = _open_native(kernels) if device_type == "cpu" else None
+    return REFERENCE if native is None else _native_ops(native)
+
+
+def _open_native(kernels: str) -> Native | None:
+    """The native library, where it was built; an instruction set that is asked for by name must be there."""
+    if kernels in ("torch", "triton"):
+        return None
+    from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
+
+    try:
+        return open_native(None if kernels == "auto" else kernels, torch.get_num_threads())
+    except NotBuilt as error:
+        if kernels == "auto":
+            return None
+        what = f"kernels={kernels} can't be used: {error}."
+        raise QuireError("invalid_parameter", what, f"Use auto or torch, or {HOW_TO_BUILD}.", "kernels") from None
+
+
+def _native_ops(native: Native) -> Ops:
+    from quire.kernels.native.ops import NativeOps
+
+    ops = NativeOps(native)
+    return replace(
+        REFERENCE,
+        rms_norm=ops.rms_norm,
+        silu_mul=ops.silu_mul,
+        plan_angles=ops.plan_angles,
+        qk_norm_rope_write=ops.qk_norm_rope_write,
+        plan_attention=ops.plan_attention,
+        paged_attention=ops.paged_attention,
+        native=native,
+    )
 
 
 def _triton_ops(strict: bool) -> Ops:
@@ -177,3 +217,13 @@ def triton_sampling() -> SamplingOps | None:
         forbid_bad_words=sample_edits.forbid_bad_words,
         score_rows=sample_logprobs.score_rows,
     )
+
+
+def select_choice(device_type: str, kernels: str = "auto") -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """A CPU's own way from logits to tokens for greedy and temperature sampling; None where there is none."""
+    native = _open_native(kernels) if device_type == "cpu" else None
+    if native is None:
+        return None
+    from quire.kernels.native.ops import NativeOps
+
+    return NativeOps(native).choose

@@ -96,6 +96,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **(_experts(file, num_experts) if num_experts else {}),
+        "tensor_types": {hf_name(name): tensor.type.name for name, tensor in file.tensors.items()},
     }
 
 
@@ -107,10 +108,14 @@ def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
         raise QuireError("unsupported_model", what, f"Supported are {', '.join(FORMATS)}.")
     row_elements = math.prod(tensor.shape[1:])
     start, stop = (index * row_elements // form.elements * form.num_bytes for index in (first, first + num_rows))
+    return dequantize(raw_blocks(tensor)[start:stop], tensor.type.name).view(num_rows, *tensor.shape[1:])
+
+
+def raw_blocks(tensor: GGUFTensor) -> Tensor:
+    """The tensor's own bytes, [bytes] uint8, as they lie in the mapped file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the map is read-only, and nothing here writes to it
-        data = torch.from_numpy(tensor.data[start:stop])
-    return dequantize(data, tensor.type.name).view(num_rows, *tensor.shape[1:])
+        return torch.from_numpy(tensor.data)
 
 
 def sampling_defaults(file: GGUFFile) -> dict[str, Any]:

@@ -61,7 +61,6 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
-    dtype = resolve_dtype(dtype, device, hf_config)
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
@@ -69,6 +68,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
+    dtype = resolve_dtype(dtype, device, hf_config)
     tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
     if tried is not ops:
         model, config = build(ops=tried)
@@ -119,8 +119,10 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    ops = ops or select_ops(device.type)
-    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
+    # What the native library can't run keeps its weights as tensors, and the reference ops with them.
+    fits = device.type != "cpu" or getattr(family, "fits_native", lambda config: False)(config)
+    ops = (ops or select_ops(device.type)) if fits else REFERENCE
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
         page_tokens=page_tokens, ops=ops, scheme=scheme,
@@ -145,11 +147,23 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
     return own if own in DTYPES else "bfloat16"
 
 
-def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str) -> tuple[torch.dtype, Scheme]:
+def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
+                   hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
     """What to compute in, and how linears keep their weights."""
+    # On a CPU nobody who leaves the type open wants blocks decoded: they are smaller and faster as they are.
+    types = hf_config.get("tensor_types", {}) if dtype == "auto" else {}
+    dtype = resolve_dtype(dtype, device, hf_config)
     if quant == "fp8":
         _need_cuda("quant=fp8", device, ops)
         return DTYPES[dtype], Fp8(ops)
+    if quant != "none" and (ops.native is None or dtype == "bfloat16"):
+        what = f"quant={quant} needs a CPU and the native kernels, for a model of a family that can use them."
+        raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
+    if ops.native is not None and dtype != "bfloat16":
+        from quire.layers.quant.blocks import Blocks
+
+        floats = "F16" if dtype == "float16" else "F32"
+        return torch.float32, Blocks(ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper())
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)
@@ -165,7 +179,7 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
     """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
     experts and models of other people's making are not tried: they have no other path on a GPU."""
-    if ops is REFERENCE or not isinstance(config, DenseConfig):
+    if ops is REFERENCE or ops.native is not None or not isinstance(config, DenseConfig):
         return ops
     for spec in model.specs:
         if spec.kind == "paged":

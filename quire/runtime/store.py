@@ -6,6 +6,9 @@ only ever receives finite values, so that what attention masks out can't be NaN.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +21,7 @@ class CacheStore:
         self.specs = specs
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
-        self._device = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), device=device)
-                        for s, n in zip(specs, num_units, strict=True)]  # fmt: skip
+        self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
         self._host: dict[int, Tensor] = {}  # allocated when first needed: pinning gigabytes takes seconds
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
 
@@ -56,6 +58,14 @@ class CacheStore:
             shape = unit_shape(spec, self._num_host_units[group])
             self._host[group] = torch.zeros(shape, dtype=_dtype(spec), pin_memory=self._pin)
         return self._host[group]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU as memory the system zeroes when it is first touched: clearing gigabytes now would take a second."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:

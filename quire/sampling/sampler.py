@@ -11,6 +11,7 @@ Edits that leave a row nothing to choose make it bad too. Logprobs are those of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +48,18 @@ class HostSampled:
     logprobs: dict[int, TokenLogprobs]  # sample -> its record, where asked for
 
 
+# logits [samples, vocab], keys, positions, inverse temperatures (0: greedy), packed mask -> tokens, bad
+Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None):
-        """`ops`: the device's own kernels, which mean the same and take the same noise."""
+    def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
+                 plain: Choice | None = None):  # fmt: skip
+        """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for steps
+        whose samples are all greedy or drawn by temperature alone."""
         self.noise = Noise(vocab_size, device)
         self._fused = None if ops is None else FusedSampling(ops)
+        self._plain = plain
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
         """Choose a token for each row of `logits` [samples, vocab], which stay as they are. `mask`: what a grammar
@@ -60,6 +68,10 @@ class Sampler:
         if self._fused is not None and batch.draws is not None and packed:
             tokens, bad = self._fused.choose(logits, batch, histories, mask)
             return Sampled(tokens, bad, self._fused.score(logits, tokens, batch))
+        draws = batch.draws
+        if self._plain is not None and packed and draws is not None and not draws.any_filter and not batch.edits:
+            tokens, bad = self._plain(logits, draws.key, histories.lengths, draws.inv_temperature, mask)
+            return Sampled(tokens, bad, self._score(logits, tokens, batch))
         logits = logits.float()
         edited = edit(logits, batch, histories, mask)
         bad = ~torch.isfinite(logits.amax(1))  # a NaN anywhere makes the largest NaN

@@ -71,8 +71,8 @@ REFERENCE = Ops(
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
-    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than the native
-    library's; `strict`: no second best."""
+    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than
+    the native library's; `strict`: no second best."""
     if kernels == "torch":
         return REFERENCE
     if device_type == "cuda":

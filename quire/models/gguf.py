@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
-from quire.models.gguf_names import style_of
+from quire.models.gguf_names import hf_name, style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
 
@@ -96,7 +96,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **(_experts(file, num_experts) if num_experts else {}),
-        "tensor_types": {hf_name(name): tensor.type.name for name, tensor in file.tensors.items()},
+        "tensor_types": {hf_name(name, style): tensor.type.name for name, tensor in file.tensors.items()},
     }
 
 

@@ -34,7 +34,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         packed = isinstance(self.weight, list)
-        vectors = self.weight[0].rows(tokens) if packed else functional.embedding(tokens, self.weight)
+        vectors = self.weight[0].rows(tokens) if packed else functional.embedding(tokens, self.weight)  # type: ignore[attr-defined]
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 

@@ -15,7 +15,7 @@ from quire.kernels.table import Ops
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 from quire.layers.rope import Rope
 from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
@@ -29,12 +29,12 @@ def plan_layer(attention: Attention, mlp: GatedMLP, group: int) -> LayerPlan:
 
     norm = attention.head_norm
     return LayerPlan(
-        attention_norm=attention.norm.weight,
+        attention_norm=_weight(attention.norm),
         qkv=attention.qkv.packed,  # type: ignore[arg-type]
         out=attention.out.packed,  # type: ignore[arg-type]
         q_norm=None if norm is None else norm.q_weight,
         k_norm=None if norm is None else norm.k_weight,
-        mlp_norm=mlp.norm.weight,
+        mlp_norm=_weight(mlp.norm),
         gate_up=mlp.gate_up.packed,  # type: ignore[arg-type]
         down=mlp.down.packed,  # type: ignore[arg-type]
         group=group,
@@ -42,7 +42,12 @@ def plan_layer(attention: Attention, mlp: GatedMLP, group: int) -> LayerPlan:
     )
 
 
-def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: RMSNorm, rope: Rope,
+def _weight(norm: Norm | None) -> Tensor:
+    assert norm is not None and norm.weight is not None, "only plain layers run natively"
+    return norm.weight
+
+
+def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, rope: Rope,
                attention: Attention) -> Stack:  # fmt: skip
     """`attention`: any layer's, for the shape they all share."""
     from quire.kernels.native.stack import Stack, StackPlan
@@ -52,7 +57,7 @@ def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm
     plan = StackPlan(
         embedding=embedding.weight[0],  # type: ignore[arg-type]
         layers=layers,
-        norm=norm.weight,
+        norm=_weight(norm),
         eps=norm.eps,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,

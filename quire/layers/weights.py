@@ -32,19 +32,32 @@ class Part:
 class PartSource(Protocol):
     """One part's rows as a checkpoint has them."""
 
-    type_name: str  # as GGUF calls it
-    shape: tuple[int, ...]
-    blocks: Tensor | None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
-    order: Tensor | None  # [rows] int64: which row of `blocks` each row is; None: as they come
+    @property
+    def type_name(self) -> str:
+        """As GGUF calls it."""
 
-    def read(self, first: int, count: int) -> Tensor:
-        """Some rows as floats, [count, columns]."""
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """The tensor's own bytes, [bytes] uint8, where they can be had as they are."""
+
+    @property
+    def order(self) -> Tensor | None:
+        """[rows] int64: which row of `blocks` each row is; None: as they come."""
+
+    @property
+    def read(self) -> Callable[[int, int], Tensor]:
+        """(first row, rows) -> those rows as floats, [rows, columns]"""
 
 
 class Packing(Protocol):
     """How a weight that is no tensor is made of its parts. Weights with equal parts and packings are shared."""
 
-    num_bytes: int  # once packed
+    @property
+    def num_bytes(self) -> int:
+        """Once packed."""
 
     def pack(self, sources: list[PartSource]) -> Any: ...
 

@@ -170,10 +170,11 @@ class DenseModel(nn.Module):
             return None
         groups = [spec.group for spec in self.specs]
         layers = [
-            plan_layer(layer.attention, layer.mlp, groups.index(group))
+            plan_layer(layer.attention, layer.mlp, groups.index(group))  # type: ignore[arg-type]
             for layer, group in zip(self.layers, self.layer_groups, strict=True)
         ]
-        return make_stack(self.ops, self.embedding, layers, self.norm, self.ropes[0], self.layers[0].attention)
+        attention: Any = self.layers[0].attention
+        return make_stack(self.ops, self.embedding, layers, self.norm, self.ropes[0], attention)
 
 
 def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.layers.weights import PartSource
 from quire.models.registry import FAMILIES
 from quire.models.sources import Checkpoint
 
@@ -45,3 +46,6 @@ class TextPart:
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         self._whole.read(self._names[name], target, index)
+
+    def source(self, name: str) -> PartSource:
+        return self._whole.source(self._names[name])

@@ -252,12 +252,11 @@ def requantize(source: Path, target: Path, form: str) -> None:
         writer.add_key_value(field.name, field.contents(), kind, sub_type=sub_type)
     plain = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
     for tensor in reader.tensors:
-        tensor_type = tensor.tensor_type
-        data: Any = tensor.data
-        if tensor_type not in plain and tensor.name not in ("token_embd.weight", "output.weight"):
-            tensor_type = gguf.GGMLQuantizationType[form]
-            data = gguf.quants.quantize(gguf.quants.dequantize(tensor.data, tensor.tensor_type), tensor_type)
-        writer.add_tensor(tensor.name, data, raw_dtype=tensor_type)
+        data, form_now = tensor.data, tensor.tensor_type
+        if form_now not in plain and tensor.name not in ("token_embd.weight", "output.weight"):
+            data = gguf.quants.quantize(gguf.quants.dequantize(data, form_now), gguf.GGMLQuantizationType[form])
+            form_now = gguf.GGMLQuantizationType[form]
+        writer.add_tensor(tensor.name, data, raw_dtype=form_now)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

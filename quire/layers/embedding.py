@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ class Embedding(nn.Module):
             scheme.pack_table(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        packed = isinstance(self.weight, list)
-        vectors = self.weight[0].rows(tokens) if packed else functional.embedding(tokens, self.weight)  # type: ignore[attr-defined]
+        weight: Any = self.weight
+        vectors = weight[0].rows(tokens) if isinstance(weight, list) else functional.embedding(tokens, weight)
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 

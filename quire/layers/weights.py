@@ -29,27 +29,15 @@ class Part:
     form: Form | None = None  # how what was read becomes these rows; None: as it is
 
 
-class PartSource(Protocol):
+@dataclass(frozen=True, slots=True)
+class PartSource:
     """One part's rows as a checkpoint has them."""
 
-    @property
-    def type_name(self) -> str:
-        """As GGUF calls it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def blocks(self) -> Tensor | None:
-        """The tensor's own bytes, [bytes] uint8, where they can be had as they are."""
-
-    @property
-    def order(self) -> Tensor | None:
-        """[rows] int64: which row of `blocks` each row is; None: as they come."""
-
-    @property
-    def read(self) -> Callable[[int, int], Tensor]:
-        """(first row, rows) -> those rows as floats, [rows, columns]"""
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]  # (first, count) -> those rows as floats, [count, columns]
+    type_name: str = "F32"  # as GGUF calls it
+    blocks: Tensor | None = None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
+    order: Tensor | None = None  # [rows] int64: which row of `blocks` each row is; None: as they come
 
 
 class Packing(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,17 +75,6 @@ def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
     return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one checkpoint tensor; see `PartSource`."""
-
-    shape: tuple[int, ...]
-    read: Callable[[int, int], Tensor]
-    type_name: str = "F32"
-    blocks: Tensor | None = None
-    order: Tensor | None = None
-
-
 class RandomFill:
     """Small normal numbers in every matrix and ones in every norm, so that activations stay in a sane range."""
 
@@ -103,7 +91,7 @@ class RandomFill:
         def draw(_: int, count: int) -> Tensor:
             return torch.empty(count, weight.shape[1]).normal_(0, 0.02, generator=self.generator)
 
-        return [Rows((part.stop - part.start, weight.shape[1]), draw) for part in weight.parts]
+        return [PartSource((part.stop - part.start, weight.shape[1]), draw) for part in weight.parts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,7 +135,7 @@ class CheckpointFill:
         rows = torch.empty(part.shape if part.index is None else part.shape[1:])
         self.checkpoint.read(part.name, rows, part.index)
         rows = rows if part.form is None else part.form(rows)
-        return Rows(tuple(rows.shape), lambda first, count: rows[first : first + count])
+        return PartSource(tuple(rows.shape), lambda first, count: rows[first : first + count])
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -237,7 +225,10 @@ class SafetensorsCheckpoint:
             target.copy_(self._read(name, index))
 
     def source(self, name: str) -> PartSource:
-        return Rows(self.shapes[name], lambda first, count: self._file_of(name).get_slice(name)[first : first + count])
+        def read(first: int, count: int) -> Tensor:
+            return self._file_of(name).get_slice(name)[first : first + count]
+
+        return PartSource(self.shapes[name], read)
 
     def _read(self, name: str, index: int | None) -> Tensor:
         file = self._file_of(name)
@@ -287,4 +278,4 @@ class GGUFCheckpoint:
             low = int(rows.min())
             return gguf.read_rows(tensor, low, int(rows.max()) + 1 - low)[rows - low]
 
-        return Rows(tensor.shape, read, tensor.type.name, gguf.raw_blocks(tensor), order)
+        return PartSource(tensor.shape, read, tensor.type.name, gguf.raw_blocks(tensor), order)

@@ -88,6 +88,15 @@ class ServerConfig:
     keep_alive: float = knob(10.0, "seconds of silence after which a stream gets a sign of life", low=0.05, high=3600)
     drain_timeout: float = knob(60.0, "seconds open requests get to finish after SIGTERM", low=0.0, high=86400)
     stall_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is ill", low=1.0)
+    hang_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is replaced", low=0.2)
+    start_timeout: float = knob(1800.0, "seconds the engine may take to load", low=1.0)
+    max_restarts: int = knob(5, "times the engine is started again within restart_window", low=0, high=1000)
+    restart_window: float = knob(60.0, "seconds over which restarts are counted", low=1.0)
+    engine_memory: int | None = knob(None, "bytes the engine process may hold before it is replaced", low=1 << 20,
+                                     unit="bytes")  # fmt: skip
+    out_of_memory: str = knob("same", "the next engine after one ran out of memory", choices=("same", "shrink",
+                              "precision"))  # fmt: skip
+    send_timeout: float = knob(60.0, "seconds a client may take to read what was sent before it is cut off", low=0.1)
     response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
     max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)
     tool_format: str | None = knob(None, "how the model writes tool calls (default: read from its chat template)")

@@ -2,7 +2,7 @@
 
 After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
 a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
-fails is the culprit.
+fails is the culprit. Who was in a step that killed the process is alone from the start.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ class Bisection:
     def group(self) -> set[str] | None:
         """Who may run now; None: everyone."""
         return set(self._groups[0]) if self._groups else None
+
+    def isolate(self, suspect: str, target: int) -> None:
+        """Someone who was in a step that took a whole engine down runs alone until it is past that point."""
+        self._targets[suspect] = target
+        self._groups.append([suspect])
 
     def failed(self, touched: Mapping[str, int]) -> str | None:
         """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""

@@ -70,7 +70,8 @@ class Scheduler:
                 f"The prompt has {len(request.tokens)} tokens, the cache holds {self.cache.capacity_tokens}.",
                 "Shorten the prompt, or give the cache more memory.",
             )
-        self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
+        if not request.resumed:
+            self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
         request.lease = Lease.empty(request.salt, self.cache.page_tokens, len(self.cache.specs))
         self.requests[request.id] = request
@@ -267,7 +268,7 @@ class Scheduler:
         request.status = Status.RUNNING
         if not request.admitted_at:
             request.admitted_at = self.clock()
-            request.cached_len = request.computed
+            request.cached_len = min(request.computed, request.prompt_len)
         insort(self.running, request, key=self._order)
         plan.added.append(
             RowInit(request.id, request.row, list(request.tokens), request.prompt_len, request.computed,

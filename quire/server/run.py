@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.client import EngineClient
+from quire.engine.supervisor import Budget, Supervisor, engine_settings, link_starter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
@@ -50,7 +51,9 @@ async def serve(
         tokenizer = await asyncio.to_thread(load_tokenizer, files)
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
-        client = await EngineClient.start(engine_command, config)
+        start_link = link_starter(engine_command, config.server.start_timeout)
+        supervisor = Supervisor(EngineClient(), start_link, engine_settings(config), Budget.of(config), log=log.write)
+        await supervisor.start()
     except BaseException as error:
         listener.close()
         if isinstance(error, asyncio.CancelledError) and task.uncancel() == 0:
@@ -58,15 +61,15 @@ async def serve(
         raise
     server = None
     try:
-        server = make_server(config, client, tokenizer, log)
-        client.on_failure = lambda error: log.write("error", "engine lost", error=str(error))
+        server = make_server(config, supervisor, tokenizer, log)
         return await _run(server, listener, create_app(server, version), on_ready)
     finally:
         listener.close()
-        await client.stop(at_once=server is None or server.at_once)
+        await supervisor.stop(at_once=server is None or server.at_once)
 
 
-def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log: Log) -> Server:
+def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, log: Log) -> Server:
+    client = supervisor.client
     ready, settings = client.ready, config.server
     edge = Edge(
         tokenizer=tokenizer,
@@ -77,10 +80,11 @@ def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log:
         defaults=ready.defaults,
     )
     metrics = Metrics()
-    metrics.watch(client)
+    metrics.watch(supervisor)
     return Server(
         config=config,
         client=client,
+        supervisor=supervisor,
         edge=edge,
         metrics=metrics,
         generation=Generation(client, edge, settings, metrics),

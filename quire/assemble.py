@@ -70,6 +70,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         random_weights=config.model.random_weights,
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        deterministic=config.engine.deterministic,
         progress=progress or QuietProgress(),
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
@@ -154,7 +155,7 @@ def memory_report(config: Config) -> MemoryPlan:
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
     model, _ = build_model(
         hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens, quant=config.model.quant,
-        kv_dtype=config.cache.kv_dtype,
+        kv_dtype=config.cache.kv_dtype, deterministic=config.engine.deterministic,
     )  # fmt: skip
     weights = weights_bytes(model)
     limits = resolve_limits(config, device)

@@ -66,6 +66,7 @@ class EngineConfig:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
+    deterministic: bool = knob(False, "same bits for a row whatever surrounds it, at some cost (CPU)")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
 
 

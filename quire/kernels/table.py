@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention
+from quire.kernels import fixed, reference, reference_attention
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
+from quire.types import QuireError
 
 
 class FusedLinear(Protocol):
@@ -48,8 +49,24 @@ REFERENCE = Ops(
 )
 
 
-def select_ops(device_type: str) -> Ops:
+FIXED = Ops(
+    rms_norm=fixed.rms_norm,
+    silu_mul=fixed.silu_mul,
+    plan_angles=fixed.plan_angles,
+    qk_norm_rope_write=fixed.qk_norm_rope_write,
+    plan_attention=fixed.plan_attention,
+    paged_attention=fixed.paged_attention,
+    fused_linear=fixed.TiledLinear(),
+)
+
+
+def select_ops(device_type: str, *, deterministic: bool = False) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch."""
+    if deterministic:
+        if device_type != "cpu":
+            what = f"The deterministic mode has no kernels for {device_type} yet."
+            raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
+        return FIXED
     return _triton_ops() if device_type == "cuda" else REFERENCE
 
 

@@ -43,7 +43,7 @@ class LoadedModel:
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
-               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto",
+               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", deterministic: bool = False,
                progress: Progress | None = None) -> LoadedModel:  # fmt: skip
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
@@ -53,8 +53,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     model, config = build_model(
-        hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype
-    )
+        hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype,
+        deterministic=deterministic,
+    )  # fmt: skip
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     progress = progress or QuietProgress()
@@ -81,7 +82,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
-                quant: str = "none", kv_dtype: str = "auto") -> tuple[Any, Any]:  # fmt: skip
+                quant: str = "none", kv_dtype: str = "auto",
+                deterministic: bool = False) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config."""
     if hf_config.get("quantization_config"):
         method = hf_config["quantization_config"].get("quant_method", "an unknown method")
@@ -90,7 +92,10 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    ops = select_ops(device.type)
+    ops = select_ops(device.type, deterministic=deterministic)
+    if deterministic and dtype == "float16" and device.type == "cpu":
+        what = "The deterministic mode has no packed float16 products."
+        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device), device=device,

@@ -1,9 +1,10 @@
 """The deterministic row of the ops table: a token's numbers are the same bits whatever else is in the step.
 
 Libraries choose their loops by the shape of a product, so a row's sums change with the number of its neighbours. Here
-every product has the same shape: tiles of `TILE` rows, keys in blocks of `BLOCK`, padded where there are fewer. What is
-left between the products is one correctly rounded operation per element, a sum over one row, or runs in the same tiles.
-For CPUs; `tests/cpu/test_deterministic.py` is the proof, `docs/reliability.md` has the cost.
+every product has the same shape: tiles of `TILE` rows, keys in blocks of `BLOCK`, padded where there are fewer; or its
+shape follows from the position of its tokens alone. What is left between the products is one correctly rounded operation
+per element, a sum over one row, or runs in the same tiles. For CPUs; `tests/cpu/test_deterministic.py` is the proof,
+`docs/reliability.md` has the cost.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from quire.kernels.angles import Angles, angle_tables
 from quire.kernels.reference import write_kv
 
 TILE = 16  # rows of every product
-QUERIES = 4  # queries of one row that are attended together
-BLOCK = 512  # keys come in multiples of this, which is how torch's kernel takes them
+QUERIES = 4  # queries of one row that are attended together: positions 4 i to 4 i + 3
+BLOCK = 512  # keys come in multiples of this, which is how torch's kernel takes them,
+SHORT = (128, 256)  # unless they are fewer; multiples of QUERIES
 SLICE = 32768  # torch splits larger element-wise work over threads, and computes the ends of each part differently
 
 
@@ -120,7 +122,7 @@ def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles attended in one call: of several rows with one tile each, or all tiles of one row."""
+    """Query tiles attended in one call: of several rows with one tile each, or several tiles of one row."""
 
     token_index: Tensor  # [tiles * QUERIES] int64: which tokens of the step; padding repeats the tile's first
     pages: Tensor  # [rows, pages] int64
@@ -136,45 +138,62 @@ class FixedPlan:
 
 def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
                    window: int | None, dtype: torch.dtype) -> FixedPlan:  # fmt: skip
+    """As the reference; the positions themselves decide, the bounds are not needed."""
     plan = FixedPlan(sum(counts))
-    small: dict[int, list[tuple[int, int, int]]] = {}  # keys -> (row, first token, count) of rows with one tile
+    geometry = _Geometry(positions, page_tokens, window, dtype)
+    host_positions = positions.tolist()
+    alone: dict[int, tuple[list[int], list[list[int]]]] = {}  # keys -> rows with one tile, and these tiles
     first = 0
     for row, count in enumerate(counts):
-        num_keys = -(-len_bounds[row] // BLOCK) * BLOCK
-        if 0 < count <= QUERIES:
-            small.setdefault(num_keys, []).append((row, first, count))
-        elif count:
-            index = _tile_index([first], [count])
-            plan.calls.append(_tiles(page_table[row : row + 1], index, positions, num_keys, page_tokens, window, dtype))
+        by_keys = _tiles_of(range(first, first + count), host_positions)
         first += count
-    for num_keys, rows in small.items():
-        index = _tile_index([first for _, first, _ in rows], [count for *_, count in rows])
-        table = page_table[[row for row, *_ in rows]]
-        plan.calls.append(_tiles(table, index, positions, num_keys, page_tokens, window, dtype))
+        for num_keys, tiles in by_keys.items():
+            if len(tiles) == 1:
+                rows, found = alone.setdefault(num_keys, ([], []))
+                rows.append(row)
+                found += tiles
+            else:
+                plan.calls.append(geometry.call(page_table[row : row + 1], tiles, num_keys))
+    for num_keys, (rows, tiles) in alone.items():
+        plan.calls.append(geometry.call(page_table[rows], tiles, num_keys))
     return plan
 
 
-def _tile_index(firsts: list[int], counts: list[int]) -> Tensor:
-    """[tiles, QUERIES]: the tokens of each tile, filled up with its first one."""
-    tiles = []
-    for first, count in zip(firsts, counts, strict=True):
-        for start in range(first, first + count, QUERIES):
-            tokens = list(range(start, min(start + QUERIES, first + count)))
-            tiles.append(tokens + [start] * (QUERIES - len(tokens)))
-    return torch.tensor(tiles, dtype=torch.int64)
+def _tiles_of(tokens: range, positions: list[int]) -> dict[int, list[list[int]]]:
+    """The tiles of one row's tokens by the number of keys they look at. Both follow from positions alone, so that a
+    token finds itself among the same keys however its prompt is cut into chunks."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for token in tokens:
+        tile = positions[token] // QUERIES
+        found.setdefault(_padded_keys((tile + 1) * QUERIES), {}).setdefault(tile, []).append(token)
+    return {
+        num_keys: [tile + tile[:1] * (QUERIES - len(tile)) for tile in tiles.values()]
+        for num_keys, tiles in found.items()
+    }
 
 
-def _tiles(table: Tensor, index: Tensor, positions: Tensor, num_keys: int, page_tokens: int, window: int | None,
-           dtype: torch.dtype) -> Tiles:  # fmt: skip
-    num_pages = -(-num_keys // page_tokens)
-    if table.shape[1] < num_pages:  # beyond the table lies nothing a query may see: page 0 does
-        table = functional.pad(table, (0, num_pages - table.shape[1]))
-    queries, keys = positions[index].unsqueeze(-1), torch.arange(num_keys)
-    hidden = keys > queries  # [tiles, QUERIES, keys]
-    if window is not None:
-        hidden |= keys <= queries - window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return Tiles(index.view(-1), table[:, :num_pages].long(), mask, num_keys)
+def _padded_keys(num_keys: int) -> int:
+    return next((size for size in SHORT if num_keys <= size), -(-num_keys // BLOCK) * BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    positions: Tensor
+    page_tokens: int
+    window: int | None
+    dtype: torch.dtype
+
+    def call(self, table: Tensor, tiles: list[list[int]], num_keys: int) -> Tiles:
+        num_pages = -(-num_keys // self.page_tokens)
+        if table.shape[1] < num_pages:  # beyond the table lies nothing a query may see: page 0 does
+            table = functional.pad(table, (0, num_pages - table.shape[1]))
+        index = torch.tensor(tiles, dtype=torch.int64)  # [tiles, QUERIES]
+        queries, keys = self.positions[index].unsqueeze(-1), torch.arange(num_keys)
+        hidden = keys > queries  # [tiles, QUERIES, keys]
+        if self.window is not None:
+            hidden |= keys <= queries - self.window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return Tiles(index.view(-1), table[:, :num_pages].long(), mask, num_keys)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: FixedPlan, scale: float,

@@ -128,6 +128,19 @@ def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
     assert {name: found[name] for name in again} == again, "a warm prefix"
 
 
+def test_the_same_bits_where_the_number_of_keys_changes(model: Model) -> None:
+    prompt = [(7 * place) % 250 for place in range(121)]
+    results = []
+    for knobs in ({}, {"max_batch_tokens": 16, "chunk_tokens": 7}, {"max_batch_tokens": 16, "chunk_tokens": 3}):
+        engine, seen = spied(model, max_rows=16, **knobs)
+        requests = [make_request("a", prompt, GREEDY), make_request("b", prompt * 2, GREEDY)]
+        run(engine, requests)
+        results.append(seen)
+    assert {length for name, length in results[0] if name == "a"} >= {127, 128, 129}
+    for seen in results[1:]:
+        same(seen, results[0])
+
+
 def test_another_engine_goes_on_with_the_same_bits(model: Model) -> None:
     engine, whole = spied(model)
     expected = run(engine, make_requests(random.Random(5), 8))

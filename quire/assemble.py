@@ -96,7 +96,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
-    store = CacheStore(specs, units, host, device)
+    checksums = config.cache.swap_checksums
+    store = CacheStore(specs, units, host, device, checksums=device.type == "cpu" if checksums is None else checksums)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
     graphs = DecodeGraphs(model, store.tensors, rows, limits.max_rows) if _can_capture(device, specs) else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)

@@ -45,6 +45,7 @@ class CacheConfig:
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
     host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
+    swap_checksums: bool | None = knob(None, "checksums of preempted requests' pages on the host (default: on a CPU)")
     kv_dtype: str = knob("auto", "what keys and values are kept in (fp8: CUDA)", choices=("auto", "fp8"))
     prefix_cache: bool = knob(True, "reuse the state of prompts that begin alike")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.engine import wire
 from quire.engine.link import EngineLink
+from quire.engine.pace import Pace
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused
@@ -34,6 +35,10 @@ class Live:
     num_lives: int = 0  # engines it was given to
     strikes: int = 0  # engines that died with it aboard, without a token of it in between
     struck_at: int = -1  # how many tokens were delivered then
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.strikes > 0 and self.struck_at == len(self.delivered)
 
 
 class Closed(Exception):
@@ -111,6 +116,7 @@ class EngineClient:
         self.failure: QuireError | None = None  # there is no engine and there will be none
         self.live: dict[str, Live] = {}
         self.num_waiting_tokens = 0  # prompt tokens of live requests that have no token yet
+        self.pace = Pace()
         self.num_resumed = 0  # requests that went on with another engine
         self._beat_at = self._progress_at = clock()
         self.on_error: Callable[[str, str, str], None] = lambda request_id, code, what: None  # a request failed
@@ -209,11 +215,31 @@ class EngineClient:
         for name in ids:
             self._drop(name)
 
+    def shed(self, priority: int, num_requests: int) -> bool:
+        """Make room for so many requests of this priority: that many less important ones that have no token yet are
+        told to come again, the least important and newest first. All or none."""
+        waiting = [live for live in self.live.values() if not live.delivered and live.request.priority > priority]
+        if len(waiting) < num_requests:
+            return False
+        waiting.sort(key=lambda live: (live.request.priority, live.request.arrival))
+        what = "The queue is full, and a request of higher priority took this one's place."
+        for live in waiting[len(waiting) - num_requests :]:
+            name = live.request.id
+            if self._link is not None:
+                self._link.send(wire.CancelMany([name]))
+            self._end(name, FinishReason.ERROR, QuireError("queue_full", what, "Try again a little later."))
+        return True
+
     # -- health ---------------------------------------------------------------------------------------------------
 
     @property
     def is_attached(self) -> bool:
         return self._link is not None
+
+    @property
+    def num_suspects(self) -> int:
+        """Requests that were aboard a lost engine and have not got past that point since."""
+        return sum(live.is_suspect for live in self.live.values())
 
     @property
     def pid(self) -> int | None:
@@ -236,7 +262,7 @@ class EngineClient:
             tokens=request.tokens[: request.prompt_len] + live.delivered,
             prompt_scored=live.prompt_scored,
             resumed=live.num_lives > 0,
-            suspect=live.strikes > 0 and live.struck_at == len(live.delivered),
+            suspect=live.is_suspect,
         )
 
     def _deliver(self, delta: Delta) -> None:
@@ -279,6 +305,7 @@ class EngineClient:
 
     def _take_beat(self, beat: wire.Beat) -> None:
         self._beat_at = self._clock()
+        self.pace.note(beat.busy_seconds, beat.ended)
         if beat.computed_tokens != self.beat.computed_tokens or not beat.running + beat.waiting + beat.held:
             self._progress_at = self._beat_at
         self.beat = beat

@@ -65,6 +65,11 @@ class Engine:
     def num_inflight(self) -> int:
         return len(self._inflight)
 
+    @property
+    def num_suspects(self) -> int:
+        """Groups of requests that run by themselves, because a step with them in it failed or killed an engine."""
+        return len(self._bisection)
+
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.tracer.begin_request(request)

@@ -214,6 +214,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
             wire.Group(spec.group, pool.num_units - 1, cache.available(group), cache.available(group) - pool.num_free)
             for group, (spec, pool) in enumerate(zip(cache.specs, cache.pools, strict=True))
         ],
+        suspects=engine.num_suspects,
         state=engine.states.state.value,
         transitions=dict(engine.states.counts),
     )

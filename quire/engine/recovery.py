@@ -16,6 +16,9 @@ class Bisection:
         self._groups: deque[list[str]] = deque()
         self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     @property
     def active(self) -> bool:
         return bool(self._groups)

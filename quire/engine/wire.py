@@ -164,6 +164,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     evicted_units: int = 0
     busy_seconds: float = 0.0  # in turns of the loop since the start
     groups: list[Group] = []
+    suspects: int = 0  # groups that must run by themselves until it is clear who made a step fail
     state: str = "idle"
     transitions: dict[str, int] = {}
 

@@ -2,9 +2,9 @@
 
 Libraries choose their loops by the shape of a product, so a row's sums change with the number of its neighbours. Here
 every product has the same shape: tiles of `TILE` rows, keys in blocks of `BLOCK`, padded where there are fewer; or its
-shape follows from the position of its tokens alone. What is left between the products is one correctly rounded operation
-per element, a sum over one row, or runs in the same tiles. For CPUs; `tests/cpu/test_deterministic.py` is the proof,
-`docs/reliability.md` has the cost.
+shape follows from the position of its tokens alone. What is left between the products is one correctly rounded
+operation per element, a sum over one row, or runs in the same tiles. For CPUs; `tests/cpu/test_deterministic.py` is the
+proof, `docs/reliability.md` has the cost.
 """
 
 from __future__ import annotations

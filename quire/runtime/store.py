@@ -6,16 +6,25 @@ only ever receives finite values, so that what attention masks out can't be NaN.
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import torch
 from torch import Tensor
 
 from quire.types import CacheSpec, Copy, CopyKind
 
 
+class CorruptUnits(Exception):
+    """What came back from the host is not what went there. Raised before anything is written: the step fails, whoever
+    it belonged to falls back to what is committed, and computes it again."""
+
+
 class CacheStore:
     def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
-                 device: torch.device):  # fmt: skip
+                 device: torch.device, *, checksums: bool = True):  # fmt: skip
+        """`checksums`: of every unit that goes to the host, compared when it comes back."""
         self.specs = specs
+        self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> its own
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
         self._device = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), device=device)
@@ -48,6 +57,13 @@ class CacheStore:
         sources = torch.tensor([c.source for c in run])
         source, target = _as_bytes(source), _as_bytes(target)
         moved = source.index_select(dim, sources.to(source.device)).to(target.device)
+        if self._checksums is not None and kind is CopyKind.OUT:
+            for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
+                self._checksums[group, copy.target] = checksum
+        elif self._checksums is not None and kind is CopyKind.IN:
+            for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
+                if self._checksums.get((group, copy.source)) != checksum:
+                    raise CorruptUnits(f"host unit {copy.source} of group {group} does not match its checksum")
         target.index_copy_(dim, targets.to(target.device), moved)
 
     def _host_of(self, group: int) -> Tensor:
@@ -56,6 +72,11 @@ class CacheStore:
             shape = unit_shape(spec, self._num_host_units[group])
             self._host[group] = torch.zeros(shape, dtype=_dtype(spec), pin_memory=self._pin)
         return self._host[group]
+
+
+def _checksums_of(moved: Tensor, dim: int) -> list[int]:
+    """One for each unit; units are counted along `dim`."""
+    return [crc32(unit.contiguous().view(torch.uint8).numpy().data) for unit in moved.cpu().unbind(dim)]
 
 
 def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:

@@ -31,13 +31,15 @@ STATUS_BY_CODE = {
     "step_failed": 500,
     "out_of_memory": 500,
     "prepare_failed": 500,
+    "detokenize_failed": 500,
     "quarantined": 500,
+    "store_failed": 507,
     "bad_logits": 500,
     "grammar_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
 INSIDE_CODES = frozenset({"step_failed", "engine_failed", "grammar_failed", "out_of_memory", "prepare_failed",
-                          "frames_lost", "frames_damaged", "check_failed"})  # fmt: skip
+                          "detokenize_failed", "frames_lost", "frames_damaged", "check_failed"})  # fmt: skip
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {

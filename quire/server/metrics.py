@@ -6,8 +6,7 @@ the client feels them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,8 +24,7 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 class Metrics:
     """One registry per server, so that several servers can live in one process (tests do that)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry}
         route = ("route",)
@@ -38,6 +36,7 @@ class Metrics:
         )
         self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
         self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
+        self._cut = Counter("quire_cut_readers", "Clients cut off because they did not read", route, **registry)
         self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
         self._first_token = Histogram("quire_ttft_seconds", "Time to first token", route, buckets=SECONDS, **registry)
         self._per_token = Histogram(
@@ -48,8 +47,6 @@ class Metrics:
         self._prompt = Counter("quire_prompt_tokens", "Prompt tokens", route, **registry)
         self._cached = Counter("quire_cached_tokens", "Prompt tokens that came from the cache", route, **registry)
         self._output = Counter("quire_output_tokens", "Tokens generated", route, **registry)
-        self._pace = 1.0  # seconds between two ends, smoothed
-        self._last_end: float | None = None
 
     def watch(self, supervisor: Supervisor) -> None:
         self.registry.register(_EngineCollector(supervisor))
@@ -68,6 +65,9 @@ class Metrics:
     def failed(self, route: str, code: str) -> None:
         self._failures.labels(route, code).inc()
 
+    def cut_off(self, route: str) -> None:
+        self._cut.labels(route).inc()
+
     def disconnected(self, route: str) -> None:
         self._disconnects.labels(route).inc()
 
@@ -82,13 +82,6 @@ class Metrics:
         self._total.labels(route).observe(total)
         if per_token is not None:
             self._per_token.labels(route).observe(per_token)
-        now = self._clock()
-        if self._last_end is not None:
-            self._pace = 0.9 * self._pace + 0.1 * min(60.0, now - self._last_end)
-        self._last_end = now
-
-    def seconds_per_request(self) -> float:
-        return self._pace
 
 
 class _EngineCollector:

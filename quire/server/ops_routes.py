@@ -63,6 +63,7 @@ def ops_router(server: Server) -> APIRouter:
                         "history": [asdict(move) for move in supervisor.states.history]},
             "loop": {"state": client.beat.state, "transitions": client.beat.transitions},
             "restarts": supervisor.num_restarts, "resumed_requests": client.num_resumed,
+            "suspects": client.num_suspects,
             "recovery_seconds": [round(seconds, 3) for seconds in supervisor.recovery_seconds],
             "peak_memory": supervisor.peak_memory, "cause": None if supervisor.cause is None else str(supervisor.cause),
         }  # fmt: skip

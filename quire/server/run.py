@@ -39,16 +39,17 @@ BACKLOG = 2048
 
 
 async def serve(
-    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str
-) -> int:
+    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str,
+    load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer,
+) -> int:  # fmt: skip
     """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
     log = Log(config.server.log_level, config.server.log_form)
-    listener = bind(config.server.host, config.server.port)
+    listener = bind(config.server.host, config.server.port, config.server.send_timeout)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # while the model loads there is nothing to drain
     try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        tokenizer = await asyncio.to_thread(load, files)
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
         start_link = link_starter(engine_command, config.server.start_timeout)
@@ -107,12 +108,15 @@ def served_names(config: Config) -> list[str]:
     return [Path(name).resolve().name if Path(name).exists() else name]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded: a port that is taken should not be found out a minute later."""
+def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
+    """Bound before the model is loaded: a port that is taken should not be found out a minute later. The system drops
+    a connection whose client takes nothing for `send_timeout` seconds, with all that waits to be sent to it."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT") and send_timeout:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         listener.bind(address)
         return listener
     except OSError as error:

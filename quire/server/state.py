@@ -59,6 +59,8 @@ class Server:
     def note_failure(self, route: str, request_id: str, error: QuireError) -> None:
         """Count a failed request, and log what a client should not be told."""
         self.metrics.failed(route, error.code)
+        if error.code == "detokenize_failed":  # the engine does not know of it
+            self.supervisor.errors.put("request", error.code, str(error), [request_id])
         if error.code in INSIDE_CODES:
             self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
 

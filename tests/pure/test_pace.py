@@ -1,0 +1,46 @@
+"""What an honest Retry-After is computed from, and who gives way when the queue is full."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.pace import Pace
+
+
+def test_the_pace_is_what_was_measured_while_there_was_work() -> None:
+    pace = Pace()
+    assert pace.seconds_for(3) == 3.0, "nothing is known yet"
+    for second in range(11):
+        pace.note(float(second), 4 * second)  # idle time between beats does not show in busy seconds
+    assert pace.seconds_for(8) == pytest.approx(2.0)
+    for second in range(11, 100):
+        pace.note(float(second), 40 + (second - 10))  # it slowed down to one a second, a minute and more ago
+    assert pace.seconds_for(8) == pytest.approx(8.0, rel=0.1)
+    pace.note(0.5, 1)  # another engine
+    assert pace.seconds_for(2) == 2.0
+    pace.note(20.5, 1)
+    assert pace.seconds_for(1) == pytest.approx(20.0), "none has ended since: at least as long as we have watched"
+
+
+def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() -> None:
+    pytest.importorskip("zmq")
+    import asyncio
+
+    from quire.engine.client import EngineClient
+    from quire.types import Delta
+    from tests.pure.test_supervisor import request
+
+    async def play() -> None:
+        client = EngineClient()
+        tickets = {
+            name: client.submit([[request(name, priority=priority, arrival=arrival)]])
+            for name, priority, arrival in (("a", 1, 1.0), ("b", 5, 2.0), ("c", 5, 3.0), ("d", 9, 0.0))
+        }
+        client._deliver(Delta("d", [7]))  # it has begun, so it stays
+        assert not client.shed(5, 1), "an equal does not give way"
+        assert not client.shed(0, 4) and len(client.live) == 4, "all or none"
+        assert client.shed(1, 1) and list(client.live) == ["a", "b", "d"]
+        (delta,) = await tickets["c"].next()
+        assert delta.error_code == "queue_full" and tickets["c"].done
+
+    asyncio.run(play())

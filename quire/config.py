@@ -77,6 +77,7 @@ class ServerConfig:
     port: int = knob(8000, "port to listen on (0: any free one)", low=0, high=65535)
     api_key: str | None = knob(None, "key clients must send; several are separated by commas", secret=True)
     admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
+    share_prefixes: bool = knob(False, "let all keys share cached prompts; their timing then tells of each other")
     served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
     cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
     request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)

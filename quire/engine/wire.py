@@ -219,7 +219,7 @@ def decode_from_engine(payload: bytes) -> FromEngine:
 def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
     try:
         return decoder.decode(payload)
-    except (msgspec.MsgspecError, QuireError, RecursionError) as error:
+    except (msgspec.MsgspecError, QuireError, RecursionError, ValueError, OverflowError) as error:
         raise QuireError("bad_message", f"A message between the processes is malformed: {error}.") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,7 +46,9 @@ class ExtraSampling(Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
     def salt(self) -> bytes:
-        return (self.cache_salt or "").encode("utf-8", "surrogatepass")[:256]
+        if self.cache_salt is None:
+            return b""
+        return blake2b(self.cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 _EXTRA = [name for name in ExtraSampling.model_fields if name not in ("priority", "timeout", "cache_salt")]

@@ -1,4 +1,4 @@
-"""What an honest Retry-After is computed from, and who gives way when the queue is full."""
+"""What an honest Retry-After is computed from, who gives way when the queue is full, and how long a reader may take."""
 
 from __future__ import annotations
 
@@ -42,5 +42,29 @@ def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() ->
         assert client.shed(1, 1) and list(client.live) == ["a", "b", "d"]
         (delta,) = await tickets["c"].next()
         assert delta.error_code == "queue_full" and tickets["c"].done
+
+    asyncio.run(play())
+
+
+def test_a_send_that_waits_too_long_gives_the_reader_up() -> None:
+    pytest.importorskip("starlette")
+    import asyncio
+
+    from quire.server.replies import TooSlow, _Reader
+
+    async def play() -> None:
+        sent: list[object] = []
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            if len(sent) > 1:
+                await asyncio.Event().wait()
+
+        reader = _Reader(send, 0.01)  # type: ignore[arg-type]
+        await reader.send_frame(b"first")
+        for _ in range(2):
+            with pytest.raises(TooSlow):
+                await reader.send_frame(b"second")
+        assert len(sent) == 2, "once given up, nothing more is tried"
 
     asyncio.run(play())

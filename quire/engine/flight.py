@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,21 @@ class RecordedWorkers:
         self._under_way.append(plan)
         self._note()
         try:
-            return self._inner.forward(plan)
+            return _Flying(plan, self._inner.forward(plan))
         except BaseException:
-            self._clear()
+            self.clear()
             raise
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
         try:
-            return _Recorded(self, self._inner.sample(forward, masks))
+            return _Recorded(self, forward.plan, self._inner.sample(forward.inner, masks))
         except BaseException:
-            self._clear()
+            self.clear()
             raise
 
-    def landed(self) -> None:
-        if self._under_way:
+    def landed(self, plan: Plan) -> None:
+        """Steps run in order: what was planned before it has landed too, or was given up between two calls."""
+        while self._under_way and self._under_way[0].step <= plan.step:
             self._under_way.popleft()
         self._note()
 
@@ -98,22 +100,29 @@ class RecordedWorkers:
     def _note(self) -> None:
         self._recorder.aboard([row.request_id for plan in self._under_way for row in plan.rows])
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """A step failed in a way the engine survives: it drops every step in flight and starts afresh."""
         self._under_way.clear()
         self._note()
 
 
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    plan: Plan
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
-    def __init__(self, workers: RecordedWorkers, inner: Ticket):
-        self._workers = workers
-        self._inner = inner
+    workers: RecordedWorkers
+    plan: Plan
+    inner: Ticket
 
     def wait(self) -> StepOutput:
         try:
-            output = self._inner.wait()
+            output = self.inner.wait()
         except BaseException:
-            self._workers._clear()
+            self.workers.clear()
             raise
-        self._workers.landed()
+        self.workers.landed(self.plan)
         return output

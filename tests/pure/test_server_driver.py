@@ -187,3 +187,30 @@ def test_someone_who_was_in_a_step_that_died_runs_alone_until_past_it() -> None:
     assert {name: end[0] for name, end in mailbox.ends().items()} == dict.fromkeys(("s1", "s2", "free"), "length")
     count = {name: sum(len(d.token_ids) for d in mailbox.sent if d.request_id == name) for name in ("s1", "free")}
     assert count == {"s1": 3, "free": 5}, "nothing that was delivered is sent again"
+
+
+def test_a_suspect_that_comes_late_gets_a_row_though_all_are_taken() -> None:
+    """Its grammar took a while; those who run meanwhile must not be with it when it dies."""
+    engine = make_engine(max_rows=2)
+    for name in ("a", "b"):
+        engine.add(request(name, 8))
+    engine.turn()
+    late = request("late", 5)
+    late.tokens += [9]
+    late.resumed = late.suspect = True
+    late.arrival = 5.0
+    engine.add(late)
+    plan, steps = engine.scheduler.plan, []
+
+    def spy() -> object:
+        made = plan()
+        if made is not None:
+            steps.append({row.request_id for row in made.rows})
+        return made
+
+    engine.scheduler.plan = spy  # type: ignore[method-assign, assignment]
+    ends = {d.request_id: d.finish_reason for d in engine.run_until_idle() if d.finish_reason}
+    alone = next(step for step in steps if "late" in step)
+    assert alone == {"late"}, steps
+    assert set(ends.values()) == {FinishReason.LENGTH} and len(ends) == 3
+    engine.scheduler.check()

@@ -310,6 +310,10 @@ def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path
     assert read_aboard(path) == set()
     workers.sample(workers.forward(plan)).wait()
     assert read_aboard(path) == set()
+    workers.forward(plan)  # given up between forward and sample: a mask could not be filled
+    plan.step = 2
+    workers.sample(workers.forward(plan)).wait()
+    assert read_aboard(path) == set(), "what was given up does not stay aboard"
     device.broken = True
     with pytest.raises(RuntimeError):
         workers.forward(plan)

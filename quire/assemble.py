@@ -22,7 +22,8 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
-from quire.kernels.table import select_choice
+from quire.kernels.selftest import check_ops
+from quire.kernels.table import select_choice, select_ops
 from quire.layers.weights import weights_bytes
 from quire.machine import read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
@@ -58,6 +59,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
+        check_ops(select_ops("cpu", deterministic=config.engine.deterministic), device)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.llm import LLM, AsyncLLM
-    from quire.types import QuireError, SamplingParams
+    from quire.types import GrammarSpec, QuireError, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "QuireError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "GrammarSpec", "QuireError", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.llm",
+    "GrammarSpec": "quire.types",
     "QuireError": "quire.types",
     "SamplingParams": "quire.types",
 }

@@ -6,12 +6,13 @@ are decided here and nowhere else.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 
 from quire.cache.index import CacheIndex
-from quire.cache.memory import MemoryPlan, plan_memory
+from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.grammar import GrammarCompiler, MaskFiller
@@ -23,13 +24,14 @@ from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.selftest import check_ops
-from quire.kernels.table import select_choice, select_ops
+from quire.kernels.table import select_choice, select_fixed_ops, select_ops, select_row_ops
 from quire.layers.weights import weights_bytes
-from quire.machine import read_machine
+from quire.machine import has_nvidia_driver, read_machine
 from quire.models.loader import build_model, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
+from quire.runtime.guard import Guarded, first_line, is_out_of_memory, release_memory
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
@@ -37,9 +39,10 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.types import CacheSpec, QuireError
+from quire.types import QuireError
 
 CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
+SHRINK = 0.9  # of the pages, for each time they could not be allocated
 CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
 
 
@@ -56,10 +59,10 @@ class Assembly:
 
 
 def assemble(config: Config, progress: Progress | None = None) -> Assembly:
-    device = pick_device(config.engine.device)
+    device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
-        check_ops(select_ops("cpu", deterministic=config.engine.deterministic), device)
+        check_ops(select_fixed_ops("cpu") if config.engine.deterministic else select_ops("cpu"), device)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
@@ -73,6 +76,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
         deterministic=config.engine.deterministic,
+        kernels=config.engine.kernels,
+        strict_kernels=config.engine.strict_kernels,
         progress=progress or QuietProgress(),
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
@@ -95,20 +100,42 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     """An engine around a model that is already loaded."""
     limits = resolve_limits(config, device)
     memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    checksums = config.cache.swap_checksums
+    store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
-    checksums = config.cache.swap_checksums
-    store = CacheStore(specs, units, host, device, checksums=device.type == "cpu" if checksums is None else checksums)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    graphs = DecodeGraphs(model, store.tensors, rows, limits.max_rows) if _can_capture(device, specs) else None
+    row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
+    graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    sampler = Sampler(model.vocab_size, device, select_choice(device.type))
-    runner = Runner(model, store, rows, sampling, sampler, graphs)
+    choice = None if config.engine.kernels == "torch" else select_choice(device.type)
+    sampler = Sampler(model.vocab_size, device, choice)
+    runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
+    workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
-    engine = Engine(scheduler, runner, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+    engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
+
+
+def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
+    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
+    has to do, and the plan says so."""
+    wanted = memory
+    while True:
+        host = list(memory.num_host_units) if memory.num_host_units else None
+        try:
+            store = CacheStore(list(memory.specs), list(memory.num_units), host, device, checksums=checksums)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            if memory is not wanted:
+                warnings.warn(f"The cache was made smaller: {memory.notes[-1]}.", stacklevel=2)
+            return store, memory
+        release_memory(device)
+        memory = shrink_cache(memory, wanted, SHRINK)
 
 
 def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
@@ -124,8 +151,9 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
     return GrammarDesk(make_compiler)
 
 
-def _can_capture(device: torch.device, specs: list[CacheSpec]) -> bool:
-    return device.type == "cuda" and all(spec.kind == "paged" for spec in specs)
+def _can_capture(model: Model) -> bool:
+    ops = getattr(model, "ops", None)
+    return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:
@@ -158,7 +186,7 @@ def memory_report(config: Config) -> MemoryPlan:
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
     model, _ = build_model(
         hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens, quant=config.model.quant,
-        kv_dtype=config.cache.kv_dtype, deterministic=config.engine.deterministic,
+        kv_dtype=config.cache.kv_dtype,
     )  # fmt: skip
     weights = weights_bytes(model)
     limits = resolve_limits(config, device)
@@ -167,12 +195,31 @@ def memory_report(config: Config) -> MemoryPlan:
     return _memory(model, config, limits, device, free, weights, max_model_len)
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+def pick_device(name: str, *, strict: bool = False) -> torch.device:
+    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
+    if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise QuireError("no_device", "No CUDA device is usable here.", "Use --device cpu, or see `quire doctor`.")
-    return torch.device("cuda", 0)
+    trouble = cuda_trouble()
+    if trouble is None:
+        return torch.device("cuda", 0)
+    if name == "cuda" or (strict and has_nvidia_driver()):
+        what = f"No CUDA device is usable here: {trouble}."
+        raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
+    if has_nvidia_driver():
+        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
+    return torch.device("cpu")
+
+
+def cuda_trouble() -> str | None:
+    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
+    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
 
 
 def find_files(config: Config, progress: Progress | None) -> ModelFiles:

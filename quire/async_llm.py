@@ -23,7 +23,7 @@ class AsyncLLM:
         self.config = library_config(model, config, knobs)
         self._parts = assemble(self.config)
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
-        self._thread = EngineThread(self._parts.engine, self._deliver)
+        self._thread = EngineThread(self._parts.engine, self._deliver, self._parts.desk)
 
     @property
     def edge(self) -> Edge:

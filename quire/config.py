@@ -44,6 +44,7 @@ class CacheConfig:
     cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
+    num_slots: int | None = knob(None, "exact number of recurrent state slots, likewise", low=3)
     host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
     swap_checksums: bool | None = knob(None, "checksums of preempted requests' pages on the host (default: on a CPU)")
     kv_dtype: str = knob("auto", "what keys and values are kept in (fp8: CUDA)", choices=("auto", "fp8"))
@@ -68,6 +69,9 @@ class EngineConfig:
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(False, "same bits for a row whatever surrounds it, at some cost (CPU)")
+    kernels: str = knob("auto", "what computes on a GPU", choices=("auto", "triton", "torch"))
+    strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
+    graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
 
 

@@ -110,6 +110,9 @@ class Edge:
                 raise QuireError("invalid_parameter", what, param=name)
         if timeout is not None and not timeout > 0:
             raise QuireError("invalid_parameter", f"timeout={timeout!r} must be above 0 seconds.", param="timeout")
+        grammar = params.grammar
+        if grammar is not None:
+            params = replace(params, grammar=None)  # the engine keeps it with the request
         name = request_id or f"req-{secrets.token_hex(8)}"
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         now = self.clock()
@@ -130,6 +133,7 @@ class Edge:
                 arrival=now,
                 deadline=None if timeout is None else now + timeout,
                 salt=salt,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
@@ -140,6 +144,8 @@ class Edge:
         return self.tokenizer
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self.vocab_size:
+            return list(prompt)  # the same as below, without a look at each: prompts can be long
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 what = f"{token!r} is no token id of this model (0 to {self.vocab_size - 1})."

@@ -44,11 +44,10 @@ class LLM:
         many = _as_list(prompts)
         each = _params_for(params, len(many))
         todo = deque(
-            self.edge.requests(self.edge.encode(prompt), p, priority=priority, timeout=timeout)
-            for prompt, p in zip(many, each, strict=True)
+            self._requests(self.edge.encode(prompt), p, priority, timeout) for prompt, p in zip(many, each, strict=True)
         )
         replies = [Reply(self.edge, requests) for requests in todo]
-        opened = [_Open(reply) for reply in replies]
+        opened = [_Open(reply, keep=False) for reply in replies]
         waiting = deque(zip(opened, todo, strict=True))
         with _bar(len(many), progress) as advance:
             try:
@@ -76,7 +75,7 @@ class LLM:
                timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip
         """Text as it comes. Closing the iterator cancels the request."""
         tokens = self.edge.encode(prompt)
-        requests = self.edge.requests(tokens, params or SamplingParams(), priority=priority, timeout=timeout)
+        requests = self._requests(tokens, params or SamplingParams(), priority, timeout)
         opened = _Open(Reply(self.edge, requests))
         return self._stream(opened, requests)
 
@@ -133,6 +132,16 @@ class LLM:
 
     # -- turning the loop -----------------------------------------------------------------------------------------
 
+    def _requests(
+        self, tokens: list[int], params: SamplingParams, priority: int, timeout: float | None
+    ) -> list[Request]:
+        requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout)
+        if params.grammar is not None:
+            if self._parts.desk is None:
+                raise QuireError("no_tokenizer", "A grammar needs a tokenizer, this model has none.", param="grammar")
+            self._parts.desk.settle(requests)
+        return requests
+
     def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:
         """Hand over as many as the queue takes; the rest wait here."""
         with self._lock:
@@ -172,17 +181,19 @@ class LLM:
 
 
 class _Open:
-    """A reply under way, with the news nobody has read yet."""
+    """A reply under way, with the news nobody has read yet, unless nobody will."""
 
-    def __init__(self, reply: Reply):
+    def __init__(self, reply: Reply, keep: bool = True):
         self.reply = reply
+        self._keep = keep
         self.chunks: deque[Chunk] = deque()
         self.num_tokens = 0
 
     def take(self, delta: Any) -> str | None:
         chunk, stop = self.reply.push(delta)
         if chunk is not None:
-            self.chunks.append(chunk)
+            if self._keep:
+                self.chunks.append(chunk)
             self.num_tokens += len(chunk.token_ids)
         return stop
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,12 @@ def installed_version(name: str) -> str | None:
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:
     return (root / "proc/driver/nvidia/version").exists()
+
+
+def nvidia_driver_version(root: Path = Path("/")) -> str | None:
+    """Such as 580.95.05; None where there is no driver, or it says something else."""
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _read(root / "proc/driver/nvidia/version"))
+    return found.group(1) if found else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

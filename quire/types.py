@@ -6,10 +6,14 @@ numbers, strings, tuples and lists. The scheduler fills these in, the runtime re
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
+
+import msgspec
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
@@ -35,6 +39,51 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grammars
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
+    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget).
+
+    It binds after the tokens `after_reasoning` have been written, from the first token where there are none. With
+    `opens_reasoning` the model may also answer at once: only if it writes that marker first, it reasons."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
+    value: str = ""
+    after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning
+    budget: int | None = None  # after so many tokens of reasoning its end marker is forced
+    opens_reasoning: tuple[int, ...] = ()  # the marker that begins it; empty: the prompt has begun it already
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | None = None) -> GrammarSpec:
+        """JSON that fits the schema; without one any object."""
+        if schema is None:
+            return cls("json_object")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise QuireError(
+                "invalid_schema", f"The schema can't be written as JSON: {error}.", "Correct it."
+            ) from None
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, *texts: str) -> GrammarSpec:
+        """One of these texts."""
+        return cls("choice", json.dumps(texts))
+
+    @classmethod
+    def ebnf(cls, grammar: str) -> GrammarSpec:
+        """A grammar in Lark's notation; `start` is where it begins."""
+        return cls("ebnf", grammar)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,6 +128,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     pooling: str | None = None  # mean or last: the prompt's hidden states come back as one vector, for embeddings
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None  # what the output must look like
     # Filled in at the edge, where the tokenizer is: what bad_words and dry_breakers are in token ids.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     dry_breaker_ids: tuple[int, ...] = ()
@@ -97,6 +147,8 @@ class SamplingParams:
             _check_int(name, getattr(self, name), low, high)
         if self.repetition_penalty is not None and self.repetition_penalty == 0:
             raise _bad("repetition_penalty", 0, "must be above 0 (1 switches it off)")
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
         if self.pooling not in (None, "mean", "last"):
             raise _bad("pooling", self.pooling, "must be mean or last")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -173,22 +225,6 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
         raise _bad(name, value, "must be a whole number")
     if not low <= value <= high:
         raise _bad(name, value, f"must lie between {low} and {high}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Grammars
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
-    """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
-    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget). It binds after
-    the tokens `after_reasoning` have been written."""
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
-    value: str = ""
-    after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning; empty: from the first token
-    budget: int | None = None  # after so many tokens of reasoning its end marker is forced
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,8 +317,7 @@ class Request:
 # Plan: all that a rank must know to run one step. The only way the host changes anything on the device.
 
 
-@dataclass(slots=True)
-class PlanRow:
+class PlanRow(msgspec.Struct, gc=False):
     request_id: str
     row: int
     start: int  # upper bound; the true length lives in the device row
@@ -389,12 +424,11 @@ class Timing:
     total: float = 0.0
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct, gc=False):
     """News of one request: new token ids, and, once, why it ended."""
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: list[float] | None = None  # once, when the prompt of a request with `pooling` is computed

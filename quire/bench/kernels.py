@@ -47,10 +47,13 @@ def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResul
     """Time every kernel whose name contains `only`; the first two results are the ceilings."""
     import torch
 
+    from quire.bench.kernels_experts import experts, latent
+    from quire.bench.kernels_recurrent import recurrent_work
+
     device = torch.device(device)
     results = [_measure(work, None, None) for work in _ceilings(device)]
     read, matmul = results[0].tb_s, results[1].tflops
-    for make in (_small, _decode, _prefill, _products, _sampling):
+    for make in (_small, _decode, _prefill, _products, _sampling, experts, latent, recurrent_work):
         for work in make(device):
             if only in work.name:
                 results.append(_measure(work, read, matmul))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ class Work:
     may_fold: bool  # its token ids are made up, so a smaller vocabulary may wrap them around
 
 
-def bench_offline(open_llm: Callable[[], LLM], work: Work, *, seed: int = 0, repeat: int = 1, warmup: bool = True,
-                  min_output_tps: float | None = None) -> Report:  # fmt: skip
+def bench_offline(open_llm: Callable[[], AbstractContextManager[LLM]], work: Work, *, seed: int = 0, repeat: int = 1,
+                  warmup: bool = True, min_output_tps: float | None = None) -> Report:  # fmt: skip
     """Open a model, warm it up, time `repeat` runs with the seeds after `seed`, and report each and the median."""
     busy = load_average()
     launched = time.perf_counter()

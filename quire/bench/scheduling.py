@@ -107,8 +107,8 @@ class StubDevice:
     def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> StubTicket:
         return StubTicket(forward)
 
-    def prepare(self) -> None:
-        pass
+    def chores(self) -> Iterator[None]:
+        return iter(())
 
     def close(self) -> None:
         pass

@@ -17,9 +17,7 @@ def show(report: Report) -> None:
     from rich.console import Console  # a tenth of a second
 
     console = Console(highlight=False, markup=False, emoji=False)
-    {"offline": _offline, "batch": _batch, "growth": _growth, "scheduler": _scheduler}[report["benchmark"]](
-        console, report
-    )
+    _DRAW[report["benchmark"]](console, report)
     _bars(console, report["bars"])
 
 
@@ -146,6 +144,52 @@ def _batch(console: Console, report: Report) -> None:
     _environment(console, report)
 
 
+def _latency(console: Console, report: Report) -> None:
+    load = report["load"]
+    title = (
+        f"{report['model']}: {load['decodes']} decodes from {load['decode_len']} tokens on; "
+        f"{load['prompts']} prompts of {load['prompt_len']} tokens, one every {load['every']:g} s"
+    )
+    rows = []
+    for part in report["under_load"]:
+        target = "no target" if part["target_ms"] is None else f"target {part['target_ms']:g} ms"
+        rows.append((f"{target}: gap, decodes alone", *_latencies(part["gap_alone_s"])))
+        rows.append((f"{target}: gap while prompts arrive", *_latencies(part["gap_s"])))
+        rows.append((f"{target}: those prompts' first token", *_latencies(part["ttft_s"])))
+    _table(console, title, ("", *SHARES), rows)
+    idle = report["idle"]
+    lines = [
+        ("cold", _seconds(idle["cold_ttft_s"])),
+        (f"{_count(idle['warm_cached_tokens'])} tokens cached", _seconds(idle["warm_ttft_s"])),
+    ]
+    _table(console, f"First token of {load['prompt_len']} tokens on an idle engine", ("", ""), lines)
+    _environment(console, report)
+
+
+def _start(console: Console, report: Report) -> None:
+    phases = ("imported", "model loaded", "first token", "tenth token")
+    names = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")
+    runs = [("cold", report["cold"]), *((f"warm {i + 1}", run) for i, run in enumerate(report["warm_runs"]))]
+    rows = [
+        (name, *(_seconds(run[phase]) for phase in names)) for name, run in [*runs, ("warm, median", report["warm"])]
+    ]
+    title = f"{report['model']}: seconds since the process was started, {report['prompt_len']} tokens in"
+    _table(console, title, ("kernel cache", *phases), rows)
+
+
+def _gap(console: Console, report: Report) -> None:
+    rows = [("turn of the loop", *_latencies(report["turn_s"])), ("host's own", *_latencies(report["host_s"]))]
+    rows += [(f"  {kind}", *_latencies(each)) for kind, each in report["host_parts_s"].items()]
+    rows.append(("host waits for tokens", *_latencies(report["wait_s"])))
+    if report["device_s"] is not None:
+        rows.append(("device, a step", *_latencies(report["device_s"])))
+        rows.append(("device waits before it", *_latencies(report["device_idle_s"])))
+    _table(console, f"{report['model']}: {report['rows']} rows, {report['steps']} steps", ("", *SHARES), rows)
+    if report["device_idle_share"] is not None:
+        console.print(f"The device waited {report['device_idle_share']:.2%} of the time.", style="bold")
+    _environment(console, report)
+
+
 def _growth(console: Console, report: Report) -> None:
     readings = [
         (_count(reading["requests"]), _size(reading["rss_bytes"]), _size(reading["rss_unsettled_bytes"]))
@@ -171,6 +215,17 @@ def _scheduler(console: Console, report: Report) -> None:
         for name, costs, low, high in sides
     ]  # fmt: skip
     _table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
+
+
+_DRAW = {
+    "offline": _offline,
+    "batch": _batch,
+    "latency": _latency,
+    "start": _start,
+    "gap": _gap,
+    "growth": _growth,
+    "scheduler": _scheduler,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

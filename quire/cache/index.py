@@ -15,6 +15,7 @@ from quire.cache.claims import Claims
 from quire.cache.lease import Lease, Snapshot, token_bytes
 from quire.cache.match import CacheStats, Match
 from quire.cache.pool import Pool
+from quire.cache.snapshots import SnapshotRule
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 
@@ -33,8 +34,9 @@ class CacheIndex:
         self.pools = [Pool(n) for n in num_units]
         self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(specs)]
         self.can_swap = num_host_units is not None and all(n > 1 for n in num_host_units)
+        self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
         leaf_first = [g in self.paged and g not in self.windowed for g in range(len(specs))]
-        self.tree = PrefixTree(len(specs), leaf_first)
+        self.tree = PrefixTree(len(specs), leaf_first, [spec.kind == "state" for spec in specs])
         self._num_idle = [0] * len(specs)  # units only the tree holds: free for the taking, once evicted
         self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
         self._settled = 0
@@ -79,7 +81,7 @@ class CacheIndex:
                 runs[group] = runs[group] + 1 if node.units[group] != ABSENT else 0
             if self._offers(node, index + 1, runs):
                 best = index + 1
-        return Match(best * self.page_tokens, nodes[:best])
+        return Match(best * self.page_tokens, len(nodes) * self.page_tokens, nodes[:best])
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -100,10 +102,13 @@ class CacheIndex:
             for node in reversed(match.nodes):
                 self.tree.touch(node)
             match.nodes[-1].hits += 1
+            match.nodes[-1].spare = False
         self._leases.add(lease)
         request.computed = match.length
         lease.num_inserted = match.length // self.page_tokens
         lease.num_dropped = 0
+        if self._snapshots is not None:
+            self._snapshots.note_fork(lease, match)
         for group in self.state:
             slot = self._take(group)
             lease.units[group] = [slot]
@@ -138,10 +143,6 @@ class CacheIndex:
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
-    def has_next_slot(self, request: Request) -> bool:
-        """The next token falls into a page the request already holds: nothing to reserve."""
-        return not self.state and request.planned % self.page_tokens != 0
-
     def write_tables(self, request: Request, plan: Plan) -> None:
         """The request took a row: tell the device where everything it already holds lies."""
         lease: Lease = request.lease
@@ -151,20 +152,11 @@ class CacheIndex:
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Catch-up chunks of recurrent models end where a snapshot is due."""
-        for group in self.state:
-            interval = self.specs[group].snapshot_tokens
-            end = min(end, (start // interval + 1) * interval)
-            tail = self.claims.tail_start(request)
-            if start < tail < end:
-                end = tail
-        return end
+        return end if self._snapshots is None else min(end, self._snapshots.next_due(request, start))
 
     def snapshot(self, request: Request, length: int, plan: Plan) -> None:
         """If a snapshot is due at `length`, have this step take it. Without room there is none: it is only a cache."""
-        if not self.state or not self.prefix_cache or length % self.page_tokens:
-            return
-        interval = self.specs[self.state[0]].snapshot_tokens
-        if length % interval and length != self.claims.tail_start(request):
+        if self._snapshots is None or not self.prefix_cache or not self._snapshots.is_due(request, length):
             return
         if any(self.available(group) < 1 for group in self.state):
             return
@@ -474,6 +466,9 @@ class CacheIndex:
                 self.pools[group].share(slot)
                 self.tree.attach(node, group, slot)
             self._drop(False, group, slot)
+        for passed in self.tree.passed_by(node, self.state[0]):
+            passed.spare = True
+            self.tree.reoffer(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
 
     def _node(self, request: Request, depth: int) -> Node:
         size = self.page_tokens

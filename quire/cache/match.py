@@ -12,6 +12,7 @@ class Match:
     """The longest prefix every group can offer: its length, and the node of each of its pages."""
 
     length: int = 0
+    reach: int = 0  # how far the paged groups alone would go; beyond `length` where a snapshot is missing
     nodes: list[Node] = field(default_factory=list)
 
 

@@ -6,7 +6,7 @@ Pure arithmetic from cache specs, sizes and limits; no dummy run. `assemble` bui
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quire.config import CacheConfig
@@ -14,9 +14,14 @@ from quire.types import CacheSpec, QuireError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 GIB = 1 << 30
+MIN_SLOTS = 3  # scratch, a live state, a snapshot
 LAPTOP_CACHE = 2 * GIB  # on a CPU memory is shared with everything else a person runs
 HOST_LIMITS = {"cpu": 1 * GIB, "cuda": 8 * GIB}  # by default; it is pinned on CUDA, and taken when first used
 HOST_SHARE = 0.25
+# Pages and state slots are shared out so that conversations of this many tokens run out of neither first. Each has its
+# live state, the snapshot its next turn starts from, and one more for a beginning it shares or an answer it is in.
+CONVERSATION_TOKENS = 4096
+CONVERSATION_SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,21 @@ def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, ava
     )
     page = sum(unit_bytes(s) for s in specs if s.kind == "paged")
     slot = sum(unit_bytes(s) for s in specs if s.kind == "state")
-    num_slots = 1 + 2 * max_rows + 8 if slot else 0  # one live slot a row, and as many snapshots
+    size = specs[0].page_tokens
+    budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len)
+    num_slots = _num_slots(config, budget, page, slot, max_rows, -(-min(max_model_len, CONVERSATION_TOKENS) // size))
     num_pages = config.num_pages or 0
     if page and not num_pages:
-        budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len)
         num_pages = (budget - num_slots * slot) // page
-    size = specs[0].page_tokens
+    if slot and num_slots < MIN_SLOTS:
+        raise QuireError(
+            "out_of_memory",
+            f"The cache has no room: {_bytes(max(0, available))} are free on {device}, one request's recurrent state "
+            f"takes {_bytes(slot)}.",
+            "Free memory, choose a smaller model, or lower max_batch_tokens.",
+        )
+    if slot and num_slots - 1 < max_rows:
+        notes.append(f"there are {num_slots - 1} state slots, so no more of max_rows={max_rows} requests run at once")
     if page and num_pages < 3:
         raise QuireError(
             "out_of_memory",
@@ -109,14 +123,46 @@ def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, ava
                       min(capacity, max_model_len), max_model_len, tuple(notes))  # fmt: skip
 
 
+def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPlan:
+    """The plan with this share of its pages, because they could not be allocated; what was `wanted` is noted."""
+    size = plan.specs[0].page_tokens
+    units = tuple(int(n * share) if s.kind == "paged" else n for s, n in zip(plan.specs, plan.num_units, strict=True))
+    pages = [n for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
+    needed = max((-(-(s.window or 0) // size) + 3 for s in plan.specs if s.kind == "paged"), default=3)
+    if units == plan.num_units or min(pages) < needed:
+        what = f"The cache could not be allocated on {plan.device}: {_bytes(wanted.cache)} were planned."
+        raise QuireError("out_of_memory", what, "Free memory, or give a smaller cache_memory.")
+    capacity = plan.capacity_tokens
+    if any(s.window is None for s in plan.specs if s.kind == "paged"):
+        capacity = min(capacity, (min(pages) - 1) * size)
+    smaller = replace(plan, num_units=units, capacity_tokens=capacity)
+    note = f"{_bytes(smaller.cache)} of the {_bytes(wanted.cache)} planned could be allocated"
+    return replace(smaller, notes=(*wanted.notes, note))
+
+
 def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int) -> int:
     if config.cache_memory is not None:
         return config.cache_memory
     budget = int(free * config.memory_fraction)
     if device == "cpu":
-        one_sequence = sum(unit_bytes(s) for s in specs) * (-(-max_model_len // specs[0].page_tokens) + 2)
+        num_pages = -(-max_model_len // specs[0].page_tokens) + 2
+        counts = [num_pages if s.kind == "paged" else 1 + CONVERSATION_SLOTS for s in specs]
+        one_sequence = sum(unit_bytes(s) * count for s, count in zip(specs, counts, strict=True))
         budget = min(budget, max(LAPTOP_CACHE, one_sequence))
     return budget
+
+
+def _num_slots(config: CacheConfig, budget: int, page: int, slot: int, max_rows: int, conversation_pages: int) -> int:
+    """State slots, the scratch one included; snapshots get what running requests leave."""
+    if not slot or config.num_slots is not None:
+        return (config.num_slots or 0) if slot else 0
+    if not page:
+        return budget // slot
+    if config.num_pages is not None:
+        return 1 + 2 * max_rows + 8
+    conversation = conversation_pages * page + CONVERSATION_SLOTS * slot
+    num_slots = 1 + budget * CONVERSATION_SLOTS // conversation
+    return max(num_slots, MIN_SLOTS) if budget >= MIN_SLOTS * (slot + page) else num_slots
 
 
 def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, available: int, page: int, slot: int,

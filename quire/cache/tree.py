@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
 ABSENT = -1
+Rank = tuple[bool, bool, int]  # pinned, worth keeping, last use
 KEY_BYTES = 20  # 160 bits: collisions are out of reach, also for someone who looks for them
 
 
@@ -24,7 +25,7 @@ def page_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Node:
-    __slots__ = ("below", "children", "depth", "hits", "key", "last_use", "parent", "pins", "tokens", "units")
+    __slots__ = ("below", "children", "depth", "hits", "key", "last_use", "parent", "pins", "spare", "tokens", "units")
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, num_groups: int):
         self.key = key
@@ -36,20 +37,23 @@ class Node:
         self.below = [0] * num_groups  # children that hold a unit of the group
         self.hits = 0
         self.pins = 0
+        self.spare = False  # a snapshot with a later one on the same path, from which nobody has set out: goes first
         self.last_use = 0
 
 
 class PrefixTree:
-    def __init__(self, num_groups: int, leaf_first: list[bool]):
-        """`leaf_first[g]`: in this group a page is of no use without all pages before it."""
+    def __init__(self, num_groups: int, leaf_first: list[bool], atomic: list[bool]):
+        """`leaf_first[g]`: in this group a page is of no use without all pages before it; `atomic[g]`: its units are
+        snapshots, each of use without any other."""
         self._num_groups = num_groups
         self._leaf_first = leaf_first
+        self._atomic = atomic
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
         self._order = 0
         self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # unit -> its node
-        self._heaps: list[list[tuple[bool, int, int, Node]]] = [[] for _ in range(num_groups)]
+        self._heaps: list[list[tuple[Rank, int, Node]]] = [[] for _ in range(num_groups)]
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -97,26 +101,30 @@ class PrefixTree:
         if len(heap) > 64 + 2 * len(self._holders[group]):
             self._compact(group)  # every use of a page offers it anew; without eviction nobody pops the old entries
         self._order += 1
-        heapq.heappush(heap, (node.pins > 0, node.last_use, self._order, node))
+        heapq.heappush(heap, (self._rank(node, group), self._order, node))
+
+    def _rank(self, node: Node, group: int) -> Rank:
+        """The lowest goes first. A page is not less useful because a snapshot beside it is."""
+        return node.pins > 0, not (node.spare and self._atomic[group]), node.last_use
 
     def _compact(self, group: int) -> None:
         """One entry per node that still holds a unit. In place: `evict` may be holding the list."""
         heap = self._heaps[group]
-        nodes = {id(entry[3]): entry[3] for entry in heap if entry[3].units[group] != ABSENT}
+        nodes = {id(entry[2]): entry[2] for entry in heap if entry[2].units[group] != ABSENT}
         first = self._order + 1
         self._order += len(nodes)
-        heap[:] = [(n.pins > 0, n.last_use, first + i, n) for i, n in enumerate(nodes.values())]
+        heap[:] = [(self._rank(n, group), first + i, n) for i, n in enumerate(nodes.values())]
         heapq.heapify(heap)
 
     def evict(self, group: int, is_idle: Callable[[int], bool]) -> int:
         """Take the least useful idle unit of the group out of the tree; ABSENT when there is none."""
         heap = self._heaps[group]
         while heap:
-            pinned, last_use, _, node = heapq.heappop(heap)
+            rank, _, node = heapq.heappop(heap)
             unit = node.units[group]
             if unit == ABSENT or not is_idle(unit) or (self._leaf_first[group] and node.below[group]):
                 continue  # stale: it was used, evicted or grew a child since it was offered
-            if last_use != node.last_use or pinned != (node.pins > 0):
+            if rank != self._rank(node, group):
                 self.offer(node, group)
                 continue
             self._detach(node, group)
@@ -129,10 +137,20 @@ class PrefixTree:
         idle = [node for unit, node in self._holders[group].items() if is_idle(unit)]
         if not idle:
             return ABSENT
-        node = min(idle, key=lambda n: (n.pins > 0, n.last_use))
+        node = min(idle, key=lambda n: self._rank(n, group))
         unit = node.units[group]
         self._detach(node, group)
         return unit
+
+    def passed_by(self, node: Node, group: int) -> Iterator[Node]:
+        """The nearest node above that holds a unit of the group, unless the path forks on the way: then what lies above
+        is a beginning that others share."""
+        above = node.parent
+        while above is not None and above.parent is not None and len(above.children) == 1:
+            if above.units[group] != ABSENT:
+                yield above
+                return
+            above = above.parent
 
     def pin(self, node: Node, by: int) -> None:
         """Soft: pinned prefixes are evicted last, not never."""

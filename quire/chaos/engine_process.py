@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ class Disturbed:
         ticket = self._inner.sample(forward, masks)
         return FailsToWait() if self._faults.take("wait") else Commits(ticket, self._faults)
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
 
     def close(self) -> None:
         self._inner.close()
@@ -71,8 +71,11 @@ class Disturbed:
     def _corrupt_host(self) -> None:
         import torch
 
+        inner: Any = self._inner
+        while not hasattr(inner, "_store"):
+            inner = inner._inner
         with torch.inference_mode():
-            for tensor in self._inner._store._host.values():  # type: ignore[attr-defined]
+            for tensor in inner._store._host.values():
                 tensor.add_(1.0)
 
 

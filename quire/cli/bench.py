@@ -1,4 +1,4 @@
-"""`quire bench offline|batch|growth|scheduler|kernels|online|compare`: measure the engine, or a server of any make.
+"""`quire bench offline|latency|start|gap|…`: measure the engine, or a server of any make.
 
 The benchmarks themselves are in `quire.bench`.
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ def add_parser(subparsers: Any) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     _add_offline(benchmarks)
     _add_batch(benchmarks)
+    _add_latency(benchmarks)
+    _add_start(benchmarks)
+    _add_gap(benchmarks)
     _add_growth(benchmarks)
     scheduler = benchmarks.add_parser(
         "scheduler",
@@ -75,6 +79,10 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 
 def _show(report: Report) -> None:
+    if "works" in report:
+        for one in report["works"]:
+            _show(one)
+        return
     if report["benchmark"] in ("online", "compare"):
         from quire.bench.online_tables import show_comparison, show_online
 
@@ -100,7 +108,7 @@ def _add_offline(benchmarks: Any) -> None:
 
     parser = benchmarks.add_parser(
         "offline",
-        usage="quire bench offline (--requests FILE | --workload NAME) [options]",
+        usage="quire bench offline (--requests FILE | --workload NAME…) [options]",
         help="a batch of requests from start to end",
         description="Submit requests all at once and time them to the end. Answers run to their full length.",
     )
@@ -111,7 +119,8 @@ def _add_offline(benchmarks: Any) -> None:
         metavar="FILE",
         help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
     )
-    work.add_argument("--workload", choices=tuple(WORKLOADS), help="work made from the seed, the same for every engine")
+    work.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS),
+                      help="work made from the seed, the same for every engine; several share one start")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw from (default: 0)")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
                         help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
@@ -137,6 +146,78 @@ def _add_batch(benchmarks: Any) -> None:
     parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
     _add_json(parser)
     add_config_flags(parser)
+
+
+def _add_latency(benchmarks: Any) -> None:
+    from quire.bench.latency import Load
+
+    parser = benchmarks.add_parser(
+        "latency",
+        help="decodes and long prompts that disturb each other",
+        description="Gaps between tokens of running requests while long prompts arrive, and those prompts' time to the "
+        "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
+    )
+    load = Load()
+    for name, what in (("decodes", "requests that run"), ("decode-len", "tokens they begin with"),
+                       ("prompts", "prompts that arrive"), ("prompt-len", "their tokens"),
+                       ("fresh-tail", "tokens of the warm prompt that are not cached")):  # fmt: skip
+        default = getattr(load, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=_at_least(1), default=default, metavar="N",
+                            help=f"{what} (default: {default})")  # fmt: skip
+    parser.add_argument("--every", type=float, default=load.every, metavar="S",
+                        help=f"seconds between arrivals (default: {load.every})")  # fmt: skip
+    parser.add_argument("--alone", type=float, default=load.alone_s, metavar="S",
+                        help=f"seconds the decodes are watched alone (default: {load.alone_s})")  # fmt: skip
+    parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
+                        help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_start(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "start",
+        help="from starting a process to its first token",
+        description="Start fresh processes and time them to the first token: one without compiled kernels on disk, "
+        "then some that find them there.",
+    )
+    parser.add_argument("--prompt-len", type=_at_least(1), default=16, metavar="N", help="tokens (default: 16)")
+    parser.add_argument(
+        "--warm-runs", type=_at_least(1), default=2, metavar="N", help="after the cold one (default: 2)"
+    )
+    parser.add_argument("--max-cold", type=float, metavar="S", help="exit 2 if the cold start takes longer")
+    parser.add_argument("--max-warm", type=float, metavar="S", help="exit 2 if the median warm start takes longer")
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _add_gap(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "gap",
+        help="whether the GPU ever waits for the loop",
+        description="Decode with many rows and time each step on the host and on the device, and the pauses between.",
+    )
+    parser.add_argument("--rows", type=_at_least(1), default=256, metavar="N", help="requests that run (default: 256)")
+    parser.add_argument("--prompt-len", type=_at_least(1), default=64, metavar="N", help="tokens (default: 64)")
+    parser.add_argument("--steps", type=_at_least(1), default=200, metavar="N", help="that are timed (default: 200)")
+    parser.add_argument(
+        "--max-idle", type=float, metavar="X", help="exit 2 if the device waits for more than this share"
+    )
+    _add_json(parser)
+    add_config_flags(parser)
+
+
+def _targets(text: str) -> tuple[float | None, ...]:
+    targets: list[float | None] = []
+    for word in text.split(","):
+        try:
+            targets.append(None if word == "off" else float(word))
+        except ValueError:
+            raise ArgumentTypeError(f"{word!r} is neither off nor a number of milliseconds") from None
+        if not 0.1 <= (targets[-1] or 1.0) <= 1e6:
+            raise ArgumentTypeError(f"{word} ms is no target")
+    return tuple(targets)
 
 
 def _add_growth(benchmarks: Any) -> None:
@@ -174,33 +255,40 @@ def _at_least(low: int) -> Callable[[str], int]:
 def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.offline import bench_offline
 
-    config, work = config_from_args(args), _work(args)
-    report = bench_offline(
-        lambda: open_llm(config),
-        work,
-        seed=args.seed,
-        repeat=args.repeat,
-        warmup=not args.no_warmup,
-        min_output_tps=args.min_output_tps,
-    )
-    if report["folded_to_vocab"] is not None:
-        size = report["folded_to_vocab"]
-        print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
-    return report
+    config, works = config_from_args(args), _works(args)
+    reports = []
+    with ExitStack() as held:
+        open_once = cache(lambda: nullcontext(held.enter_context(open_llm(config))))
+        for work in works:
+            report = bench_offline(
+                open_once,
+                work,
+                seed=args.seed,
+                repeat=args.repeat,
+                warmup=not args.no_warmup,
+                min_output_tps=args.min_output_tps,
+            )
+            if report["folded_to_vocab"] is not None:
+                size = report["folded_to_vocab"]
+                print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
+            reports.append(report)
+    if len(reports) == 1:
+        return reports[0]
+    return {"benchmark": "offline", "works": reports, "pass": all(report["pass"] for report in reports)}
 
 
-def _work(args: Namespace) -> Work:
+def _works(args: Namespace) -> list[Work]:
     """The work by name or from the file. What is wrong with either shows here, before a model loads."""
     from quire.bench.offline import Work
     from quire.bench.workloads import draw_workload, make_job, read_jobs
 
     make_job([0], 1, "", args.temperature, args.seed)
     if args.workload is not None:
-        draw = partial(draw_workload, args.workload, temperature=args.temperature)
-        return Work(args.workload, draw, may_fold=True)
+        draws = {name: partial(draw_workload, name, temperature=args.temperature) for name in args.workload}
+        return [Work(name, draw, may_fold=True) for name, draw in draws.items()]
     read = partial(read_jobs, args.requests, temperature=args.temperature)
     read(args.seed)
-    return Work(args.requests.name, read, may_fold=False)
+    return [Work(args.requests.name, read, may_fold=False)]
 
 
 def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
@@ -215,6 +303,34 @@ def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
         rounds=args.rounds,
         seed=args.seed,
     )
+
+
+def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.latency import Load, bench_latency
+
+    config = config_from_args(args)
+    load = Load(args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone)
+    return bench_latency(lambda: open_llm(config), load, targets_ms=args.targets, seed=args.seed)
+
+
+def _start(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.start import bench_start
+
+    return bench_start(
+        config_from_args(args),
+        prompt_len=args.prompt_len,
+        warm_runs=args.warm_runs,
+        max_cold_s=args.max_cold,
+        max_warm_s=args.max_warm,
+    )
+
+
+def _gap(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.gap import bench_gap
+
+    config = config_from_args(args)
+    return bench_gap(lambda: open_llm(config), rows=args.rows, prompt_len=args.prompt_len, steps=args.steps,
+                     max_idle_share=args.max_idle)  # fmt: skip
 
 
 def _growth(args: Namespace, open_llm: OpenLLM) -> Report:
@@ -249,6 +365,9 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
+    "latency": _latency,
+    "start": _start,
+    "gap": _gap,
     "growth": _growth,
     "scheduler": _scheduler,
     "kernels": _kernels,

@@ -25,8 +25,10 @@ from quire.config_build import (
     describe_config,
     override_config,
 )
-from quire.machine import PACKAGES, has_nvidia_driver, installed_version, read_machine
+from quire.machine import PACKAGES, has_nvidia_driver, installed_version, nvidia_driver_version, read_machine
 from quire.types import QuireError
+
+UNUSED_LIBRARIES = {"flash-attn": "FlashAttention", "flashinfer-python": "FlashInfer"}  # people look for them here
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,6 +65,7 @@ def examine(config: Config) -> dict[str, Any]:
         "versions": {"quire": quire.__version__, "python": platform.python_version(), **packages},
         "machine": asdict(machine),
         "devices": devices,
+        "gpu": examine_gpu(config, devices),
         "cache": examine_store(),
         "config": [setting._asdict() for setting in describe_config(config)],
         "model": doctor_model_plan(config),
@@ -88,6 +91,29 @@ def examine_devices() -> tuple[list[dict[str, Any]], str]:
     except RuntimeError as error:
         return devices, f"the GPU does not answer: {error}"
     return devices, ""
+
+
+def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What stands between a GPU and us, and which kernel each op would get; None where there is no GPU at all."""
+    has_gpu = any(device["device"].startswith("cuda") for device in devices)
+    if not has_gpu and not has_nvidia_driver():
+        return None
+    found: dict[str, Any] = {"driver": nvidia_driver_version(), "cuda": None, "trouble": None, "kernels": []}
+    for library in ("triton", *UNUSED_LIBRARIES):
+        found[library] = installed_version(library)
+    try:
+        import torch
+
+        from quire.assemble import cuda_trouble
+        from quire.kernels.explain import explain_ops
+
+        found["cuda"] = torch.version.cuda
+        found["trouble"] = cuda_trouble()
+        if found["trouble"] is None:
+            found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels)
+    except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
+        found["trouble"] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def examine_store() -> dict[str, Any]:
@@ -165,6 +191,8 @@ class Section:
 def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     """The report as titles with rows of cells, for whatever draws them."""
     yield Section("Machine", _machine_rows(report))
+    if report["gpu"] is not None:
+        yield Section("GPU", _gpu_rows(report["gpu"]))
     yield Section("Versions", [(name, version or "—") for name, version in report["versions"].items()])
     yield Section(f"Models in {report['cache']['path']}", _store_rows(report["cache"]))
     yield Section("Settings", [(s["name"], _shown(s), s["source"]) for s in report["config"]])
@@ -219,6 +247,21 @@ def _machine_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         rows.append((gpu["device"], f"{gpu['name']} ({gpu['capability']}), {free} free of {total}"))
     if not gpus:
         rows.append(("GPU", "none that torch can use" if report["devices"] else "unknown without torch"))
+    return rows
+
+
+def _gpu_rows(gpu: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("driver", gpu["driver"] or "none found"),
+        ("CUDA of torch", gpu["cuda"] or "none"),
+        ("Triton", gpu["triton"] or "not installed"),
+    ]
+    if gpu["trouble"]:
+        rows.append(("not usable", gpu["trouble"]))
+    rows += [(f"op: {kernel['op']}", kernel["implementation"], kernel["why"]) for kernel in gpu["kernels"]]
+    for library, name in UNUSED_LIBRARIES.items():
+        installed = gpu[library]
+        rows.append((name, "not installed" if installed is None else f"{installed}, not used: no op has a row for it"))
     return rows
 
 

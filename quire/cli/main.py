@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from quire.cli.output import print_error
+from quire.cli.output import print_error, show_warnings_plainly
 from quire.types import QuireError
 
 COMMANDS = {
@@ -42,6 +42,7 @@ USAGE_CODES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_streams()
+    show_warnings_plainly()
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except SystemExit as leaving:  # argparse, after --help or a usage error

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -74,6 +76,28 @@ def print_error(what: str, hint: str = "") -> None:
 def print_note(text: str) -> None:
     """Something the person should see although nothing failed."""
     _mark("note", "33", text)
+
+
+def show_warnings_plainly() -> None:
+    """Our own warnings become notes of one line, without the place in our code they came from."""
+    shown_before = warnings.showwarning
+    if isinstance(shown_before, _PlainWarnings):
+        return
+    warnings.showwarning = _PlainWarnings(shown_before)
+
+
+class _PlainWarnings:
+    OURS = str(Path(__file__).parents[1])
+
+    def __init__(self, others: Callable[..., None]):
+        self._others = others
+
+    def __call__(self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+                 file: TextIO | None = None, line: str | None = None) -> None:  # fmt: skip
+        if category is UserWarning and filename.startswith(self.OURS):
+            print_note(str(message))
+        else:
+            self._others(message, category, filename, lineno, file, line)
 
 
 def print_dim(text: str) -> None:

@@ -83,6 +83,8 @@ class EngineDriver:
                         self._mailbox.report(fault)
                 elif self._desk is not None and len(self._desk):
                     self._desk.wait(DESK_SECONDS)
+                else:
+                    self._engine.do_chore()  # a moment with nobody to wait for it
             self._cancel_all()
         except BaseException as error:
             self.failure = _failure(error)
@@ -99,8 +101,9 @@ class EngineDriver:
                         self._mailbox.abandon([message.id], self.failure)
 
     def _accept(self) -> bool:
-        """Take in what has arrived, waiting only if there is nothing to do; False: time to stop."""
-        for message in self._mailbox.receive(block=not self._engine.has_work and not self._num_compiling):
+        """Take in what has arrived, waiting only if there is nothing to do, not even ahead; False: time to stop."""
+        has_something = self._engine.has_work or self._num_compiling or self._engine.has_chores
+        for message in self._mailbox.receive(block=not has_something):
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Cancel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,8 @@ class RecordedWorkers:
             self._under_way.popleft()
         self._note()
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
 
     def close(self) -> None:
         self._inner.close()

@@ -17,34 +17,37 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from quire.engine.grammar_source import MAX_CHARS, check_size, explain, library_grammar
-from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask
+from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask, with_token
+from quire.engine.reasoning_watch import ReasoningWatch
 from quire.types import GrammarSpec, Plan, QuireError, Request
 
 DEADLINE_SECONDS = 10.0
 MAX_CACHED = 256
 MAX_PENDING = 256
 ONE_BY_ONE = 4  # up to so many masks are filled without the library's threads
+SLOW_SECONDS = 0.1  # of CPU time for one mask; everyone in the batch waits for it
+MAX_SLOW = 3  # a grammar that was slow so often is too complex
+WATCHED_STEPS = 8  # after a slow step so many are filled one by one, to see whose grammar it is
 
 
 class Grammar:
     """Where one request stands in its grammar. Follows the request's tokens, and finds its way back when asked about
     fewer of them, or others: a replay costs a replay, never a wrong mask."""
 
-    def __init__(self, initial: Any, vocabulary: Vocabulary, closing: tuple[int, ...] = (), budget: int | None = None):
-        """`closing`: the marker that ends reasoning, in tokens; empty: the grammar binds from the first token.
-        `budget`: how many tokens reasoning may take before its end is forced. `initial` None: nothing binds after."""
+    def __init__(self, initial: Any, vocabulary: Vocabulary, spec: GrammarSpec):
+        """`initial`: the library's matcher at its start; None: nothing binds, it is there for its budget."""
         self._initial = initial  # never advanced: every request and every replay starts from a copy
         self._vocabulary = vocabulary
+        self._spec = spec
         self.mask_bytes = vocabulary.mask_bytes
-        self._closing = closing
-        self._marker = vocabulary.text(closing)
-        self._budget = budget
+        self._watch = ReasoningWatch(spec, vocabulary)
+        self._num_slow = 0
         self.error: QuireError | None = None  # it can't go on: the mask allows nothing
         self._restart()
 
     def fork(self) -> Grammar:
         """The same grammar at its start, for another request."""
-        return Grammar(self._initial, self._vocabulary, self._closing, self._budget)
+        return Grammar(self._initial, self._vocabulary, self._spec)
 
     def mask(self, tokens: Sequence[int], start: int = 0) -> bytes:
         """One bit per token id that may come after `tokens[start:]`, which is what was sampled so far."""
@@ -68,16 +71,16 @@ class Grammar:
 
     @property
     def is_binding(self) -> bool:
-        """False while the model still reasons, and for good if nothing binds after that."""
-        return not self._looking and self._initial is not None
+        """False while the model reasons or is about to, and for good if nothing binds after that."""
+        return self._initial is not None and not self._watch.is_inside and not self._watch.is_opening
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come now, because reasoning has used up its budget; None: no such constraint."""
-        if not self._looking or self._budget is None:
-            return None
-        place = len(self._followed) - self._budget
-        return self._closing[place] if 0 <= place < len(self._closing) else None
+        """The one token that may come now: reasoning has used up its budget, or its opening marker is half written
+        where the grammar allows nothing else. None: no such constraint."""
+        if self._initial is not None and self._watch.is_opening:
+            return self._watch.next_of_opening
+        return self._watch.forced
 
     @property
     def accepts_end(self) -> bool:
@@ -85,8 +88,8 @@ class Grammar:
         return self.is_binding and self.error is None and (self._ended or bool(self._matcher.is_accepting()))
 
     def settled_mask(self) -> bytes:
-        """The mask where the matcher has no say: all while reasoning, or the next token of its end once the budget is
-        spent; the end after the end; nothing after an error."""
+        """The mask where the matcher has no say: all while reasoning, or the one token that is forced; the end after
+        the end; nothing after an error."""
         if self.error is not None:
             return bytes(self.mask_bytes)
         if self.forced is not None:
@@ -94,30 +97,41 @@ class Grammar:
         return self._vocabulary.end_mask if self._ended else self._vocabulary.full_mask
 
     def checked(self, mask: bytes) -> bytes:
-        """The mask just computed, unless the matcher gave up over it."""
+        """The mask just computed, unless the matcher gave up over it. A model that opens its reasoning itself may do
+        that instead of answering."""
         if self._matcher.is_error():
             self.error = explain(self._matcher.get_error(), "grammar_failed")
             return self.settled_mask()
-        return mask[: self.mask_bytes]
+        opening = self._watch.next_of_opening
+        return mask[: self.mask_bytes] if opening is None else with_token(mask[: self.mask_bytes], opening)
+
+    def charge(self, seconds: float) -> None:
+        """What its last mask cost. One that holds up the whole batch again and again must go."""
+        self._num_slow += seconds > SLOW_SECONDS
+        if self._num_slow >= MAX_SLOW and self.error is None:
+            what = f"The grammar is too complex: {seconds:.2f} s to find out what may come next."
+            self.error = QuireError("grammar_too_complex", what, "Make it less ambiguous, or smaller.")
 
     def _restart(self) -> None:
         self._matcher: Any = None if self._initial is None else self._initial.deep_copy()
         self._followed: list[int] = []
-        self._tail = b""
-        self._looking = bool(self._marker)
+        self._watch.restart()
         self._ended = False
         self.error = None
 
     def _follow(self, token: int) -> None:
         self._followed.append(token)
-        if self._looking:
-            # By bytes, not by ids: a marker of several tokens can be written with others, merged with what follows.
-            self._tail = self._tail[-len(self._marker) :] + self._vocabulary.token_bytes(token)
-            self._looking = self._marker not in self._tail
+        watch = self._watch
+        may_answer = watch.is_before and not watch.is_opening and self._initial is not None
+        if may_answer and self._matcher.validate_tokens([token]) == 1:
+            watch.skip()  # what the grammar allows is its own, also where it looks like the marker's beginning
+        if watch.is_inside or watch.is_before:
+            watch.follow(token)
         elif self._matcher is not None and self.error is None and not self._ended:
             self._ended = token in self._vocabulary.eos_ids and bool(self._matcher.is_accepting())
             if not self._ended and not self._matcher.consume_token(token):
-                self.error = explain(f"token {token} is not allowed here", "grammar_failed")
+                why = self._matcher.get_error() if self._matcher.is_error() else ""
+                self.error = explain(why or f"token {token} is not allowed here", "grammar_failed")
 
 
 class GrammarCompiler:
@@ -158,10 +172,10 @@ class GrammarCompiler:
             if error is not None:
                 done.set_exception(error)
             else:
-                done.set_result(Grammar(found.result(), self._vocabulary, spec.after_reasoning, spec.budget))
+                done.set_result(Grammar(found.result(), self._vocabulary, spec))
 
         if spec.kind == "free":
-            done.set_result(Grammar(None, self._vocabulary, spec.after_reasoning, spec.budget))
+            done.set_result(Grammar(None, self._vocabulary, spec))
             return done
         try:
             self._compiled(spec, bool(spec.after_reasoning), deadline).add_done_callback(deliver)
@@ -221,6 +235,7 @@ class MaskFiller:
     def __init__(self, num_threads: int | None = None):
         self._num_threads = num_threads
         self._executor: Any = None
+        self._num_watched = 0  # steps that are still filled one by one
 
     def __call__(self, plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
         masks: dict[int, bytes] = {}
@@ -235,11 +250,17 @@ class MaskFiller:
                 asked.append((index, grammar, matcher))
             elif grammar.is_binding or grammar.forced is not None:
                 masks[index] = grammar.settled_mask()
-        if len(asked) <= ONE_BY_ONE:
+        if len(asked) <= ONE_BY_ONE or self._num_watched:
+            self._num_watched = max(0, self._num_watched - 1)
             for index, grammar, matcher in asked:
+                began = time.thread_time()
                 masks[index] = grammar.checked(matcher.compute_bitmask())
+                grammar.charge(time.thread_time() - began)
         else:
+            began = time.monotonic()
             self._fill_together(asked, masks)
+            if time.monotonic() - began > SLOW_SECONDS:
+                self._num_watched = WATCHED_STEPS
         return masks
 
     def _fill_together(self, asked: list[tuple[int, Grammar, Any]], masks: dict[int, bytes]) -> None:

@@ -6,8 +6,9 @@ already does not wait at all.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ class _Waiting:
 
 
 class GrammarDesk:
-    """One thread's, the loop's."""
+    """One thread's, the loop's; only `settle` is for any."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], *, deadline: float = DEADLINE_SECONDS,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self._make_compiler = make_compiler  # called when the first grammar comes: most runs never see one
         self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()  # threads that share an LLM may all come with their first grammar
         self._deadline = deadline
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
@@ -56,6 +58,12 @@ class GrammarDesk:
             return False
         self._waiting[request.id] = _Waiting(request, grammar, self._clock() + self._deadline)
         return True
+
+    def settle(self, requests: Iterable[Request]) -> None:
+        """Compile now and wait for it: for a caller that turns the loop itself. Raises what is wrong with a grammar."""
+        for request in requests:
+            if isinstance(request.grammar, GrammarSpec):
+                request.grammar = self._ready_compiler().compile(request.grammar, deadline=self._deadline)
 
     def ready(self) -> list[tuple[Request, QuireError | None]]:
         """Who need not wait any longer: with a grammar, or with the reason why there is none."""
@@ -90,6 +98,7 @@ class GrammarDesk:
         wait([place.grammar for place in self._waiting.values()], seconds, FIRST_COMPLETED)
 
     def _ready_compiler(self) -> GrammarCompiler:
-        if self._compiler is None:
-            self._compiler = self._make_compiler()
-        return self._compiler
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
+            return self._compiler

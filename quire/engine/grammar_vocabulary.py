@@ -75,3 +75,9 @@ def _mask(ids: Collection[int], num_bytes: int) -> bytes:
 
 def one_token_mask(token_id: int, num_bytes: int) -> bytes:
     return _mask((token_id,), num_bytes)
+
+
+def with_token(mask: bytes, token_id: int) -> bytes:
+    """The same mask, and one more token."""
+    place = token_id >> 3
+    return mask[:place] + bytes([mask[place] | 1 << (token_id & 7)]) + mask[place + 1 :]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KEPT_STEPS = 64  # shapes of the last steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,16 @@ class Limits:
     depth: int = 1
 
 
+class StepShape(NamedTuple):
+    """What one step was made of."""
+
+    step: int
+    rows: int
+    prompt_rows: int
+    tokens: int
+    prompt_tokens: int
+
+
 @dataclass(slots=True)
 class SchedulerStats:
     steps: int = 0
@@ -29,3 +43,7 @@ class SchedulerStats:
     swaps: int = 0
     recomputes: int = 0
     ended: int = 0
+    rows: int = 0  # of all steps
+    prompt_rows: int = 0  # of these, rows that computed tokens of a prompt
+    prompt_tokens: int = 0  # of the computed tokens; the others were sampled before
+    recent: deque[StepShape] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))

@@ -7,7 +7,7 @@ turns it by hand; `EngineThread` turns it in a thread of its own, fed through an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +42,21 @@ class Engine:
                  fill_masks: FillMasks | None = None):  # fmt: skip
         self.scheduler = scheduler
         self.tracer = tracer
-        self._workers = workers
+        self.workers = workers
         self._depth = depth
         self._fill_masks = fill_masks or _fill_masks
         self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
         self._bisection = Bisection()
+        self._chores: Iterator[None] | None = None
+        self.has_chores = True  # as far as is known
+        self._last_done = 0.0  # when the step before the oldest one in flight was done
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
 
     def wrap(self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
              ) -> None:  # fmt: skip
         """Put something between the loop and whoever computes, to watch or to disturb. Only while nothing runs."""
-        self._workers = workers(self._workers)
+        self.workers = workers(self.workers)
         if fill_masks is not None:
             self._fill_masks = fill_masks(self._fill_masks)
 
@@ -100,10 +103,10 @@ class Engine:
             if current is not None:
                 started = clock()
                 with span("forward", current):
-                    forward = self._workers.forward(current)
+                    forward = self.workers.forward(current)
                 if not current.may_mask:
                     with span("sample", current):
-                        ticket = self._workers.sample(forward)
+                        ticket = self.workers.sample(forward)
             if self._inflight and (current is None or len(self._inflight) >= depth - 1):
                 deltas = self._commit_oldest()
             if current is not None:
@@ -111,7 +114,7 @@ class Engine:
                     with span("mask", current):
                         masks = self._fill_masks(current, self.scheduler.requests)
                     with span("sample", current):
-                        ticket = self._workers.sample(forward, masks)
+                        ticket = self.workers.sample(forward, masks)
                 self._inflight.append((current, ticket, started))
             self.states.move("rest")
         except (DeviceLost, EngineBroken, KeyboardInterrupt, SystemExit):
@@ -134,7 +137,9 @@ class Engine:
             output = ticket.wait()
         self.states.move("commit")
         self._inflight.popleft()
-        self.scheduler.observe(plan, self.scheduler.clock() - started)
+        done = self.scheduler.clock()
+        self.scheduler.observe(plan, done - max(started, self._last_done))  # it ran when the one before was done
+        self._last_done = done
         try:
             with self.tracer.span("commit", plan):
                 deltas = self.scheduler.commit(plan, output)
@@ -153,14 +158,18 @@ class Engine:
         if not plans:
             raise error  # the scheduler itself failed: no request is to blame
         touched = self.scheduler.abandon(plans)
+        out_of_memory = isinstance(error, QuireError) and error.code == "out_of_memory"
+        if out_of_memory and not self._bisection.active and self.scheduler.shrink_steps(plans):
+            self.tracer.note("memory ran out", error=str(error), max_tokens=self.scheduler.step_cap)
+            self._faults.append(StepFault("out_of_memory", str(error)[:1000], tuple(sorted(touched))[:MAX_NOTED], None))
+            return  # nobody is to blame: smaller steps may do
         culprit = self._bisection.failed(touched) if touched else None
         self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
-        code = "out_of_memory" if is_out_of_memory(error) else "step_failed"
+        code = "out_of_memory" if out_of_memory or is_out_of_memory(error) else "step_failed"
         what = f"{type(error).__name__}: {error}"[:1000]
         self._faults.append(StepFault(code, what, tuple(sorted(touched))[:MAX_NOTED], culprit))
         if culprit is not None:
-            what = f"This request made a step fail ({what})."
-            self.scheduler.fail(culprit, QuireError(code, what, "Other requests were not affected."))
+            self.scheduler.fail(culprit, _blame(error))
         self.scheduler.restrict(self._bisection.group)
 
     def take_faults(self) -> list[StepFault]:
@@ -176,11 +185,23 @@ class Engine:
 
     def prepare(self) -> None:
         """Slower to start, quicker from then on. Only while nothing runs."""
-        if not self.has_work:
-            self._workers.prepare()
+        while self.do_chore():
+            pass
+
+    def do_chore(self) -> bool:
+        """One piece of what `prepare` does, for a moment in which nothing runs; False: it is all done, or not now."""
+        if self.has_work:
+            return False
+        if self._chores is None:
+            self._chores = self.workers.chores()
+        try:
+            next(self._chores)
+        except StopIteration:
+            self.has_chores = False
+        return self.has_chores
 
     def close(self) -> None:
-        self._workers.close()
+        self.workers.close()
         self.tracer.close()
 
 
@@ -198,3 +219,11 @@ def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]
         if row.wants_sample and request is not None and request.grammar is not None:
             masks[index] = request.grammar.mask(request.tokens[request.prompt_len :])
     return masks
+
+
+def _blame(error: Exception) -> QuireError:
+    """What the request is told that no step can be computed with."""
+    if isinstance(error, QuireError):
+        return error
+    what = f"This request made a step fail ({type(error).__name__}: {error})."
+    return QuireError("step_failed", what, "Other requests were not affected.")

@@ -1,6 +1,7 @@
-"""The scheduler's choices as small plug-ins: who goes first, how much of a prompt a step takes, who must give way.
+"""The scheduler's choices as small plug-ins: who goes first, who is let in, who must give way.
 
-Each is a protocol of one method with more than one implementation; `Scheduler` gets them at construction.
+Each is a protocol of one method with more than one implementation; `Scheduler` gets them at construction. How much of a
+prompt a step takes is another such choice, in `pacing`.
 """
 
 from __future__ import annotations
@@ -34,68 +35,6 @@ def by_deadline(request: Request) -> OrderKey:
 
 
 ORDERS: dict[str, Order] = {"fcfs": fcfs, "priority": by_priority, "deadline": by_deadline}
-
-
-class Chunking(Protocol):
-    """How many tokens the next step may compute, given how many rows decode; told how long steps took."""
-
-    def budget(self, num_decodes: int) -> int: ...
-    def observe(self, num_tokens: int, seconds: float) -> None: ...
-
-
-class TokenBudget:
-    """A fixed number of tokens a step."""
-
-    def __init__(self, max_batch_tokens: int):
-        self._max = max_batch_tokens
-
-    def budget(self, num_decodes: int) -> int:
-        return self._max
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        pass
-
-
-class StepTarget:
-    """Keep steps short enough for running requests: prompt chunks shrink until a step meets its target time.
-
-    A step's time is taken as base + tokens * slope. Both are estimated from what was observed; while nothing decodes
-    there is nobody to disturb, and the whole budget is used.
-    """
-
-    FLOOR = 16  # never starve a prompt altogether
-    MEMORY = 0.9  # weight of the past in the running sums
-
-    def __init__(self, max_batch_tokens: int, target_seconds: float):
-        self._max = max_batch_tokens
-        self._target = target_seconds
-        self._n = self._x = self._y = self._xx = self._xy = 0.0  # decayed sums for a least-squares line
-
-    def budget(self, num_decodes: int) -> int:
-        base, slope = self._line()
-        if num_decodes == 0 or slope <= 0:
-            return self._max
-        room = int((self._target - base) / slope)
-        return max(num_decodes + self.FLOOR, min(self._max, room))
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        keep, x, y = self.MEMORY, float(num_tokens), seconds
-        self._n, self._x, self._y = keep * self._n + 1, keep * self._x + x, keep * self._y + y
-        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
-
-    def _line(self) -> tuple[float, float]:
-        spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-9 * max(1.0, self._xx):
-            slope = self._y / self._x if self._x else 0.0  # one size seen so far: blame every token alike
-            return 0.0, slope
-        slope = (self._n * self._xy - self._x * self._y) / spread
-        return (self._y - slope * self._x) / self._n, slope
-
-
-def choose_chunking(max_batch_tokens: int, step_target_seconds: float | None) -> Chunking:
-    if step_target_seconds is None:
-        return TokenBudget(max_batch_tokens)
-    return StepTarget(max_batch_tokens, step_target_seconds)
 
 
 class Admission(Protocol):

@@ -214,6 +214,10 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
             wire.Group(spec.group, pool.num_units - 1, cache.available(group), cache.available(group) - pool.num_free)
             for group, (spec, pool) in enumerate(zip(cache.specs, cache.pools, strict=True))
         ],
+        rows=stats.rows,
+        prompt_rows=stats.prompt_rows,
+        prompt_tokens=stats.prompt_tokens,
+        recent=list(stats.recent),
         suspects=engine.num_suspects,
         state=engine.states.state.value,
         transitions=dict(engine.states.counts),

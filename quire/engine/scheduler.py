@@ -15,8 +15,9 @@ from operator import le
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
-from quire.engine.limits import Limits, SchedulerStats
-from quire.engine.policies import ORDERS, Admission, Chunking, LastInOrder, Order, QueueBounds, Victims, choose_chunking
+from quire.engine.limits import Limits, SchedulerStats, StepShape
+from quire.engine.pacing import Chunking, choose_chunking
+from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, WaitQueue
 from quire.types import (
     Delta,
@@ -54,8 +55,10 @@ class Scheduler:
         self._row_limbo: deque[tuple[int, int]] = deque()  # (fence, row)
         self._freed_rows: list[int] = []  # to be told to the device with the next plan
         self._last_step = 0
+        self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
         self._refused: tuple[Request, int, list[int]] | None = None  # the head of the queue, when the cache had no room
+        self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
         self._only: set[str] | None = None  # while a failed step is being bisected: who may run
 
     # -- what comes in --------------------------------------------------------------------------------------------
@@ -116,15 +119,25 @@ class Scheduler:
             behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 else catch_ups).append(request)
-        budget = self._chunking.budget(len(decodes))
-        has_next_slot = self.cache.has_next_slot
-        for request in decodes + catch_ups:
+        budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
+        budget = min(budget, self.step_cap)
+        has_state, page_tokens = bool(self.cache.state), self.cache.page_tokens
+        num_decodes = len(decodes)
+        for index, request in enumerate(decodes + catch_ups):
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # became a victim a moment ago
-            if has_next_slot(request) and len(request.tokens) + request.pending == request.planned + 1:
-                budget -= self._plan_row(request, request.planned + 1, plan)  # what nearly every row of a step is
+            start = request.planned
+            if index < num_decodes and start % page_tokens and not (has_state and (start + 1) % page_tokens == 0):
+                # What nearly every row of a step is: one token, into a page the request already holds, and not the last
+                # of it, where a snapshot may be due.
+                plan.rows.append(PlanRow(request.id, request.row, start, 1, 0, True))
+                plan.may_mask = plan.may_mask or request.grammar is not None
+                request.planned = start + 1
+                request.inflight += 1
+                request.pending += 1
+                budget -= 1
                 continue
             end, preempted = self._make_room(request, budget, plan)
             pressed = pressed or preempted
@@ -136,13 +149,27 @@ class Scheduler:
             return None
         plan.freed, self._freed_rows = self._freed_rows, []
         self._last_step = plan.step
-        self.stats.steps += 1
-        self.stats.computed_tokens += plan.num_tokens
+        self._count(plan)
         return plan
+
+    def _count(self, plan: Plan) -> None:
+        stats, num_rows, num_tokens = self.stats, len(plan.rows), plan.num_tokens
+        prompt_rows, prompt_tokens = self._num_prompt
+        self._num_prompt = (0, 0)
+        stats.steps += 1
+        stats.computed_tokens += num_tokens
+        stats.rows += num_rows
+        stats.prompt_rows += prompt_rows
+        stats.prompt_tokens += prompt_tokens
+        stats.recent.append(StepShape(plan.step, num_rows, prompt_rows, num_tokens, prompt_tokens))
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """How long a step took, for policies that learn from it."""
-        self._chunking.observe(plan.num_tokens, seconds)
+        self._chunking.observe(plan, seconds)
+
+    def pace(self, step_target_seconds: float | None) -> None:
+        """From now on keep steps with decodes in them this short; None: as large as the limits allow."""
+        self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds)
 
     def _may_run(self, request: Request) -> bool:
         if request.status is not Status.RUNNING:
@@ -183,6 +210,9 @@ class Scheduler:
         plan.rows.append(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
         if request.grammar is not None:
             plan.may_mask = True
+        if start < request.prompt_len:
+            prompt_rows, prompt_tokens = self._num_prompt
+            self._num_prompt = (prompt_rows + 1, prompt_tokens + min(end, request.prompt_len) - start)
         request.planned = end
         request.inflight += 1
         if wants_sample:
@@ -450,6 +480,15 @@ class Scheduler:
         self.cache.settle(self._last_step)
         self._settle_rows(self._last_step)
         return reached
+
+    def shrink_steps(self, plans: list[Plan]) -> bool:
+        """Memory ran out in one of these: from now on steps are half as large. False: they are small already."""
+        largest = max(plan.num_tokens for plan in plans)
+        smaller = max(self.limits.max_rows, largest // 2)
+        if smaller >= min(largest, self.step_cap):
+            return False
+        self.step_cap = smaller
+        return True
 
     def restrict(self, only: set[str] | None) -> None:
         """While a failed step is bisected only these may run; None lifts it."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from quire.engine.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
+from quire.engine.grammar_desk import GrammarDesk
 from quire.engine.loop import Engine
 from quire.types import Delta, QuireError, Request
 
@@ -18,9 +19,9 @@ Outbox = Callable[[list[Delta]], None]
 
 
 class EngineThread:
-    def __init__(self, engine: Engine, outbox: Outbox):
+    def __init__(self, engine: Engine, outbox: Outbox, desk: GrammarDesk | None = None):
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._driver = EngineDriver(engine, _QueueMailbox(self._inbox, outbox))
+        self._driver = EngineDriver(engine, _QueueMailbox(self._inbox, outbox), desk)
         self._thread = threading.Thread(target=self._driver.run, name="quire-engine", daemon=True)
         self._thread.start()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,6 +54,7 @@ class FileTracer(Tracer):
                 "bad_trace_file", f"The trace can't be written to {path}: {error.strerror}.", hint
             ) from error
         self._start = time.perf_counter()
+        self._lock = threading.Lock()  # a device may write from a thread of its own
         self._file.write("[\n")
         self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": "quire"}})
 
@@ -84,6 +86,7 @@ class FileTracer(Tracer):
         event = {"name": "request", "cat": "request", "ph": "e", "id": delta.request_id, "ts": self._now(), "tid": 2}
         reason = delta.finish_reason.value if delta.finish_reason else ""
         self._emit({**event, "args": {"finish_reason": reason}})
+        self._file.flush()  # so that whoever looks while it runs finds all of a request
 
     def close(self) -> None:
         if not self._file.closed:
@@ -95,5 +98,7 @@ class FileTracer(Tracer):
         return (time.perf_counter() - self._start) * 1e6  # microseconds
 
     def _emit(self, event: dict[str, Any]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps({"pid": os.getpid(), **event}) + ",\n")
+        line = json.dumps({"pid": os.getpid(), **event}) + ",\n"
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line)

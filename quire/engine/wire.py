@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from quire.engine.limits import KEPT_STEPS, StepShape
 from quire.types import (
     Delta,
     FinishReason,
@@ -164,6 +165,10 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     evicted_units: int = 0
     busy_seconds: float = 0.0  # in turns of the loop since the start
     groups: list[Group] = []
+    rows: int = 0
+    prompt_rows: int = 0
+    prompt_tokens: int = 0
+    recent: Annotated[list[StepShape], Meta(max_length=KEPT_STEPS)] = []  # the last steps, oldest first
     suspects: int = 0  # groups that must run by themselves until it is clear who made a step fail
     state: str = "idle"
     transitions: dict[str, int] = {}

@@ -6,10 +6,10 @@ wire implement the same three methods. Steps run in the order they were given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from quire.types import Plan, StepOutput
+from quire.types import Plan, QuireError, StepOutput
 
 
 class Ticket(Protocol):
@@ -27,12 +27,18 @@ class Workers(Protocol):
         """Sample from that forward. `masks`: plan index -> one bit per token id, set where the token is allowed."""
         ...
 
-    def prepare(self) -> None:
-        """Compile and capture now what would otherwise be done when it is first needed."""
+    def chores(self) -> Iterator[None]:
+        """What would otherwise be done when it is first needed, the likeliest first: compile this, capture that. Each
+        `next` does one, and only while no step is in flight."""
         ...
 
     def close(self) -> None: ...
 
 
-class DeviceLost(Exception):
+class DeviceLost(QuireError):
     """The device is in a state no retry can mend; the process must be replaced."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            "device_lost", f"{what.rstrip('.')}.", "Start the engine again; `quire doctor` looks at the GPU."
+        )

@@ -26,6 +26,17 @@ def dequantize(data: Tensor, type_name: str) -> Tensor:
     return form.decode(data.view(-1, form.num_bytes)).view(-1)
 
 
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 as safetensors keep it: `blocks` [..., n, 16] uint8, two numbers to a byte, the low half first, and the
+    powers of two of each block, `scales` [..., n] uint8, off by 127. Returns [..., 32 * n] float32."""
+    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., n, 32]
+    values = torch.tensor(_FP4, device=blocks.device)[halves.int()]
+    return torch.ldexp(values, scales.unsqueeze(-1).int() - 127).flatten(-2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared pieces
 

@@ -197,9 +197,9 @@ class _Geometry:
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: FixedPlan, scale: float,
-                    softcap: float | None = None) -> Tensor:  # fmt: skip
+                    softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """As the reference."""
-    assert softcap is None, "no model of a family with soft caps runs in this mode yet"
+    assert softcap is None and sinks is None, "no family with soft caps or sinks runs in this mode yet"
     out = q.new_empty(plan.num_tokens, q.shape[1] * q.shape[2])
     for call in plan.calls:
         out[call.token_index] = _attend(q[call.token_index], k_cache, v_cache, call, scale)

@@ -8,6 +8,7 @@ writes is finite. Whoever finds a row whose forward was not must zero its pages 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -69,23 +70,38 @@ def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan, scale: float,
-                    softcap: float | None = None) -> Tensor:  # fmt: skip
+                    softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend each token to its row's cached keys. q is [tokens, heads, head_dim], the caches are
-    [pages, page_tokens, kv_heads, head_dim] and already hold this step's entries. Returns [tokens, heads * head_dim].
+    [pages, page_tokens, kv_heads, head_dim] and already hold this step's entries; values may be shorter than keys.
+    `sinks` [heads]: a score that every token also gives to nothing at all. Returns [tokens, heads * value_dim].
     """
     if len(plan.singles) == 1 and plan.singles[0].token_index is None:
-        return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale, softcap)
+        return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale, softcap, sinks)
     if len(plan.catch_ups) == 1 and not plan.singles:
-        return _attend_catch_up(q, k_cache, v_cache, plan.catch_ups[0], scale, softcap)
-    out = q.new_empty(plan.num_tokens, q.shape[1] * q.shape[2])
+        return _attend_catch_up(q, k_cache, v_cache, plan.catch_ups[0], scale, softcap, sinks)
+    out = q.new_empty(plan.num_tokens, q.shape[1] * v_cache.shape[-1])
     for rows in plan.singles:
         assert rows.token_index is not None
         picked = q.index_select(0, rows.token_index)
-        out.index_copy_(0, rows.token_index, _attend_singles(picked, k_cache, v_cache, rows, scale, softcap))
+        out.index_copy_(0, rows.token_index, _attend_singles(picked, k_cache, v_cache, rows, scale, softcap, sinks))
     for row in plan.catch_ups:
         span = slice(row.first, row.first + row.count)
-        out[span] = _attend_catch_up(q[span], k_cache, v_cache, row, scale, softcap)
+        out[span] = _attend_catch_up(q[span], k_cache, v_cache, row, scale, softcap, sinks)
     return out
+
+
+def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What the plan's rows may see of a cache of one head, batch by batch, for oracles that attend by themselves: which
+    tokens [rows, queries], their entries [rows, keys, head_dim], and a mask [rows, 1, queries, keys] of 0 or -inf."""
+    for rows in plan.singles:
+        tokens = torch.arange(rows.num_rows) if rows.token_index is None else rows.token_index
+        yield tokens.unsqueeze(1), _gather(cache, rows.pages, rows.num_rows)[:, 0], rows.mask
+    for row in plan.catch_ups:
+        entries, mask = _gather(cache, row.pages, 1)[:, 0], row.mask
+        if mask is None:
+            entries = entries[:, : row.count]
+            mask = torch.full((row.count, row.count), -torch.inf, dtype=cache.dtype).triu_(1)
+        yield torch.arange(row.first, row.first + row.count).unsqueeze(0), entries, mask[None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,17 +194,19 @@ def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
 
 
 def _attend_singles(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: SingleRows, scale: float,
-                    softcap: float | None) -> Tensor:  # fmt: skip
+                    softcap: float | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
     num_rows, kv_heads = rows.num_rows, k_cache.shape[2]
     k = _gather(k_cache, rows.pages, num_rows)
     v = _gather(v_cache, rows.pages, num_rows)
     # The query heads that share a kv head stand in as that head's queries: no key is copied per query head.
     grouped = q.reshape(num_rows, kv_heads, -1, q.shape[-1])
-    return _attend(grouped, k, v, rows.mask, scale, softcap).reshape(num_rows, -1)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1)
+    return _attend(grouped, k, v, rows.mask, scale, softcap, sinks).reshape(num_rows, -1)
 
 
 def _attend_catch_up(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: CatchUpRow, scale: float,
-                     softcap: float | None) -> Tensor:  # fmt: skip
+                     softcap: float | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
     count, kv_heads, head_dim = row.count, k_cache.shape[2], q.shape[-1]
     # The query heads that share a kv head become a batch over one and the same keys (a stride of 0, no copy).
     grouped = q.view(count, kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, count, head_dim]
@@ -197,15 +215,25 @@ def _attend_catch_up(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: CatchUpRo
     if row.mask is None:
         k, v = k[:, :, :count], v[:, :, :count]
     k, v = (x.expand(grouped.shape[0], -1, -1, -1) for x in (k, v))
-    out = _attend(grouped, k, v, row.mask, scale, softcap)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1).t()[:, :, None, None]
+    out = _attend(grouped, k, v, row.mask, scale, softcap, sinks)
     return out.permute(2, 1, 0, 3).reshape(count, -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Softmax attention, [batch, heads, queries, head_dim]; without a mask it is causal over equally many keys."""
-    if softcap is None:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
+            sinks: Tensor | None) -> Tensor:  # fmt: skip
+    """Softmax attention, [batch, heads, queries, head_dim]; without a mask it is causal over equally many keys. `sinks`
+    broadcasts against the scores, which have one column a key."""
+    if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
-    scores = (q @ k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is None:
         mask = torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
-    return scores.add_(mask).softmax(-1) @ v
+    scores.add_(mask)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    best = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = scores.sub_(best).exp_()
+    return (weights @ v) / (weights.sum(-1, keepdim=True) + (sinks - best).exp())

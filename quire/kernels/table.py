@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.kernels import fixed, reference, reference_attention
+from quire.kernels import (
+    fixed,
+    reference,
+    reference_attention,
+    reference_experts,
+    reference_latent,
+    reference_recurrent,
+)
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.types import QuireError
 
@@ -36,6 +43,14 @@ class Ops:
     qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
     paged_attention: Callable[..., Tensor]
+    norm_route: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    run_experts: Callable[..., Tensor]
+    latent_write: Callable[..., Tensor]
+    latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
+    plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
+    gated_delta_net: Callable[..., Tensor]
+    mamba2: Callable[..., Tensor]
+    captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
 
 
@@ -46,10 +61,19 @@ REFERENCE = Ops(
     qk_norm_rope_write=reference.qk_norm_rope_write,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
+    norm_route=reference_experts.norm_route,
+    run_experts=reference_experts.run_experts,
+    latent_write=reference_latent.latent_write,
+    latent_attention=reference_latent.latent_attention,
+    plan_recurrent=reference_recurrent.plan_recurrent,
+    gated_delta_net=reference_recurrent.gated_delta_net,
+    mamba2=reference_recurrent.mamba2,
 )
 
 
-FIXED = Ops(
+# Same bits whatever surrounds a row; the loader gives it to some dense models only, other ops are not of that kind yet.
+FIXED = replace(
+    REFERENCE,
     rms_norm=fixed.rms_norm,
     silu_mul=fixed.silu_mul,
     plan_angles=fixed.plan_angles,
@@ -60,21 +84,30 @@ FIXED = Ops(
 )
 
 
-def select_ops(device_type: str, *, deterministic: bool = False) -> Ops:
-    """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch."""
-    if deterministic:
-        if device_type != "cpu":
-            what = f"The deterministic mode has no kernels for {device_type} yet."
-            raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
-        return FIXED
-    return _triton_ops() if device_type == "cuda" else REFERENCE
+def select_fixed_ops(device_type: str) -> Ops:
+    """The ops of the deterministic mode."""
+    if device_type != "cpu":
+        what = f"The deterministic mode has no kernels for {device_type} yet."
+        raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
+    return FIXED
 
 
-def _triton_ops() -> Ops:
+def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
+    """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
+    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's; `strict`: no second best."""
+    if device_type != "cuda" or kernels == "torch":
+        return REFERENCE
+    return _triton_ops(strict or kernels == "triton")
+
+
+def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, norm, rope, skinny
+        from quire.kernels.triton import attention, experts, latent, norm, recurrent, rope, route, skinny
     except ImportError as error:
+        if strict:
+            what = f"Triton can't be used ({error})."
+            raise QuireError("no_triton", what, "pip install triton, or use --kernels torch.") from error
         warnings.warn(f"Triton can't be used ({error}); plain torch kernels run instead, much slower.", stacklevel=3)
         return REFERENCE
 
@@ -85,6 +118,14 @@ def _triton_ops() -> Ops:
         qk_norm_rope_write=rope.qk_norm_rope_write,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        norm_route=route.norm_route,
+        run_experts=experts.run_experts,
+        latent_write=latent.latent_write,
+        latent_attention=latent.latent_attention,
+        plan_recurrent=recurrent.plan_recurrent,
+        gated_delta_net=recurrent.gated_delta_net,
+        mamba2=recurrent.mamba2,
+        captures=True,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 
@@ -107,6 +148,26 @@ class _Skinny:
         return self._linear(
             x, weight, bias, norm_weight=norm_weight, eps=eps, silu_mul=silu_mul, residual=residual
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RowOps:
+    """What a captured step does besides the model: gather its inputs from permanent rows, choose, append."""
+
+    gather_rows: Callable[..., Any]
+    gather_slots: Callable[..., Tensor]
+    choose: Callable[..., tuple[Tensor, Tensor]]
+
+
+def select_row_ops(device_type: str) -> RowOps | None:
+    """None where steps can't be captured."""
+    if device_type != "cuda":
+        return None
+    try:
+        from quire.kernels.triton import rows, sample
+    except ImportError:
+        return None
+    return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
 
 
 def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:

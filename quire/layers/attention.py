@@ -6,7 +6,7 @@ so that what depends only on the step is done once and not once per layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
+from quire.layers.join import Join
 from quire.layers.linear import Linear
-from quire.layers.norm import QKNorm, RMSNorm
+from quire.layers.norm import Norm, QKNorm, WideQKNorm, fuse_norm
+from quire.layers.partial import HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
+from quire.layers.weights import Weight, set_forms
 from quire.types import CacheSpec
 
 
@@ -30,14 +33,21 @@ class AttentionPlan:
     kernel: Any  # what the chosen kernel wants to know of the step
     wanted: Tensor | None = None  # [n] int64: the tokens that attend; None: all. Keys and values are left of every one
 
+    def pick(self, x: Tensor) -> Tensor:
+        """Of x [tokens, ...], those that attend."""
+        return x if self.wanted is None else x[self.wanted]
+
 
 def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
     """`cache` is the group's whole memory, [layers, 2, pages, page_tokens, kv_heads, head_dim]."""
     inputs = step.groups[spec.group]
     assert isinstance(inputs, PagedInputs)
+    # Positions and pages are gathered before the embedding, so whoever comes after it may read them early.
+    permanent = {} if inputs.row_index is None else {"row_index": inputs.row_index, "early": True}
     kernel = ops.plan_attention(
-        inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype
-    )
+        inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype,
+        **permanent,
+    )  # fmt: skip
     return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
 
 
@@ -64,39 +74,67 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    softcap: float | None = None  # scores are bent to stay within plus and minus this
+    order: HeadOrder | None = None  # what brings the checkpoint's heads into our order; None: they are in it
+    sinks: bool = False  # each head also gives a score of its own to nothing at all
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNames:
+    """What a checkpoint calls a layer's projections."""
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other
+    out: str = "o_proj"
 
 
 class Attention(nn.Module):
-    def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
-                 out_bias: bool, qk_norm_eps: float | None, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
-        """`cache_index`: this layer's place within its cache group; `qk_norm_eps` None: no such norm."""
+    sinks: Tensor | None  # [heads]
+
+    def __init__(self, prefix: str, norm: Norm | None, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
+                 out_bias: bool, qk_norm: QKNorm | WideQKNorm | None, dtype: torch.dtype, ops: Ops, scheme: Scheme,
+                 names: AttentionNames | None = None, join: Join | None = None):  # fmt: skip
+        """`cache_index`: this layer's place within its cache group; `join`: how the output comes to the stream."""
         super().__init__()
+        names = names or AttentionNames()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
-        self.scale = shape.head_dim**-0.5
+        self.scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.ops = ops
-        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        kv_rows = kv_heads * head_dim
-        qkv = [(f"{prefix}.q_proj", heads * head_dim), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
-        self.qkv = Linear(shape.width, qkv, bias=qkv_bias, dtype=dtype, scheme=scheme)
-        out = [(f"{prefix}.o_proj", shape.width)]
-        self.out = Linear(heads * head_dim, out, bias=out_bias, dtype=dtype, scheme=scheme)
-        self.qk_norm = None
-        if qk_norm_eps is not None:
-            self.qk_norm = QKNorm(prefix, head_dim, qk_norm_eps, dtype)
+        q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
+        sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
+        self.qkv = Linear(shape.width, sources, bias=qkv_bias, dtype=dtype, scheme=scheme)
+        if shape.order is not None:
+            merged = replace(shape.order, num_heads=shape.num_heads + shape.num_kv_heads)
+            set_forms(self.qkv, (shape.order, shape.order, None) if len(rows) == 3 else (merged,))
+        out = [(f"{prefix}.{names.out}", shape.width)]
+        self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
+        self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
+        self.wide_norm = qk_norm if isinstance(qk_norm, WideQKNorm) else None
+        self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
+        self.join = join or Join()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
-        norm = self.qk_norm
-        q_weight, k_weight, eps = (norm.q_weight, norm.k_weight, norm.eps) if norm is not None else (None, None, 0.0)
-        qkv = self.qkv(stream, norm=self.norm)
+        heads = self.head_norm
+        q_weight, k_weight, eps = (
+            (heads.q_weight, heads.k_weight, heads.eps) if heads is not None else (None, None, 0.0)
+        )
+        x, norm = fuse_norm(self.norm, stream)
+        qkv = self.qkv(x, norm=norm)
+        if self.wide_norm is not None:
+            qkv = self.wide_norm(qkv)
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
         if plan.wanted is not None:
-            q, stream = q[plan.wanted], stream[plan.wanted]
+            q, stream = plan.pick(q), plan.pick(stream)
             if not len(stream):
                 return stream
-        return self.out(self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale), residual=stream)
+        attended = self.ops.paged_attention(
+            q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks
+        )
+        return self.join(self.out, attended, stream)

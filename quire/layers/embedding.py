@@ -14,20 +14,28 @@ from quire.layers.weights import Weight
 class Embedding(nn.Module):
     weight: Tensor
 
-    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype):
+    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scale: float = 1.0):
         super().__init__()
         self.weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
+        self.scale = torch.tensor(scale, dtype=dtype).item()  # families that scale do it in the type they compute in
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.weight)
+        vectors = functional.embedding(tokens, self.weight)
+        return vectors if self.scale == 1.0 else vectors * self.scale
 
 
 class Head(nn.Module):
     """Logits. A tied head names the embedding's tensor, which the loader then shares between them."""
 
-    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scheme: Scheme):
+    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scheme: Scheme, *,
+                 bias: bool = False, scale: float = 1.0, softcap: float | None = None):  # fmt: skip
         super().__init__()
-        self.linear = Linear(width, [(name, vocab_size)], dtype=dtype, scheme=scheme)
+        self.linear = Linear(width, [(name, vocab_size)], bias=bias, dtype=dtype, scheme=scheme)
+        self.scale = scale
+        self.softcap = softcap
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden)
+        logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

@@ -1,25 +1,67 @@
-"""RMS norm of the residual stream, and the weights of the norm of queries and keys."""
+"""Norms: of the residual stream, of a block's output, and of queries and keys."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quire.kernels.table import Ops
-from quire.layers.weights import Weight
+from quire.layers.partial import HeadOrder
+from quire.layers.weights import Form, Part, Weight, set_forms
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Checkpoints that keep a norm's weight less one: zero stands for one."""
+
+    by: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight + self.by
 
 
 class RMSNorm(nn.Module):
     weight: Tensor
 
-    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, ops: Ops):
+    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, ops: Ops, offset: float = 0.0):
         super().__init__()
-        self.weight = Weight.whole(f"{name}.weight", (width,), dtype)
+        self.weight = _norm_weight(f"{name}.weight", width, dtype, offset)
         self.eps = eps
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Mean taken off, then scaled to unit variance. Older families, and those that kept to it."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, *, weight: bool = True,
+                 bias: bool = True, offset: float = 0.0):  # fmt: skip
+        super().__init__()
+        self.width = width
+        self.weight = _norm_weight(f"{name}.weight", width, dtype, offset) if weight else None
+        self.bias = Weight.whole(f"{name}.bias", (width,), dtype) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def fuse_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
+    """What a product is to be given: x and the norm it may take along, or x normed where it can't."""
+    if norm is None or isinstance(norm, RMSNorm):
+        return x, norm
+    return norm(x), None
 
 
 class QKNorm(nn.Module):
@@ -28,8 +70,50 @@ class QKNorm(nn.Module):
     q_weight: Tensor
     k_weight: Tensor
 
-    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype):
+    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype, *, offset: float = 0.0,
+                 order: HeadOrder | None = None):  # fmt: skip
+        """`order`: that of the heads the weights are for."""
         super().__init__()
-        self.q_weight = Weight.whole(f"{prefix}.q_norm.weight", (head_dim,), dtype)
-        self.k_weight = Weight.whole(f"{prefix}.k_norm.weight", (head_dim,), dtype)
+        self.q_weight = _norm_weight(f"{prefix}.q_norm.weight", head_dim, dtype, offset, order)
+        self.k_weight = _norm_weight(f"{prefix}.k_norm.weight", head_dim, dtype, offset, order)
         self.eps = eps
+
+
+class WideQKNorm(nn.Module):
+    """Queries normed over all their heads together, and keys over all theirs, before rope."""
+
+    def __init__(self, prefix: str, q_width: int, k_width: int, eps: float, dtype: torch.dtype, ops: Ops,
+                 order: HeadOrder | None = None):  # fmt: skip
+        """`order`: that of the heads the weights are for."""
+        super().__init__()
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, dtype, ops)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, dtype, ops)
+        for norm in (self.q_norm, self.k_norm) if order is not None else ():
+            set_forms(norm, (order,))
+        self.widths = (q_width, k_width)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """qkv [tokens, q_width + 2 k_width], changed in place"""
+        q_width, k_width = self.widths
+        for norm, start, width in ((self.q_norm, 0, q_width), (self.k_norm, q_width, k_width)):
+            part = qkv[:, start : start + width]
+            part.copy_(norm(part.contiguous()))
+        return qkv
+
+
+def _norm_weight(name: str, width: int, dtype: torch.dtype, offset: float, order: HeadOrder | None = None) -> Weight:
+    """In float32 where something is added to it: next to one, a small type would round it away."""
+    form: Form | None = Offset(offset) if offset else None
+    if order is not None:
+        form = _OrderedNorm(order, offset)
+    dtype = torch.float32 if offset else dtype
+    return Weight((width,), dtype, (Part(name, (width,), 0, width, form=form),))
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderedNorm:
+    order: HeadOrder
+    offset: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.order(weight + self.offset)

@@ -17,12 +17,12 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.types import QuireError
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    kind: str = "default"  # one of SUPPORTED
+    kind: str = "default"  # one of SUPPORTED, or "none": nothing turns
     theta: float = 10000.0
     factor: float = 1.0  # how many times longer than in training sequences may get
     original_len: int = 0  # positions the model was first trained with (llama3, yarn)
@@ -31,23 +31,29 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole pairs
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: from `factor`
-    divisors: tuple[float, ...] = ()  # one per pair, on top of all that (GGUF keeps llama3 scaling this way)
+    attention_factor: float | None = None  # yarn, longrope: scales cos and sin; None: from `factor`
+    share: float = 1.0  # proportional: of the pairs, the first that turn
+    divisors: tuple[float, ...] = ()  # one per pair, on top of all that (longrope; GGUF keeps llama3 scaling this way)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
         """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json."""
         given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         kind = given.get("rope_type") or given.get("type") or "default"
+        kind = {"su": "longrope"}.get(kind, kind)  # its first name
         if kind not in SUPPORTED:
             raise QuireError("unsupported_model", f"Rope scaling {kind!r} is not supported.",
                              f"Supported are {', '.join(SUPPORTED)}.")  # fmt: skip
         max_positions = config.get("max_position_embeddings") or 0
         original_len = given.get("original_max_position_embeddings") or max_positions
-        factor = given.get("factor") or (max_positions / original_len if kind == "yarn" and original_len else 1.0)
+        if kind == "longrope":
+            original_len = config.get("original_max_position_embeddings") or original_len
+        stretched = kind in ("yarn", "longrope") and original_len
+        factor = given.get("factor") or (max_positions / original_len if stretched else 1.0)
+        theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
         return cls(
             kind=kind,
-            theta=float(given.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            theta=theta,
             factor=float(factor),
             original_len=int(original_len),
             low_freq_factor=float(given.get("low_freq_factor") or 1.0),
@@ -55,16 +61,22 @@ class RopeConfig:
             beta_fast=float(given.get("beta_fast") or 32.0),
             beta_slow=float(given.get("beta_slow") or 1.0),
             truncate=bool(given.get("truncate", True)),
+            share=float(given.get("partial_rotary_factor") or 1.0),
             attention_factor=_hf_attention_factor(given, float(factor)),
-            divisors=tuple(given.get("divisors") or ()),
-        )
+            divisors=_longrope_divisors(config, given, original_len) if kind == "longrope" else
+            tuple(given.get("divisors") or ()),
+        )  # fmt: skip
 
     @property
     def angle_scale(self) -> float:
         """What cos and sin are multiplied with."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
-        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "yarn":
+            return yarn_magnitude(self.factor)
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len)) if self.factor > 1 else 1.0
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -72,22 +84,35 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32)
     plain = 1.0 / config.theta ** (pairs / head_dim)
     match config.kind:
+        case "none":
+            return torch.zeros_like(plain)
         case "linear":
             scaled = plain / config.factor
+        case "proportional":
+            turning = int(config.share * head_dim // 2)
+            scaled = torch.where(torch.arange(len(plain)) < turning, plain / config.factor, 0.0)
         case "llama3":
             scaled = _llama3(config, plain)
         case "yarn":
             scaled = _yarn(config, plain, head_dim)
-        case _:
+        case _:  # dynamic scaling, too, begins only beyond the positions we offer
             scaled = plain
-    return scaled / torch.tensor(config.divisors) if config.divisors else scaled
+    if not config.divisors:
+        return scaled
+    if len(config.divisors) != len(scaled):
+        what = f"Rope is scaled by {len(config.divisors)} factors, a head has {len(scaled)} pairs."
+        raise QuireError("bad_config", what, "Check config.json.")
+    return scaled / torch.tensor(config.divisors)
 
 
 class Rope:
     """The angles of a step's tokens for one kind of rope."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops):
-        self.frequencies = inverse_frequencies(config, head_dim).to(device)
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops,
+                 still_dim: int = 0):  # fmt: skip
+        """`still_dim`: elements of a head that do not turn, the second half of each half (see `layers.partial`)."""
+        turning = inverse_frequencies(config, head_dim - still_dim)
+        self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(device)
         self.scale = config.angle_scale
         self.dtype = dtype
         self.ops = ops
@@ -103,6 +128,17 @@ def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:
     if given.get("mscale") and given.get("mscale_all_dim"):
         return yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
     return None
+
+
+def _longrope_divisors(config: dict[str, Any], given: dict[str, Any], original_len: int) -> tuple[float, ...]:
+    """One set of factors for all sequences, or what is cached would be of no use to longer ones: the long set, unless
+    no sequence may outgrow the positions the model was first trained with."""
+    served_len = config.get("served_len") or config.get("max_position_embeddings") or 0
+    key = "long_factor" if served_len > original_len else "short_factor"
+    factors = given.get(key)
+    if not isinstance(factors, (list, tuple)) or not all(isinstance(f, (int, float)) and f > 0 for f in factors):
+        raise QuireError("bad_config", f"Rope of type longrope needs {key}, a list of numbers.", "Check config.json.")
+    return tuple(float(f) for f in factors)
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:

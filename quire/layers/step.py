@@ -17,6 +17,7 @@ class PagedInputs:
 
     page_table: Tensor  # [rows, max_pages] int32; entries past a row's pages are 0
     slots: Tensor  # [tokens] int64: page * page_tokens + offset, where each new token's entry is written
+    row_index: Tensor | None = None  # [rows] int64: the row of `page_table` that is each row's; None: in order
 
 
 @dataclass(slots=True)

@@ -7,34 +7,46 @@ tensors in their place. Two weights with the same parts (a tied embedding and he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+Form = Callable[[Tensor], Tensor]  # from a tensor as a checkpoint holds it to our rows of it
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor and the rows of a weight that it fills, from `start` to before `stop`."""
+    """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills: `start` to before `stop`."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     start: int
     stop: int
+    index: int | None = None  # which entry of the tensor's first dimension; None: all of them
+    form: Form | None = None  # how what was read becomes these rows; None: as it is
 
 
 class Weight(nn.Parameter):
     """A parameter still on meta, with its loading rule."""
 
     parts: tuple[Part, ...]
+    others: tuple[tuple[Part, ...], ...]  # other ways in which checkpoints hold the same weight
     stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading
 
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...]) -> Weight:
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...],
+                others: tuple[tuple[Part, ...], ...] = ()) -> Weight:  # fmt: skip
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         weight.parts = parts
+        weight.others = others
         weight.stored = dtype
         return weight
+
+    def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
+        """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits."""
+        layouts = (self.parts, *self.others)
+        return next((parts for parts in layouts if any(part.name in names for part in parts)), self.parts)
 
     @property
     def stored_bytes(self) -> int:
@@ -53,6 +65,13 @@ class Weight(nn.Parameter):
             parts.append(Part(name, (rows, *columns), start, start + rows))
             start += rows
         return cls((start, *columns), dtype, tuple(parts))
+
+
+def set_forms(module: nn.Module, forms: Sequence[Form | None]) -> None:
+    """How each checkpoint tensor of a linear layer, in order, becomes its rows of the merged weight (and bias)."""
+    for _, weight in own_weights(module):
+        assert len(weight.parts) == len(forms)
+        weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
 
 
 def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:

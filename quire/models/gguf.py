@@ -16,25 +16,28 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
+from quire.models.gguf_names import style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
 
 ROPE_DIVISORS = "rope_freqs.weight"
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+# The field of a config.json -> the metadata that gives it, where a file has it. Families read what is theirs.
+_FIELDS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LARGE_GEMMAS = {
+    ("gemma2", 46),
+    ("gemma3", 62),
+}  # 27B: scores are scaled by the width of a head as if there were no gap
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -42,15 +45,6 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-
-
-def hf_name(name: str) -> str:
-    """The checkpoint name of a GGUF tensor; a name we do not know stays, so that the strict load can complain of it."""
-    found = _LAYER_NAME.fullmatch(name)
-    if found and found[2] in _IN_LAYER:
-        return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
-    stem, _, kind = name.rpartition(".")
-    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
@@ -63,17 +57,20 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     num_heads, num_layers = _need(file, "attention.head_count"), _need(file, "block_count")
     width = _need(file, "embedding_length")
     head_dim = _get(file, "attention.key_length", width // max(num_heads, 1))
-    if (
-        _get(file, "rope.dimension_count", head_dim) != head_dim
-        or _get(file, "attention.value_length", head_dim) != head_dim
-    ):
-        raise unsupported("A model whose rope, key and value dimensions differ")
+    if _get(file, "attention.value_length", head_dim) != head_dim:
+        raise unsupported("A model whose key and value dimensions differ")
     if "token_embd.weight" not in file.tensors:
         raise QuireError(
             "bad_weights", f"{file.path} lacks the tensor token_embd.weight.", "Fetch or convert it again."
         )
     window = _get(file, "attention.sliding_window", None) or None
+    style = style_of(arch)
+    kind = "full_attention" if window is None else "sliding_attention"
+    has_bias = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors))
+    given = {name: _get(file, key, None) for name, key in _FIELDS.items()}
     return {
+        **style.fields,
+        **{name: value for name, value in given.items() if value is not None},
         "model_type": GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
@@ -85,11 +82,16 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": _get(file, "attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": _get(file, "context_length", 2048),
         "rope_parameters": _rope(file),
+        "partial_rotary_factor": _get(file, "rope.dimension_count", head_dim) / head_dim,
+        "original_max_position_embeddings": _get(file, "rope.scaling.original_context_length", None),
+        "query_pre_attn_scalar": width // num_heads if (arch, num_layers) in _LARGE_GEMMAS else head_dim,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": ["full_attention" if window is None else "sliding_attention"] * num_layers,
-        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "layer_types": None if style.patterned else [kind] * num_layers,
+        "attention_bias": arch != "qwen2" and has_bias,
+        "use_qkv_bias": has_bias,
+        "use_bias": has_bias,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
 
@@ -117,10 +119,11 @@ def sampling_defaults(file: GGUFFile) -> dict[str, Any]:
 def is_permuted(file: GGUFFile, name: str) -> bool:
     """Whether the rows of this tensor (by its checkpoint name) were reordered within each head.
 
-    Files of the llama architecture keep queries and keys so that rope turns neighbouring elements; ours, like the
-    checkpoints they were made from, turn element i against element i + head_dim / 2.
+    Files of the llama architecture and its kin keep queries and keys so that rope turns neighbouring elements; ours,
+    like the checkpoints they were made from, turn element i against element i + head_dim / 2.
     """
-    return file.metadata["general.architecture"] == "llama" and bool(re.search(r"\.self_attn\.[qk]_proj\.", name))
+    is_permuted = style_of(file.metadata["general.architecture"]).permuted
+    return is_permuted and bool(re.search(r"\.self_attn\.[qk]_proj\.", name))
 
 
 def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
@@ -141,6 +144,11 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
         "beta_fast": _get(file, "rope.scaling.yarn_beta_fast", None),
         "beta_slow": _get(file, "rope.scaling.yarn_beta_slow", None),
     }
+    if set(ROPE_FACTORS.values()) <= set(file.tensors):
+        tensors = {name: file.tensors[called] for name, called in ROPE_FACTORS.items()}
+        factors = {name: read_rows(tensor, 0, tensor.shape[0]).tolist() for name, tensor in tensors.items()}
+        attention_factor = _get(file, "rope.scaling.attn_factor", None)
+        return {**rope, **factors, "rope_type": "longrope", "factor": None, "attention_factor": attention_factor}
     if kind == "yarn" and _key(file, "rope.scaling.attn_factor") in file.metadata:
         rope["attention_factor"] = _get(file, "rope.scaling.attn_factor", 1.0) * yarn_magnitude(factor)
     divisors = file.tensors.get(ROPE_DIVISORS)

@@ -6,8 +6,10 @@ kinds of files, folders and GGUF, become the same thing here: the fields of a co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.table import FIXED, REFERENCE, Ops, select_fixed_ops, select_ops
+from quire.kernels.trial import TrialShape, settle_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
+from quire.models.dense_config import DenseConfig
+from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.sources import CheckpointFill, GGUFCheckpoint, RandomFill, SafetensorsCheckpoint, fill_model
 from quire.types import QuireError
 
+FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -43,7 +49,8 @@ class LoadedModel:
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
-               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", deterministic: bool = False,
+               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
+               strict_kernels: bool = False, deterministic: bool = False,
                progress: Progress | None = None) -> LoadedModel:  # fmt: skip
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
@@ -52,12 +59,22 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
-    model, config = build_model(
-        hf_config, dtype=dtype, device=device, page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype,
-        deterministic=deterministic,
-    )  # fmt: skip
+    if deterministic:
+        _check_deterministic(find_model_type(hf_config), dtype)
+    ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
+    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
+                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
+    model, config = build(ops=ops)
+    tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
+    if tried is not ops:
+        model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
+    for note in getattr(model, "notes", ()):
+        if progress is None:
+            warnings.warn(note, stacklevel=2)
+        else:
+            progress.note(note)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -71,6 +88,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()
+    if isinstance(model, FallbackModel):
+        model.verify()
     defaults = gguf.sampling_defaults(file) if file is not None else generation_defaults(files.generation_config)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config)
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
@@ -82,23 +101,19 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
-                quant: str = "none", kv_dtype: str = "auto",
-                deterministic: bool = False) -> tuple[Any, Any]:  # fmt: skip
-    """The model on meta, which costs nothing yet, and its config."""
-    if hf_config.get("quantization_config"):
-        method = hf_config["quantization_config"].get("quant_method", "an unknown method")
+                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own."""
+    method = (hf_config.get("quantization_config") or {}).get("quant_method", "an unknown method")
+    if hf_config.get("quantization_config") and method != "mxfp4":  # that one is decoded while loading
         what = f"This checkpoint is quantized ({method}), which is not supported."
         raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    ops = select_ops(device.type, deterministic=deterministic)
-    if deterministic and dtype == "float16" and device.type == "cpu":
-        what = "The deterministic mode has no packed float16 products."
-        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
+    ops = ops or select_ops(device.type)
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
     model = family(
-        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device), device=device,
+        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
         page_tokens=page_tokens, ops=ops, scheme=scheme,
     )  # fmt: skip
     return model, config
@@ -131,11 +146,44 @@ def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str) -> tu
     return DTYPES[dtype], Dense(ops)
 
 
-def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
     if kv_dtype == "auto":
         return compute_dtype
-    _need_cuda("kv_dtype=fp8", device, select_ops(device.type))
+    _need_cuda("kv_dtype=fp8", device, ops)
     return torch.float8_e4m3fn
+
+
+def _check_deterministic(model_type: str, dtype: str) -> None:
+    """What has been shown to give the same bits whatever surrounds a row, and nothing else."""
+    if model_type not in FIXED_FAMILIES:
+        what = f"The deterministic mode does not cover {model_type} models yet, only {', '.join(FIXED_FAMILIES)}."
+        raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
+    if dtype != "float32":
+        what = f"The deterministic mode computes in float32 only, not in {dtype}."
+        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
+
+
+def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
+    """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
+    experts and models of other people's making are not tried: they have no other path on a GPU."""
+    if ops is REFERENCE or ops is FIXED or not isinstance(config, DenseConfig):
+        return ops
+    for spec in model.specs:
+        if spec.kind == "paged":
+            shape = TrialShape(
+                width=config.width,
+                num_heads=config.num_heads,
+                num_kv_heads=spec.shape[0],
+                head_dim=spec.shape[1],
+                page_tokens=spec.page_tokens,
+                window=spec.window,
+                qk_norm=config.qk_norm == "head",
+                dtype=dtype,
+                cache_dtype=getattr(torch, spec.dtype),
+                max_len=model.max_positions,
+            )
+            ops = settle_ops(ops, shape, device, strict=strict)
+    return ops
 
 
 def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:

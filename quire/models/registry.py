@@ -17,23 +17,93 @@ from quire.layers.quant import Scheme
 from quire.layers.step import Step
 from quire.types import CacheSpec, QuireError
 
+_DENSE = "quire.models.dense:DenseModel"
+_MOE = "quire.models.moe:MoEModel"
 FAMILIES = {  # model_type of a config.json -> where its class is
-    "llama": "quire.models.dense:DenseModel",
-    "mistral": "quire.models.dense:DenseModel",
-    "qwen2": "quire.models.dense:DenseModel",
-    "qwen3": "quire.models.dense:DenseModel",
+    "arcee": _DENSE,
+    "cohere": _DENSE,
+    "cohere2": _DENSE,
+    "cwm": _DENSE,
+    "ernie4_5": _DENSE,
+    "exaone4": _DENSE,
+    "gemma": _DENSE,
+    "gemma2": _DENSE,
+    "gemma3_text": _DENSE,
+    "gemma4_text": "quire.models.gemma4:Gemma4Model",
+    "glm": _DENSE,
+    "glm4": _DENSE,
+    "granite": _DENSE,
+    "helium": _DENSE,
+    "llama": _DENSE,
+    "ministral": _DENSE,
+    "mistral": _DENSE,
+    "nemotron": _DENSE,
+    "olmo": _DENSE,
+    "olmo2": _DENSE,
+    "olmo3": _DENSE,
+    "phi": _DENSE,
+    "phi3": _DENSE,
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "seed_oss": _DENSE,
+    "smollm3": _DENSE,
+    "stablelm": _DENSE,
+    "starcoder2": _DENSE,
+    "deepseek_v2": "quire.models.deepseek:DeepSeekModel",
+    "deepseek_v3": "quire.models.deepseek:DeepSeekModel",
+    "dots1": _MOE,
+    "glm4_moe": _MOE,
+    "gpt_oss": "quire.models.gpt_oss:GptOssModel",
+    "minimax_m2": _MOE,
+    "mixtral": _MOE,
+    "olmoe": _MOE,
+    "qwen2_moe": _MOE,
+    "qwen3_moe": _MOE,
+    "qwen3_next": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_text": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_moe": "quire.models.qwen3_next:QwenHybridModel",
+    "qwen3_5_moe_text": "quire.models.qwen3_next:QwenHybridModel",
+    "nemotron_h": "quire.models.nemotron_h:NemotronHModel",
+    "mamba2": "quire.models.mamba2:Mamba2Model",
+    "bamba": "quire.models.bamba:BambaModel",
+    "granitemoehybrid": "quire.models.granite_hybrid:GraniteHybridModel",
 }
+FALLBACK = "quire.models.fallback:FallbackModel"
 ARCHITECTURES = {  # for a config.json that has no model_type
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Mamba2ForCausalLM": "mamba2",
+    "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
 GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "mistral",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 
 
@@ -67,16 +137,20 @@ def find_model_type(config: Mapping[str, Any]) -> str:
     """What kind of model a config.json describes: by its `model_type`, or else by its `architectures`."""
     names = [config.get("model_type"), *(ARCHITECTURES.get(name) for name in config.get("architectures") or ())]
     model_type = next((name for name in names if name is not None), None)
-    if model_type not in FAMILIES:
-        name = model_type or ", ".join(config.get("architectures") or ()) or "(config.json names none)"
-        raise unsupported(f"Model type {name}")
+    if model_type is None:
+        raise unsupported(f"Model type {', '.join(config.get('architectures') or ()) or '(config.json names none)'}")
     return model_type
 
 
 def find_family(model_type: str) -> Family:
-    module, _, attribute = FAMILIES[model_type].partition(":")
+    """The family's own class, or else the one that runs what transformers knows."""
+    module, _, attribute = FAMILIES.get(model_type, FALLBACK).partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def unsupported(what: str) -> QuireError:
-    return QuireError("unsupported_model", f"{what} is not supported.", f"Supported are {', '.join(sorted(FAMILIES))}.")
+    return QuireError("unsupported_model", f"{what} is not supported.", supported_types())
+
+
+def supported_types() -> str:
+    return f"Supported are {', '.join(sorted(FAMILIES))}."

@@ -18,15 +18,23 @@ from torch import Tensor, nn
 
 from quire.files.gguf import GGUFFile
 from quire.files.safetensors import check_safetensors
+from quire.kernels.dequant import dequantize_mxfp4
 from quire.layers.linear import Linear
 from quire.layers.weights import Part, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
+from quire.models.gguf_names import hf_name, style_of
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
+MXFP4_BYTES = 16  # of a block of 32 numbers
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model.
-_NEEDLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight|lm_head\.weight")
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
+# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
+# heads that draft, a vision tower where the text model alone runs.
+_NEEDLESS = re.compile(
+    r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
+    r"model\.visual\..*|backbone\.mtp\..*"
+)
 
 
 def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device: torch.device,
@@ -71,8 +79,8 @@ class Checkpoint(Protocol):
     where: str  # for error messages
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
 
-    def read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into `target`, which has its shape; type and device may differ."""
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
 
 
 class CheckpointFill:
@@ -83,19 +91,29 @@ class CheckpointFill:
         self.checkpoint = checkpoint
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
-        for part in weight.parts:
-            self.checkpoint.read(part.name, tensor[part.start : part.stop])
+        for part in weight.parts_in(self.checkpoint.shapes):
+            target = tensor[part.start : part.stop]
+            shape = part.shape if part.index is None else part.shape[1:]
+            if part.form is None:
+                self.checkpoint.read(part.name, target.view(shape), part.index)
+            else:
+                read = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                self.checkpoint.read(part.name, read, part.index)
+                target.copy_(part.form(read))
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A missing, unexpected or wrong-shaped tensor is an error that names it."""
-    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts}
     found = checkpoint.shapes
+    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted and not _NEEDLESS.fullmatch(name)]
+    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
+    needless = [_NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
+    unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
+                  and not any(fits(name) for fits in needless)]  # fmt: skip
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
-        raise _bad_weights(f"{checkpoint.where} lacks {_some(missing)}")
+        raise _bad_weights(f"{checkpoint.where} lacks {_some_experts(missing) or _some(missing)}")
     if unexpected:
         raise _bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
     if misshapen:
@@ -109,33 +127,72 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
 
 
+def _some_experts(names: list[str]) -> str:
+    """Which experts of which layers are missing; nothing if other tensors are, too."""
+    found = [_EXPERT.fullmatch(name) for name in names]
+    layers: dict[str, list[int]] = {}
+    for match in found:
+        if match is None:
+            return ""
+        layers.setdefault(match[1], []).append(int(match[2]))
+    spelled = [f"{_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
+    return "; ".join(spelled[:3]) + (f" and experts of {len(spelled) - 3} more layers" if len(spelled) > 3 else "")
+
+
+def _numbers(experts: list[int]) -> str:
+    more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
+    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
+
+
 def _bad_weights(what: str) -> QuireError:
     return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
 
 
 class SafetensorsCheckpoint:
-    """Any number of shards. Files stay mapped, tensors are read one at a time."""
+    """Any number of shards. Files stay mapped, tensors are read one at a time. A tensor in MXFP4, `_blocks` beside
+    `_scales`, looks like one under the name of its blocks, and is decoded as it is read."""
 
     def __init__(self, shards: list[Path], where: str):
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._shard_of: dict[str, Path] = {}
         self._open: tuple[Path, safe_open] | None = None
+        entries = {}
         for shard in shards:
             for name, entry in check_safetensors(shard).items():
-                if name in self.shapes:
+                if name in entries:
                     raise _bad_weights(f"{where} holds {name} twice")
+                entries[name] = entry
+                self._shard_of[name] = shard
+        packed = {name: name.removesuffix("_blocks") + "_scales" for name in entries if name.endswith("_blocks")}
+        self._scales = {
+            name: scales
+            for name, scales in packed.items()
+            if scales in entries and entries[name].dtype == entries[scales].dtype == "U8"
+            and entries[name].shape == (*entries[scales].shape, MXFP4_BYTES)
+        }  # fmt: skip
+        for name, entry in entries.items():
+            if name in self._scales:
+                *outer, num_blocks, num_bytes = entry.shape
+                self.shapes[name] = (*outer, 2 * num_blocks * num_bytes)
+            elif name not in self._scales.values():
                 if entry.dtype not in _FLOATS and not _NEEDLESS.fullmatch(name):
-                    what = f"{where} holds {name} as {entry.dtype}; quantized checkpoints are not supported."
+                    what = f"{where} holds {name} as {entry.dtype}, which is not supported."
                     raise QuireError("unsupported_model", what, f"Supported types are {', '.join(_FLOATS)}.")
                 self.shapes[name] = entry.shape
-                self._shard_of[name] = shard
 
-    def read(self, name: str, target: Tensor) -> None:
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        if name in self._scales:
+            blocks, scales = (self._read(part, index).to(target.device) for part in (name, self._scales[name]))
+            target.copy_(dequantize_mxfp4(blocks, scales))
+        else:
+            target.copy_(self._read(name, index))
+
+    def _read(self, name: str, index: int | None) -> Tensor:
         shard = self._shard_of[name]
         if self._open is None or self._open[0] != shard:
             self._open = (shard, safe_open(shard, framework="pt"))
-        target.copy_(self._open[1].get_tensor(name))
+        return self._open[1].get_tensor(name) if index is None else self._open[1].get_slice(name)[index]
 
 
 class GGUFCheckpoint:
@@ -145,11 +202,15 @@ class GGUFCheckpoint:
         self.where = str(file.path)
         self.file = file
         self.head_dim = head_dim
-        self._tensors = {gguf.hf_name(name): tensor for name, tensor in file.tensors.items()}
+        style = style_of(file.metadata.get("general.architecture"))
+        self._tensors = {hf_name(name, style): tensor for name, tensor in file.tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, target: Tensor) -> None:
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         tensor = self._tensors[name]
+        if index is not None:
+            target.copy_(gguf.read_rows(tensor, index, 1)[0])
+            return
         permuted = gguf.is_permuted(self.file, name)
         row_elements = max(1, target[:1].numel())
         # Whole heads at a time, since rows are only reordered within a head.

@@ -1,22 +1,29 @@
 """CUDA graphs of decode steps: one per row count, replayed with nothing but the numbers of the rows.
 
-Everything else a step needs is gathered from the device rows inside the graph, so a replay is one small copy and one
-launch. Graphs are captured while the engine already serves: a size that is asked for a second time is captured then,
-and `capture_all` does the rest when there is time for it.
+Everything else a step needs is gathered from the device rows inside the graph, and where nobody asks for more than
+greedy choice or temperature the graph samples too: a replay is then one launch and one copy back. Graphs are captured
+while the engine already serves: a size that is asked for a second time is captured then, and `capture_missing`
+does the rest, one by one, when there is time for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.table import RowOps
 from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
+from quire.sampling.sampler import Sampled
 
+FEW = 4  # sizes that are captured first
 HOT = 2  # uses of a size after which it is worth capturing
+PADDING = -1  # a row number that stands for nobody
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -25,61 +32,114 @@ def graph_sizes(max_rows: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_rows)
 
 
+@dataclass(slots=True)
+class Decoded:
+    rows: Tensor  # [n] int64
+    logits: Tensor  # [n, vocab]
+    chosen: Sampled | None  # on its way to the host
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Where a graph, or an eager run, leaves its results."""
+
+    logits: Tensor  # [size, vocab]
+    chosen: Tensor | None  # [9 * size] bytes: tokens as int64, then a flag each for those that could not be chosen
+
+
 class DecodeGraphs:
-    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, max_rows: int):
+    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps, max_rows: int):
         self._model = model
         self._caches = caches
         self._rows = rows
+        self._ops = ops
         self._sizes = graph_sizes(max_rows)
         self._fits = [next(s for s in self._sizes if s >= n) for n in range(1, max_rows + 1)]
-        self._input = torch.full((max_rows,), rows.padding_row, dtype=torch.int64, device=rows.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._uses = dict.fromkeys(self._sizes, 0)
+        self._input = torch.full((max_rows,), PADDING, dtype=torch.int64, device=rows.device)
+        self._host_rows: list[int] = []  # what `_input` holds: decoding asks for the same rows step after step
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
+        self._uses = {(size, choose): 0 for size in self._sizes for choose in (True, False)}
         self._stream = torch.cuda.Stream(rows.device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, host_rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Row numbers in, (rows [n], logits [n, vocab]) out. Captures, replays or runs eagerly, whichever is next."""
+    def run(self, host_rows: list[int], choose: bool) -> Decoded:
+        """Captures, replays or runs eagerly, whichever is next. `choose`: every row is plain, so sample too."""
         count = len(host_rows)
-        size = self._fits[count - 1]
-        padded = np.full(size, self._rows.padding_row, np.int64)
-        padded[:count] = host_rows
-        pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = padded
-        self._input[:size].copy_(pinned, non_blocking=True)
-        graph = self._graphs.get(size)
-        self._uses[size] += 1
-        if graph is None and self._uses[size] >= HOT:
-            graph = self._capture(size)
+        kind = (self._fits[count - 1], choose)
+        self._send(host_rows)
+        self._uses[kind] += 1
+        graph = self._graphs.get(kind)
+        if graph is None and self._uses[kind] >= HOT:
+            graph = self._try_capture(kind)
         if graph is None:
-            logits = self._decode(self._input[:size])
+            outputs = self._decode(kind)
         else:
             graph[0].replay()
-            logits = graph[1]
-        return self._input[:count], logits[:count]
+            outputs = graph[1]
+        chosen = None
+        if outputs.chosen is not None:
+            # Behind the graph in the same stream, so the next replay can't overwrite what is still to be copied.
+            host = outputs.chosen.to("cpu", non_blocking=True)
+            size = kind[0]
+            chosen = Sampled(
+                host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None
+            )
+        return Decoded(self._input[:count], outputs.logits[:count], chosen)
 
-    def capture_all(self) -> None:
-        """Capture whatever is missing, the largest first, so that smaller ones find memory to share."""
-        for size in sorted(self._sizes, reverse=True):
-            if size not in self._graphs:
-                self._input.fill_(self._rows.padding_row)
-                self._decode(self._input[:size])  # compiles and warms what a capture may not
-                self._capture(size)
+    def capture_missing(self) -> Iterator[None]:
+        """Whatever is missing, one with each `next`: those of a few rows first, which a quiet server needs all the
+        time, then from the largest down, so that smaller ones find memory to share."""
+        few, many = self._sizes[:FEW], sorted(self._sizes[FEW:], reverse=True)
+        for size in [*few, *many]:
+            for kind in ((size, True), (size, False)):
+                if kind not in self._graphs and self._uses[kind] >= 0:
+                    self._warm_and_capture(kind)
+                    yield
 
-    def _decode(self, rows: Tensor) -> Tensor:
-        step = self._rows.gather_decode(rows)
-        hidden = self._model.forward(step, self._caches)
-        return self._model.logits(hidden)
+    @torch.inference_mode()
+    def _warm_and_capture(self, kind: tuple[int, bool]) -> None:
+        self._send([])
+        self._decode(kind)  # compiles and warms what a capture may not
+        self._try_capture(kind)
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _send(self, host_rows: list[int]) -> None:
+        if host_rows == self._host_rows:
+            return
+        padded = host_rows + [PADDING] * (len(self._input) - len(host_rows))
+        self._input.copy_(torch.tensor(padded, dtype=torch.int64).pin_memory(), non_blocking=True)
+        self._host_rows = host_rows
+
+    def _decode(self, kind: tuple[int, bool]) -> _Outputs:
+        size, choose = kind
+        rows = self._input[:size]
+        decode = self._rows.gather_decode(rows, self._ops)
+        logits = self._model.logits(self._model.forward(decode.step, self._caches))
+        chosen = None
+        if choose:
+            chosen = torch.empty(9 * size, dtype=torch.uint8, device=rows.device)
+            out = chosen[: 8 * size].view(torch.int64), chosen[8 * size :].view(torch.bool)
+            append_to = (rows, self._rows.tokens, self._rows.computed)
+            self._ops.choose(logits, decode.keys, decode.lengths, decode.scales, append_to=append_to, out=out)
+        return _Outputs(logits, chosen)
+
+    def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
+        """Nothing has run yet when a capture fails, for want of memory say: that kind stays eager from then on."""
+        try:
+            return self._capture(kind)
+        except RuntimeError as error:
+            self._uses[kind] = -sys.maxsize
+            warnings.warn(f"Steps of {kind[0]} rows could not be captured ({error}); they run eagerly.", stacklevel=2)
+            return None
+
+    def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                logits = self._decode(self._input[:size])
+                outputs = self._decode(kind)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._graphs[size] = (graph, logits)
-        return self._graphs[size]
+        self._graphs[kind] = (graph, outputs)
+        return self._graphs[kind]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, upload
 from quire.layers.step import PagedInputs, Samples, StateInputs, Step
 from quire.types import CacheSpec, PageWrite, Plan, RowInit
@@ -22,6 +23,16 @@ from quire.types import CacheSpec, PageWrite, Plan, RowInit
 class Gathered:
     step: Step
     sample_rows: Tensor  # [samples] int64: the row of each sample
+
+
+@dataclass(slots=True)
+class Decode:
+    """A step of one token a row, and what a plain sampler needs of each row."""
+
+    step: Step
+    lengths: Tensor  # [rows] int64: tokens before the one that will be sampled
+    keys: Tensor  # [rows] int64
+    scales: Tensor  # [rows] float32
 
 
 class DeviceRows:
@@ -35,18 +46,23 @@ class DeviceRows:
         # One token more than a sequence may have: the last sample is written, though never computed.
         self.tokens = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # of the noise
+        self.scales = torch.zeros(num_rows, dtype=torch.float32, device=device)  # inverse temperatures, 0: greedy
+        self._range = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tables = [
             torch.zeros(num_rows, max_pages if spec.kind == "paged" else 1, dtype=torch.int32, device=device)
             for spec in specs
         ]
 
-    def apply(self, added: list[RowInit], writes: list[PageWrite]) -> None:
-        """Requests that take a row, and pages that rows were given, in one upload."""
+    def apply(self, added: list[RowInit], writes: list[PageWrite], draws: Arrays) -> None:
+        """Requests that take a row, and pages that rows were given, in one upload. `draws`: the keys and scales of the
+        rows added, in that order."""
         parts: dict[str, Arrays] = {}
         if added:
             parts["tokens"] = _cells([(i.row, 0, i.tokens) for i in added], self.tokens.shape[1])
             rows = np.array([i.row for i in added], np.int64)
-            parts["computed"] = {"cells": rows, "values": np.array([i.computed for i in added], np.int64)}
+            values = {"computed": np.array([i.computed for i in added], np.int64), **draws}
+            parts |= {name: {"cells": rows, "values": value} for name, value in values.items()}
         for group, table in enumerate(self._tables):
             mine = [(w.row, w.first, w.pages) for w in writes if w.group == group]
             if mine:
@@ -54,7 +70,7 @@ class DeviceRows:
         if not parts:
             return
         sent = upload(parts, self.device)
-        targets = {"tokens": self.tokens, "computed": self.computed}
+        targets = {"tokens": self.tokens, "computed": self.computed, "keys": self.keys, "scales": self.scales}
         targets |= {f"table {group}": table for group, table in enumerate(self._tables)}
         for name, part in sent.items():
             targets[name].view(-1).index_copy_(0, part["cells"], part["values"])
@@ -98,27 +114,29 @@ class DeviceRows:
         self.computed[rows] = seq_lens
         return Gathered(step, sent["sample_rows"])
 
-    def gather_decode(self, rows: Tensor) -> Step:
-        """A step of one token for each of `rows` [rows], from the device alone: what a graph can be captured of.
-
-        Padding rows stay empty; whatever is computed for them lands on the scratch page.
-        """
+    def gather_decode(self, rows: Tensor, ops: RowOps) -> Decode:
+        """A step of one token for each of `rows` [rows], from the device alone: what a graph can be captured of. Rows
+        below 0 are padding: nothing of them is kept."""
         num_rows = len(rows)
-        positions = self.computed[rows]
-        seq_lens = positions + 1
-        self.computed[rows] = seq_lens
-        self.computed[self.padding_row].zero_()
-        index = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
-        return Step(
-            tokens=self.tokens[rows, positions].long(),
-            positions=positions,
-            query_starts=index,
-            seq_lens=seq_lens.to(torch.int32),
-            logits_index=index[:-1].long(),
-            groups=self._groups(rows, rows, positions),
+        inputs = ops.gather_rows(rows, self.tokens, self.computed, self.keys, self.scales)
+        groups: dict[str, PagedInputs | StateInputs] = {}
+        for spec, table in zip(self.specs, self._tables, strict=True):
+            if spec.kind == "state":
+                groups[spec.group] = StateInputs(table[torch.where(rows < 0, self.padding_row, rows), 0].long())
+            else:
+                slots = ops.gather_slots(rows, inputs.positions, table, self._page_tokens)
+                groups[spec.group] = PagedInputs(table, slots, row_index=rows)
+        step = Step(
+            tokens=inputs.tokens,
+            positions=inputs.positions,
+            query_starts=self._range[: num_rows + 1],
+            seq_lens=inputs.seq_lens,
+            logits_index=self._range[:num_rows],
+            groups=groups,
             counts=[1] * num_rows,
             len_bounds=[self.max_len] * num_rows,
         )
+        return Decode(step, inputs.lengths, inputs.keys, inputs.scales)
 
     def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor) -> dict[str, PagedInputs | StateInputs]:
         groups: dict[str, PagedInputs | StateInputs] = {}
@@ -139,6 +157,9 @@ class DeviceRows:
 
 def _cells(runs: list[tuple[int, int, list[int]]], width: int) -> Arrays:
     """Where (row, first column, values) lie in a table of this width, flattened."""
+    if all(len(values) == 1 for _, _, values in runs):  # a page for whoever filled its last: most steps
+        at = [row * width + first for row, first, _ in runs]
+        return {"cells": np.array(at, np.int64), "values": np.array([values[0] for _, _, values in runs], np.int32)}
     cells = [np.arange(row * width + first, row * width + first + len(values)) for row, first, values in runs]
     values = [np.array(values, np.int32) for _, _, values in runs]
     return {"cells": np.concatenate(cells).astype(np.int64), "values": np.concatenate(values)}

@@ -6,7 +6,7 @@ device comes out of the plan, in plan order, so a device that runs late runs the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,12 +32,14 @@ class Forward:
     logits: Tensor | None  # [samples, vocab] float32
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
     pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], where a prompt is now complete
+    chosen: Sampled | None = None  # on its way to the host: the graph has sampled already
 
 
 class Runner:
     def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler,
-                 graphs: DecodeGraphs | None = None):  # fmt: skip
+                 graphs: DecodeGraphs | None = None, *, max_batch_tokens: int = 0):  # fmt: skip
         self._model = model
+        self._max_batch_tokens = max_batch_tokens
         self._store = store
         self._rows = rows
         self._sampling = sampling
@@ -56,9 +58,10 @@ class Runner:
             and not self._pooling
             and all(row.count == 1 and row.wants_sample for row in plan.rows)
         ):
-            rows, logits = self._graphs.run([row.row for row in plan.rows])
+            rows = [row.row for row in plan.rows]
+            decoded = self._graphs.run(rows, choose=not plan.may_mask and self._sampling.is_plain(rows))
             self._store.apply(plan.snapshots)
-            return Forward(plan, rows, logits, {})
+            return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
         samples_only = not (self._pooling or self._prompt_top)
         gathered = self._rows.gather(plan, samples_only)
         step = gathered.step
@@ -75,6 +78,8 @@ class Runner:
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
         if forward.logits is None or forward.rows is None:
             return Ready(forward)
+        if forward.chosen is not None:
+            return Ready(forward, forward.chosen)
         sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
         batch = self._sampling.gather([row.row for row in sampling_rows])
         bounds = [row.start + row.count for row in sampling_rows]
@@ -84,29 +89,33 @@ class Runner:
         self._rows.append(forward.rows, sampled.tokens)
         return Ready(forward, sampled, batch)
 
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Do ahead of time what would otherwise be done while serving: compile kernels, capture graphs."""
+    def chores(self) -> Iterator[None]:
+        """Ahead of time what would otherwise be done while serving: one request's kernels first, then those of many,
+        then graphs."""
         if self._graphs is None:
             return
         count = 1
         while count <= self._rows.padding_row:
-            self._rehearse(count)
+            self._rehearse(count, 32)
+            yield
             count *= 2
-        self._graphs.capture_all()
+        self._rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
+        yield
+        yield from self._graphs.capture_missing()
 
-    def _rehearse(self, count: int) -> None:
-        """A step of `count` decodes and a short prompt, all of them padding: it computes nothing anyone will read."""
-        padding = self._rows.padding_row
-        rows = [PlanRow("", padding, 0, 1, 0, True) for _ in range(count)]
-        plan = Plan(0, [PlanRow("", padding, 0, min(32, self._rows.max_len), 0, True), *rows])
+    @torch.inference_mode()
+    def _rehearse(self, num_decodes: int, num_tokens: int) -> None:
+        """A step of decodes and of prompts with so many tokens, all of them padding: it computes nothing anyone will
+        read."""
+        padding, most = self._rows.padding_row, self._rows.max_len
+        counts = [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)] + [1] * num_decodes
+        count = len(counts)
+        plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
         gathered = self._rows.gather(plan, samples_only=True)
         logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
-        batch = self._sampling.gather([0] * (count + 1))
+        batch = self._sampling.gather([0] * count)
         zeros = torch.zeros_like(gathered.sample_rows)
-        self._sampler.sample(
-            logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * (count + 1))
-        )
+        self._sampler.sample(logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * count))
         self._rows.computed[padding].zero_()
 
     def close(self) -> None:
@@ -124,7 +133,8 @@ class Runner:
             if init.params.pooling is not None:
                 self._pooling[init.row] = Pooling(init.params.pooling, init.prompt_len)
         self._store.apply(plan.copies)
-        self._rows.apply(plan.added, plan.page_writes)
+        draws = self._sampling.draws([init.row for init in plan.added]) if plan.added else {}
+        self._rows.apply(plan.added, plan.page_writes, draws)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, tuple[Logprobs, int]]:
         """For rows that asked: how likely each prompt token of this chunk was, given those before it."""
@@ -195,8 +205,8 @@ class Ready:
         self._sampled = sampled
         self._batch = batch
         self._copied: torch.cuda.Event | None = None
-        if sampled is not None and sampled.tokens.is_cuda:
-            self._sampled = start_copy(sampled)
+        if sampled is not None and forward.rows is not None and forward.rows.is_cuda:
+            self._sampled = start_copy(sampled) if sampled.tokens.is_cuda else sampled
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -206,11 +216,11 @@ class Ready:
         for index, (scored, num_top) in self._forward.prompt.items():
             output.prompt_logprobs[index] = to_records(scored, num_top)
         output.pooled = {index: vector.tolist() for index, vector in self._forward.pooled.items()}
-        if self._sampled is None or self._batch is None:
+        if self._sampled is None:
             return output
         if self._copied is not None:
             self._copied.synchronize()
-        host = to_host(self._sampled, self._batch)
+        host = to_host(self._sampled, self._batch.logprobs if self._batch is not None else None)
         places = [index for index, row in enumerate(plan.rows) if row.wants_sample]
         for index, token in zip(places, host.tokens, strict=True):
             output.tokens[index] = [token]

@@ -58,6 +58,7 @@ class SamplingRows:
         self.device = torch.device(device)
         self._columns: Arrays = {name: np.zeros(max_rows, dtype) for name, dtype in _COLUMNS.items()}
         self._lists: dict[int, _Lists] = {}
+        self._special: set[int] = set()  # rows that ask for more than greedy or temperature
         self._cached: tuple[list[int], Batch] | None = None  # decoding asks for the same rows step after step
 
     def set(self, init: RowInit) -> None:
@@ -72,13 +73,27 @@ class SamplingRows:
         lists = self._ragged_values(params, init.stop_ids)
         if any(len(x) for x in (lists.bias_ids, lists.stop_ids, lists.bad_words, lists.breaker_ids)):
             self._lists[init.row] = lists
+        if init.row in self._lists or not _is_plain(values):
+            self._special.add(init.row)
+        else:
+            self._special.discard(init.row)
         self._cached = None
 
     def clear(self, row: int) -> None:
         for column in self._columns.values():
             column[row] = 0
         self._lists.pop(row, None)
+        self._special.discard(row)
         self._cached = None
+
+    def is_plain(self, rows: list[int]) -> bool:
+        """Whether these rows ask for nothing but greedy choice or temperature, and for no logprobs."""
+        return not self._special or self._special.isdisjoint(rows)
+
+    def draws(self, rows: list[int]) -> Arrays:
+        """The noise keys of these rows and their inverse temperatures (0: greedy), in that order."""
+        scales = np.where(self._columns["width"] == GREEDY, np.float32(0), self._columns["inv_temperature"])
+        return {"keys": self._columns["key"][rows], "scales": scales[rows]}
 
     def gather(self, rows: list[int]) -> Batch:
         """What these rows ask for, in this order (a row may stand there more than once)."""
@@ -123,6 +138,17 @@ def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
         "dry_search_len": params.dry_range or _NO_LIMIT,
         "num_top": _NO_LOGPROBS if params.logprobs is None else params.logprobs,
     }
+
+
+def _is_plain(values: dict[str, Any]) -> bool:
+    if values["num_top"] != _NO_LOGPROBS or values["dry_multiplier"] > 0:
+        return False
+    if values["repetition"] != 1 or values["presence"] != 0 or values["frequency"] != 0:
+        return False
+    if values["width"] == GREEDY:
+        return True
+    filtered = values["top_p"] < 1 or values["min_p"] > 0 or values["top_n_sigma"] > 0
+    return values["width"] == EVERYTHING and not filtered
 
 
 def _width(top_k: int, vocab_size: int) -> int:

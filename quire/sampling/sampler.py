@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.sampling.batch import GREEDY, Batch, Cohort
+from quire.sampling.batch import GREEDY, Batch, Cohort, LogprobsAsked
 from quire.sampling.dry import apply_dry
 from quire.sampling.edits import add_bias, apply_mask, forbid_bad_words, forbid_stops
 from quire.sampling.filters import narrow
@@ -152,11 +152,11 @@ def start_copy(sampled: Sampled) -> Sampled:
     return Sampled(sampled.tokens.to("cpu", non_blocking=True), sampled.bad.to("cpu", non_blocking=True), logprobs)
 
 
-def to_host(sampled: Sampled, batch: Batch) -> HostSampled:
+def to_host(sampled: Sampled, asked: LogprobsAsked | None) -> HostSampled:
     """Python values; waits for the device if they are still there."""
     bad = [sample for sample, is_bad in enumerate(sampled.bad.tolist()) if is_bad]
     records: dict[int, TokenLogprobs] = {}
-    if sampled.logprobs is not None and batch.logprobs is not None:
-        scored = to_records(sampled.logprobs, batch.logprobs.host_num_top)
-        records = dict(zip(batch.logprobs.host_samples, scored, strict=True))
+    if sampled.logprobs is not None and asked is not None:
+        scored = to_records(sampled.logprobs, asked.host_num_top)
+        records = dict(zip(asked.host_samples, scored, strict=True))
     return HostSampled(sampled.tokens.tolist(), bad, records)

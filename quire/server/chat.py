@@ -22,6 +22,7 @@ from quire.text.channels import (
     ToolSpec,
     choose_format,
     choose_reasoning,
+    closes_reasoning,
     make_channel_parser,
     opens_reasoning,
     tool_grammar,
@@ -60,7 +61,8 @@ class Conversation:
     continue_final: bool = False
     add_generation_prompt: bool = True
     output: GrammarSpec | None = None  # what the answer's text must look like
-    thinking_budget: int | None = None  # tokens of reasoning after which it is ended, where the prompt opens it
+    output_param: str = "response_format"  # which of the client's fields says so
+    thinking_budget: int | None = None  # tokens of reasoning after which it is ended
 
 
 @dataclass(slots=True)
@@ -69,10 +71,14 @@ class ChatPrompt:
     tokens: list[int]
     make_parser: Callable[[], ChannelParser]
     grammar: GrammarSpec | None
+    grammar_param: str  # which of the client's fields the grammar comes from, for whoever is told that it is wrong
     show_special: bool  # the model's markers are special tokens, so they must reach the parser
 
     def fit(self, params: SamplingParams) -> SamplingParams:
-        return replace(params, skip_special_tokens=False) if self.show_special else params
+        """The parameters, with what this conversation asks of the output."""
+        return replace(
+            params, grammar=self.grammar, skip_special_tokens=params.skip_special_tokens and not self.show_special
+        )
 
 
 class ChatPrompts:
@@ -104,6 +110,12 @@ class ChatPrompts:
             return await asyncio.to_thread(self._edge.encode, prompt)
         return self._edge.encode(prompt)
 
+    def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
+        if output is not None and len(output.value) > self._max_schema:
+            message = f"The schema or grammar has {len(output.value)} characters, the limit is {self._max_schema}."
+            raise bad_request("schema_too_large", message, param)
+        return output
+
     def _check(self, conversation: Conversation) -> None:
         if not conversation.messages:
             raise bad_request("invalid_value", "messages must hold at least one message.", "messages")
@@ -113,10 +125,7 @@ class ChatPrompts:
         if len(conversation.tools) > self._max_tools:
             message = f"There are {len(conversation.tools)} tools, the limit is {self._max_tools}."
             raise bad_request("too_many_tools", message, "tools")
-        if conversation.output is not None and len(conversation.output.value) > self._max_schema:
-            size = len(conversation.output.value)
-            message = f"The schema or grammar has {size} characters, the limit is {self._max_schema}."
-            raise bad_request("schema_too_large", message, "response_format")
+        self.check_output(conversation.output, conversation.output_param)
         for index, tool in enumerate(conversation.tools):
             _check_tool(tool, index, self._max_schema)
         names = [tool["function"]["name"] for tool in conversation.tools]
@@ -152,41 +161,56 @@ class ChatPrompts:
         name = self._tool_format if reads_tools else None
         style, is_open = self._reasoning, opens_reasoning(text, self._reasoning)
         markers = [*(FORMATS[name].markers if name else ()), *((style.open, style.close) if style else ())]
+        calls = self._call_grammar(conversation, specs, name)
+        grammar = self._after_reasoning(conversation, calls or conversation.output, text)
         return ChatPrompt(
             text,
             tokens,
             lambda: make_channel_parser(name, reasoning=style or False, reasoning_open=is_open, tools=specs),
-            self._grammar(conversation, specs, name, text),
+            grammar,
+            "tools" if calls is not None else conversation.output_param,
             any(_special_id(tokenizer, marker) is not None for marker in markers),
         )
 
-    def _grammar(self, conversation: Conversation, specs: list[ToolSpec], name: str | None,
-                 prompt: str) -> GrammarSpec | None:  # fmt: skip
-        """Calls that must come, and their form, are enforced; otherwise the output's own schema is."""
+    def _call_grammar(self, conversation: Conversation, specs: list[ToolSpec], name: str | None) -> GrammarSpec | None:
+        """Calls that must come, and their form, are enforced."""
+        tokenizer = self._edge.tokenizer
+        if name is None or tokenizer is None:
+            return None
+        return tool_grammar(
+            name,
+            specs,
+            conversation.tool_choice,
+            parallel=conversation.parallel_tools,
+            special_id=lambda text: _special_id(tokenizer, text),
+            leads=self._reasoning is not None,
+            answer=conversation.output,
+        )
+
+    def _after_reasoning(
+        self, conversation: Conversation, grammar: GrammarSpec | None, prompt: str
+    ) -> GrammarSpec | None:
+        """The grammar, told where reasoning begins and ends, and how long it may take."""
         tokenizer, style = self._edge.tokenizer, self._reasoning
-        assert tokenizer is not None
-        after: tuple[int, ...] = ()
-        if style is not None and opens_reasoning(prompt, style):
-            after = tuple(tokenizer.encode(style.close, add_special=False))
-        grammar = None
-        if name is not None:
-            grammar = tool_grammar(
-                name,
-                specs,
-                conversation.tool_choice,
-                parallel=conversation.parallel_tools,
-                special_id=lambda text: _special_id(tokenizer, text),
-                after_reasoning=after,
-            )
-        if grammar is None and conversation.output is not None:
-            grammar = replace(conversation.output, after_reasoning=after)
-        budget = conversation.thinking_budget
-        if budget is None:
-            asked = conversation.template_kwargs.get("thinking_budget")
-            budget = asked if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0 else None
-        if budget is not None and after:
-            grammar = replace(grammar or GrammarSpec("free"), after_reasoning=after, budget=budget)
-        return grammar
+        is_open = opens_reasoning(prompt, style)
+        answers = conversation.continue_final or closes_reasoning(prompt, style)
+        if style is None or tokenizer is None or (answers and not is_open):
+            return grammar
+        budget = _thinking_budget(conversation)
+        if grammar is None and budget is None:
+            return None
+        close = tuple(tokenizer.encode(style.close, add_special=False))
+        # Where the prompt does not open it, the model does so itself, or answers at once.
+        opening = () if is_open else tuple(tokenizer.encode(style.open, add_special=False))
+        return replace(grammar or GrammarSpec("free"), after_reasoning=close, opens_reasoning=opening, budget=budget)
+
+
+def _thinking_budget(conversation: Conversation) -> int | None:
+    """The client's own, or the one it hands to the template."""
+    if conversation.thinking_budget is not None:
+        return conversation.thinking_budget
+    asked = conversation.template_kwargs.get("thinking_budget")
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0 else None
 
 
 def _template_source(tokenizer: Tokenizer | None, override: str | None) -> str:

@@ -27,6 +27,7 @@ STATUS_BY_CODE = {
     "engine_failed": 503,
     "engine_closed": 503,
     "engine_hung": 503,
+    "device_lost": 503,
     "shutting_down": 503,
     "step_failed": 500,
     "out_of_memory": 500,
@@ -38,8 +39,9 @@ STATUS_BY_CODE = {
     "grammar_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
-INSIDE_CODES = frozenset({"step_failed", "engine_failed", "grammar_failed", "out_of_memory", "prepare_failed",
-                          "detokenize_failed", "frames_lost", "frames_damaged", "check_failed"})  # fmt: skip
+INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "grammar_failed", "out_of_memory",
+                          "prepare_failed", "detokenize_failed", "frames_lost", "frames_damaged",
+                          "check_failed"})  # fmt: skip
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {

@@ -92,7 +92,8 @@ class _Passage:
             totals = scope["state"].get("totals")  # of a route that generated something
             tokens = {} if totals is None else asdict(totals)
             self._log.write(level, "reply", id=self._id, method=self._scope["method"], path=self._path[:200],
-                            status=self._status, seconds=seconds, **tokens)  # fmt: skip
+                            status=self._status, outcome=scope["state"].get("outcome"), seconds=seconds,
+                            **tokens)  # fmt: skip
 
     async def _pass(self, scope: Scope) -> None:
         try:

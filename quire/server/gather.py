@@ -15,6 +15,25 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
+class ReasoningTokens:
+    """How many tokens were reasoning. One that shows no text yet belongs to the channel of the text that comes next."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._held: dict[int, int] = {}  # by sample
+        self._inside: dict[int, bool] = {}
+
+    def add(self, piece: Piece) -> None:
+        held = self._held.pop(piece.index, 0) + len(piece.token_ids)
+        if piece.events:
+            self._inside[piece.index] = isinstance(piece.events[-1], ReasoningDelta)
+        elif piece.end is None:
+            self._held[piece.index] = held
+            return
+        if self._inside.get(piece.index, False):
+            self.count += held
+
+
 @dataclass(slots=True)
 class Call:
     name: str
@@ -31,7 +50,6 @@ class Whole:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     embedding: list[float] = field(default_factory=list)
-    num_reasoning_tokens: int = 0
     end: End = field(default_factory=lambda: End("stop", None, Usage(), Timing()))
 
     def add(self, piece: Piece, call_prefix: str = "call_") -> None:
@@ -44,8 +62,6 @@ class Whole:
                 self.calls.append(Call(event.name, new_id(call_prefix)))
             elif isinstance(event, ToolCallDelta):
                 self.calls[event.index].arguments += event.arguments
-        if piece.events and isinstance(piece.events[-1], ReasoningDelta):
-            self.num_reasoning_tokens += len(piece.token_ids)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs or ()
         self.prompt_logprobs += piece.prompt_logprobs or ()
@@ -59,11 +75,9 @@ class Gather:
     def __init__(self, num_samples: int, call_prefix: str = "call_"):
         self.samples = [Whole() for _ in range(num_samples)]
         self._call_prefix = call_prefix
+        self.reasoning_tokens = ReasoningTokens()
 
     def take(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             self.samples[piece.index].add(piece, self._call_prefix)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return sum(sample.num_reasoning_tokens for sample in self.samples)
+            self.reasoning_tokens.add(piece)

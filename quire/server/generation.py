@@ -10,8 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from quire.config import ServerConfig
 from quire.edge import Edge
@@ -22,6 +21,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, QuireError, Request, SamplingParams, Usage
 
 MAX_RETRY_SECONDS = 600
+
+GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
 
 
 @dataclass(slots=True)
@@ -34,9 +35,9 @@ class Job:
     timeout: float | None = None
     priority: int = 0
     salt: bytes = b""
-    grammar: Any = None
     route: str = ""
     request_id: str = ""  # for logs
+    grammar_param: str | None = None  # the field at fault if the grammar is
     on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
 
 
@@ -65,14 +66,15 @@ class Generation:
         """Submit a job. Raises at once if it is not valid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
-        name = f"gen-{secrets.token_hex(10)}"
+        # The engine's own logs and traces are found by the id the client knows; the rest makes it unique.
+        name = f"{job.request_id or 'gen'}-{secrets.token_hex(4)}"
         groups: list[list[Request]] = []
         for place, tokens in enumerate(job.prompts):
             self._check_length(tokens)
             requests = self.edge.requests(
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
             )
-            groups.append([replace(request, grammar=job.grammar) for request in requests] if job.grammar else requests)
+            groups.append(requests)
         self._admit(groups)
         samples: dict[str, Sample] = {}
         for request in (request for requests in groups for request in requests):
@@ -145,6 +147,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     _first_at: dict[str, float] = field(default_factory=dict)
     _ahead: list[Piece] = field(default_factory=list)
+    _closed: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -165,7 +168,11 @@ class Run:
             deltas = await self._ticket.next(patience)
             for delta in deltas:
                 sample = self._samples[delta.request_id]
-                piece, cancel = _push(sample, delta)
+                try:
+                    piece, cancel = _push(sample, delta)
+                except QuireError as error:
+                    error.param = self.job.grammar_param if error.code in GRAMMAR_CODES else error.param
+                    raise
                 if cancel:
                     self._ticket.cancel(delta.request_id)
                 if piece is not None:
@@ -180,8 +187,14 @@ class Run:
         self._ahead = await self.next(patience)
 
     def close(self) -> None:
-        """Cancel whatever still runs. May be called twice."""
+        """Cancel whatever still runs. May be called twice. What it took until now counts, for the log and the key."""
         self._ticket.close()
+        if self._closed:
+            return
+        self._closed = True
+        for name, sample in self._samples.items():
+            if not sample.ended:
+                self._add_usage(name, Usage(sample.request.prompt_len, 0, sample.num_tokens))
 
     def _count(self, name: str, piece: Piece) -> None:
         now = time.monotonic()

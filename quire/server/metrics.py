@@ -37,6 +37,8 @@ class Metrics:
         self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
         self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
         self._cut = Counter("quire_cut_readers", "Clients cut off because they did not read", route, **registry)
+        self._broken = Counter("quire_streams_broken", "Streams that began and did not end well, by outcome",
+                               ("route", "outcome"), **registry)  # fmt: skip
         self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
         self._first_token = Histogram("quire_ttft_seconds", "Time to first token", route, buckets=SECONDS, **registry)
         self._per_token = Histogram(
@@ -71,6 +73,9 @@ class Metrics:
     def disconnected(self, route: str) -> None:
         self._disconnects.labels(route).inc()
 
+    def stream_broke(self, route: str, outcome: str) -> None:
+        self._broken.labels(route, outcome).inc()
+
     def first_token(self, route: str, seconds: float) -> None:
         self._first_token.labels(route).observe(seconds)
 
@@ -90,6 +95,9 @@ class _EngineCollector:
     COUNTERS = (
         ("steps", "Steps run"),
         ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),
+        ("prompt_tokens", "Of these, tokens of prompts"),
+        ("rows", "Rows of all steps (the sum of batch sizes)"),
+        ("prompt_rows", "Of these, rows that computed tokens of a prompt"),
         ("sampled_tokens", "Tokens sampled"),
         ("preemptions", "Requests pushed out for lack of room"),
         ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),

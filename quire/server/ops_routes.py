@@ -104,12 +104,13 @@ def stats_body(server: Server) -> dict[str, Any]:
 
 
 def _as_dict(beat: Any) -> dict[str, Any]:
-    fields = {name: getattr(beat, name) for name in beat.__struct_fields__ if name != "groups"}
+    fields = {name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("groups", "recent")}
     groups = [
         {"name": g.name, "units": g.num_units, "available": g.num_available, "cached": g.num_cached}
         for g in beat.groups
     ]
-    return {**fields, "groups": groups}
+    recent = [step._asdict() for step in beat.recent]
+    return {**fields, "groups": groups, "recent": recent}
 
 
 def _json(value: Any, status: int) -> Response:

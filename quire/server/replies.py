@@ -23,6 +23,7 @@ from quire.server.sample import Piece
 from quire.server.state import Server
 from quire.types import QuireError
 
+DISCONNECTED = "disconnected"  # the outcome of a reply whose client left
 PEEK_SECONDS = 2.0  # an error this early still gets its own status; later it is an event
 
 
@@ -48,6 +49,7 @@ async def stream_reply(request: Request, run: Run, encoder: StreamEncoder, serve
         await run.peek(min(server.config.server.keep_alive, PEEK_SECONDS))
     except Closed:
         server.metrics.disconnected(run.job.route)
+        request.state.outcome = DISCONNECTED
         return _nobody()
     except BaseException:
         watcher.cancel()
@@ -77,13 +79,17 @@ class EventStream(Response):
             await reader.send_frame(await encoder.finish())
         except Closed:
             server.metrics.disconnected(run.job.route)
+            self._broke(scope, DISCONNECTED)
         except TooSlow:
+            self._broke(scope, "too_slow")
             server.metrics.cut_off(run.job.route)
             server.log.write("warning", "reader cut off", id=run.job.request_id, seconds=reader.patience)
         except QuireError as error:
             server.note_failure(run.job.route, run.job.request_id, error)
+            self._broke(scope, error.code)
             await reader.send_frame(encoder.fail(from_quire_error(error)))
         except Exception:
+            self._broke(scope, "internal_error")
             await reader.send_frame(encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))
             raise  # the gate logs it; the client has been told
         finally:
@@ -91,6 +97,11 @@ class EventStream(Response):
             run.close()
             with suppress(OSError, TooSlow):
                 await reader.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _broke(self, scope: Scope, outcome: str) -> None:
+        """The status was sent long ago and said 200; the log and the metrics shall know better."""
+        scope["state"]["outcome"] = outcome
+        self._server.metrics.stream_broke(self._run.job.route, outcome)
 
 
 class TooSlow(Exception):
@@ -131,6 +142,7 @@ async def whole_reply(request: Request, run: Run, take: Callable[[Iterable[Piece
             take(await run.next())
     except Closed:
         server.metrics.disconnected(run.job.route)
+        request.state.outcome = DISCONNECTED
         return _nobody()
     finally:
         watcher.cancel()

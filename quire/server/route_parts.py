@@ -9,7 +9,7 @@ from fastapi import Request
 from quire.server.errors import ApiError, Dialect, error_body
 from quire.server.gate import route_label
 from quire.server.generation import Job
-from quire.server.schemas import ExtraSampling
+from quire.server.schemas import Service
 from quire.types import SamplingParams
 
 _STATUSES = {
@@ -27,7 +27,7 @@ _STATUSES = {
 }
 
 
-def job_of(request: Request, body: ExtraSampling, prompts: list[list[int]], params: SamplingParams) -> Job:
+def job_of(request: Request, body: Service, prompts: list[list[int]], params: SamplingParams) -> Job:
     budget = getattr(request.state, "budget", None)
     return Job(
         prompts,

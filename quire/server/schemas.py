@@ -23,9 +23,29 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
-class ExtraSampling(Body):
-    """Sampling parameters that neither API has, under the names Quire has everywhere."""
+class Service(Body):
+    """How a request is to be treated, whatever it asks for."""
 
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    def salt(self) -> bytes:
+        if self.cache_salt is None:
+            return b""
+        return blake2b(self.cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+class Sampling(Service):
+    """The sampling parameters every API takes, its own ones and those it does not know, under the names Quire has
+    everywhere. How an API calls the rest (stop, max_tokens, n, logprobs) is its own business."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     top_n_sigma: float | None = None
@@ -41,26 +61,18 @@ class ExtraSampling(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-
-    def salt(self) -> bytes:
-        if self.cache_salt is None:
-            return b""
-        return blake2b(self.cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
-_EXTRA = [name for name in ExtraSampling.model_fields if name not in ("priority", "timeout", "cache_salt")]
+_SHARED = [name for name in Sampling.model_fields if name not in Service.model_fields]
 
 
-def sampling_params(body: ExtraSampling, **own: Any) -> SamplingParams:
-    """The dialect's own fields by our names, and the extra ones; what is None keeps the model's default."""
-    given = {name: getattr(body, name) for name in _EXTRA} | own
+def sampling_params(body: Sampling, **own: Any) -> SamplingParams:
+    """The dialect's own fields by our names, and the shared ones; what is None keeps the model's default."""
+    given = {name: getattr(body, name) for name in _SHARED} | {"logit_bias": _token_bias(body.logit_bias)} | own
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+def _token_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
     bias = {}

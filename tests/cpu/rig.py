@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,28 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
-def load(folder: Path, page_tokens: int = 4) -> Model:
+def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: str = "float32", **how: Any) -> Model:
     files = resolve_model(str(folder))
-    loaded = load_model(files, dtype="float32", device=CPU, max_model_len=None, page_tokens=page_tokens)
-    return loaded.model
+    return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how).model
 
 
-def make_engine(model: Model, *, late: bool = False, max_len: int = 256, **knobs: Any) -> Engine:
+def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
+    """Sixteen prompts of 1 to 60 tokens; some share a beginning, two are the same."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 40, 48, 60]
+    prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+    prompts[14] = prompts[13] + prompts[14][:8]
+    prompts[5] = prompts[12][:7]
+    prompts[6] = list(prompts[7][:8])
+    return prompts
+
+
+def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device: torch.device = CPU,
+                **knobs: Any) -> Engine:  # fmt: skip
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, **knobs}
-    engine, _ = build_engine(model, override_config(Config(), knobs), max_len, CPU)
+    engine, _ = build_engine(model, override_config(Config(), knobs), max_len, device)
     if late:
-        engine._workers = LateDevice(engine._workers)
+        engine.workers = LateDevice(engine.workers)
     return engine
 
 
@@ -59,8 +71,8 @@ class LateDevice:
             ticket = self._queue.pop(0)
             ticket.ticket = self._inner.sample(self._inner.forward(ticket.plan), ticket.masks)
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
 
     def close(self) -> None:
         self._inner.close()

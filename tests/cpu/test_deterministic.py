@@ -66,7 +66,8 @@ class Spy:
             self._seen[row.request_id, row.start + row.count] = forward.logits[index].clone()
         return self._inner.sample(forward, masks)
 
-    def prepare(self) -> None: ...
+    def chores(self) -> Iterator[None]:
+        return iter(())
 
     def close(self) -> None: ...
 
@@ -82,7 +83,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     for place, request in enumerate(requests):
         request.arrival = float(place)
         engine.add(request)
-    engine.run_until_idle()
+    assert [delta.error for delta in engine.run_until_idle() if delta.error] == []
     return {request.id: request.tokens[request.prompt_len :] for request in requests}
 
 

@@ -89,7 +89,9 @@ def test_one_bad_request_ends_alone(tiny: Any, fault: str, depth: int) -> None:
 
 
 def caches(engine: Any) -> list[Tensor]:
-    workers = getattr(engine._workers, "_inner", engine._workers)
+    workers = engine.workers
+    while hasattr(workers, "_inner"):
+        workers = workers._inner
     return list(workers._store.tensors.values())
 
 
@@ -101,7 +103,10 @@ def test_a_page_that_changed_on_the_host_is_computed_again(tiny: Any, checksums:
     outputs = []
     for corrupt in (False, True):
         engine = make_engine(tiny, swap_checksums=checksums, **options)
-        store = engine._workers._store  # type: ignore[attr-defined]
+        workers: Any = engine.workers
+        while hasattr(workers, "_inner"):
+            workers = workers._inner
+        store = workers._store
         for index, prompt in enumerate(prompts):
             request = make_request(f"r{index}", prompt, GREEDY)
             request.arrival = float(index)

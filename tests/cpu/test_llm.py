@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quire import LLM, AsyncLLM, QuireError, SamplingParams
+from quire import LLM, AsyncLLM, GrammarSpec, QuireError, SamplingParams
 from tests.cpu.rig import LateDevice
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -125,14 +127,14 @@ def test_a_stop_string_discards_the_token_of_the_step_in_flight(folder: Path, ll
     whole = llm.generate("why is the sky blue", GREEDY)[0]
     stop = whole.text[3:6]
     late = LLM(str(folder), **KNOBS, depth=2)
-    late._engine._workers = LateDevice(late._engine._workers)
+    late._engine.workers = LateDevice(late._engine.workers)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop)
     cut = late.generate("why is the sky blue", params)[0]
     assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     steps = late.engine.scheduler.stats.steps
     assert steps == len(cut.token_ids) + 1, "one more step was under way when the text stopped"
-    assert idle(late) and late._engine._workers.submitted_ahead > 0
+    assert idle(late) and late._engine.workers.submitted_ahead > 0
 
 
 def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
@@ -264,5 +266,44 @@ def test_async_closing_ends_what_is_open(folder: Path) -> None:
         assert chunks[-1].finish_reason in ("cancelled", "length")
         with pytest.raises(QuireError, match="closed"):
             await engine.generate("why", GREEDY)
+
+    asyncio.run(main())
+
+
+def test_output_bound_by_a_grammar(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=80, seed=3, n=2)
+    schema = {"type": "object", "properties": {"blue": {"type": "boolean"}}, "required": ["blue"],
+              "additionalProperties": False}  # fmt: skip
+    specs = [GrammarSpec.json(schema), GrammarSpec.regex("[a-c]{4}"), GrammarSpec.choice("sky", "light"), None]
+    outputs = llm.generate(["why"] * 4, [replace(params, grammar=spec) for spec in specs])
+    assert all(isinstance(json.loads(sample.text)["blue"], bool) for sample in outputs[0].samples)
+    assert all(re.fullmatch("[a-c]{4}", sample.text) for sample in outputs[1].samples)
+    assert all(sample.text in ("sky", "light") for sample in outputs[2].samples)
+    ebnf = GrammarSpec.ebnf('start: "(" start ")" | "x"')
+    bias = {llm.tokenizer.encode("x")[0]: 9}  # so that it ends
+    streamed = llm.stream("why", SamplingParams(max_tokens=24, grammar=ebnf, logit_bias=bias))
+    text = "".join(chunk.text for chunk in streamed)
+    assert text.count("(") == text.count(")") and text.strip("()") == "x"
+    assert idle(llm)
+
+
+def test_a_wrong_grammar_is_an_error_before_anything_runs(llm: LLM) -> None:
+    for spec in (GrammarSpec.regex("("), GrammarSpec("json_schema", "{"), GrammarSpec.choice()):
+        with pytest.raises(QuireError) as caught:
+            llm.generate("why", SamplingParams(grammar=spec))
+        assert caught.value.code == "invalid_schema"
+    with pytest.raises(QuireError, match="GrammarSpec"):
+        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
+    assert idle(llm)
+
+
+def test_grammars_in_an_event_loop(folder: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(str(folder), **KNOBS) as llm:
+            asked = [SamplingParams(max_tokens=8, grammar=GrammarSpec.choice(word)) for word in ("sky", "light")]
+            outputs = await asyncio.gather(*(llm.generate("why", params) for params in asked))
+            assert [output.text for output in outputs] == ["sky", "light"]
+            refused = await llm.generate("why", SamplingParams(grammar=GrammarSpec.regex("(")))
+            assert refused.error_code == "invalid_schema" and refused.finish_reason == "error"
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from quire.files.source import resolve_model
-from quire.models.gguf import hf_name
+from quire.models.gguf_names import hf_name
 from quire.models.loader import LoadedModel, estimate_weights_bytes, load_model, read_config
 from quire.types import QuireError
+from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_gguf import gguf_name, transformers_from_gguf, write_gguf
 from tests.cpu.tiny_models import make_tiny
@@ -45,6 +47,42 @@ def test_written_and_read_back(family: str, arch: str, tmp_path: Path) -> None:
     loaded = load(path)
     assert [spec.window for spec in loaded.model.specs] == [11 if family == "mistral" else None]
     assert_same_logits(loaded, reference)
+
+
+# family -> architecture, metadata beyond what every file has
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attention.sliding_window": 11, "attn_logit_softcapping": 3.0,
+                          "final_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3", {"attention.sliding_window": 9, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    "granite": ("granite", {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 2.0}),
+    "nemotron": ("nemotron", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"attention.sliding_window": 13}),
+    "phi4": ("phi3", {"rope.scaling.original_context_length": 2}),
+    "smollm3": ("smollm3", {}),
+    "stablelm": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {"attention.sliding_window": 14}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_architectures_beside_llama(name: str, tmp_path: Path) -> None:
+    family = next(family for family in all_families() if family.name == name)
+    if name.startswith("gemma") and name != "gemma":  # a GGUF has no room for a scale of its own there
+        config = family.config()
+        config.query_pre_attn_scalar = config.head_dim
+        family = replace(family, config=lambda: config)
+    arch, metadata = OTHERS[name]
+    reference = save_checkpoint(family, tmp_path / "hf")
+    extra = {}
+    if name == "phi4":
+        for kind in ("long", "short"):
+            factors = np.array(reference.config.rope_parameters[f"{kind}_factor"], np.float32)
+            extra[f"rope_factors_{kind}.weight"] = factors
+    path = tmp_path / "tiny.gguf"
+    write_gguf(reference, arch, path, metadata={f"{arch}.{key}": value for key, value in metadata.items()}, extra=extra)
+    assert_same_logits(load(path), reference)
 
 
 def test_biases_of_permuted_files(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_nothing_to_sample():
     _, histories = set_up([Case(resolved())], 100)
     histories.rows, histories.lengths, histories.len_bounds = torch.zeros(0, dtype=torch.int64), torch.zeros(0), []
     batch = rows.gather([])
-    host = to_host(Sampler(100, "cpu").sample(torch.zeros(0, 100), batch, histories), batch)
+    host = to_host(Sampler(100, "cpu").sample(torch.zeros(0, 100), batch, histories), batch.logprobs)
     assert host.tokens == [] and host.bad == [] and host.logprobs == {}
 
 

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 def sample(cases: list[Case], logits: torch.Tensor, mask: torch.Tensor | None = None):
     batch, histories = set_up(cases, logits.shape[1])
-    return to_host(Sampler(logits.shape[1], "cpu").sample(logits, batch, histories, mask), batch)
+    return to_host(Sampler(logits.shape[1], "cpu").sample(logits, batch, histories, mask), batch.logprobs)
 
 
 PARAMS = (

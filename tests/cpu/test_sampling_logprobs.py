@@ -34,7 +34,9 @@ def test_sampled_tokens_are_scored_by_the_raw_distribution(vocab_size: int):
         )  # fmt: skip
     logits = random_logits(rng, 10, vocab_size)
     batch, histories = set_up(cases, vocab_size)
-    host = to_host(start_copy(Sampler(vocab_size, "cpu").sample(torch.from_numpy(logits), batch, histories)), batch)
+    host = to_host(
+        start_copy(Sampler(vocab_size, "cpu").sample(torch.from_numpy(logits), batch, histories)), batch.logprobs
+    )
     assert set(host.logprobs) == set(asked)
     for i, record in host.logprobs.items():
         assert record.token_id == host.tokens[i]
@@ -44,7 +46,7 @@ def test_sampled_tokens_are_scored_by_the_raw_distribution(vocab_size: int):
 def test_every_row_asks():
     logits = random_logits(np.random.default_rng(0), 3, 50)
     batch, histories = set_up([Case(resolved(temperature=0.0, logprobs=2))] * 3, 50)
-    host = to_host(Sampler(50, "cpu").sample(torch.from_numpy(logits), batch, histories), batch)
+    host = to_host(Sampler(50, "cpu").sample(torch.from_numpy(logits), batch, histories), batch.logprobs)
     for i in range(3):
         assert host.logprobs[i].rank == 1 and host.logprobs[i].token_id == logits[i].argmax()
         check(host.logprobs[i], logits[i], 2)

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.gpu.kernel_checks import CHECKS
+from tests.gpu.checks import CHECKS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

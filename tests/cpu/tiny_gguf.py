@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import transformers
 
+PERMUTED = ("llama", "granite", "smollm3")  # their converters keep queries and keys so that rope turns neighbours
+RAISED = ("gemma", "gemma2", "gemma3", "nemotron")  # theirs add the one that checkpoints leave out of norms
 _NAMES = (
     (r"model\.embed_tokens\.", "token_embd."),
     (r"model\.norm\.", "output_norm."),
@@ -38,8 +40,14 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
                extra: dict[str, np.ndarray] | None = None, metadata: dict[str, Any] | None = None,
                without: str = "") -> None:  # fmt: skip
     """`types`: regular expression of GGUF names -> quantization type; the rest is F32. `extra`: more tensors;
-    `without`: the name of one to leave out."""
+    `without`: the name of one to leave out. Names are those the `gguf` package has for the architecture."""
     config = model.config
+    kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), gguf.MODEL_ARCH.LLAMA)
+    known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+
+    def called(name: str) -> str:
+        return known.get_name(name, try_suffixes=(".weight", ".bias")) or gguf_name(name)
+
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -50,18 +58,25 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name in ("layer_norm_eps", "norm_eps", "norm_epsilon"):
+        if hasattr(config, name):
+            writer.add_layer_norm_eps(getattr(config, name))
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in model.state_dict().items():
-        if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_name(name) == without:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or called(name) == without:
             continue
-        if arch == "llama" and re.search(r"[qk]_proj", name):
+        if "norm" in name and name.endswith("weight") and arch in RAISED:
+            tensor = tensor + 1
+        if arch in PERMUTED and re.search(r"[qk]_proj", name):
             halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        _add(writer, gguf_name(name), tensor, types or {})
+        _add(writer, called(name), tensor, types or {})
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -15,7 +17,8 @@ TEMPLATE = (
 )
 
 
-def make_tiny_llm(folder: Path, family: str = "llama") -> Path:
+def make_tiny_llm(folder: Path, family: str = "llama", added: Sequence[str] = (), **overrides: Any) -> Path:
+    """`added`: texts that are tokens of their own, like the markers of reasoning; `overrides`: of the config."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,7 +28,8 @@ def make_tiny_llm(folder: Path, family: str = "llama") -> Path:
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["the sky is blue because light is scattered", "why is the sky blue"] * 4, trainer)
-    make_tiny(family, folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=0)
+    tokenizer.add_tokens(list(added))
+    make_tiny(family, folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=0, **overrides)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -25,6 +25,11 @@ PACKAGES = ("msgspec", "zmq", "fastapi", "uvicorn", "uvloop", "httptools", "prom
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 KEY, ADMIN_KEY = "sk-test", "sk-admin"
 TEMPLATE = str(Path(__file__).with_name("parrot.jinja"))
+# A model that reasons: the prompt opens it where the client asks for that, elsewhere the model may do so itself.
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Started:
     url: str = ""
     lines: list[str] = field(default_factory=list)  # of stderr
     key: str = KEY
+    trace: Path | None = None
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -125,5 +131,23 @@ def real(model_here: None) -> Iterator[Started]:
                "--threads", "1",
                "--max-model-len", "1024", "--cache-memory", "200MiB", "--host-memory", "0"]  # fmt: skip
     started = start(command)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny(model_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """The real engine around a tiny random model: everything is real but what it says, and that it is fast."""
+    need("torch", "transformers")
+    from tests.cpu.tiny_llm import make_tiny_llm
+
+    folder = tmp_path_factory.mktemp("tiny-served")
+    make_tiny_llm(folder / "model", added=("<think>", "</think>"), max_position_embeddings=1024)
+    command = [sys.executable, "-m", "quire", "serve", str(folder / "model"), "--port", "0", "--api-key", KEY,
+               "--admin-key", ADMIN_KEY, "--threads", "1", "--dtype", "float32", "--num-pages", "1024",
+               "--host-memory", "0", "--served-model-name", "tiny", "--chat-template", THINKING_TEMPLATE,
+               "--trace", str(folder / "trace.json")]  # fmt: skip
+    started = start(command)
+    started.trace = folder / "trace.json"
     yield started
     started.stop()

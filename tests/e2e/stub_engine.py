@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.cache.index import CacheIndex
@@ -42,6 +42,9 @@ class Parrot:
         if self._pause:
             time.sleep(self._pause)
         return plan
+
+    def chores(self) -> Iterator[None]:
+        return iter(())
 
     def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> _Done:
         output = StepOutput(forward.step, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.conftest import ADMIN_KEY, KEY, Started
-from tests.e2e.test_operation import client_of, is_idle, until
+from tests.e2e.test_operation import client_of, engine, is_idle, until
 
 NUM_REQUESTS = 1000
 MAX_OPEN = 48
@@ -46,7 +46,8 @@ async def storm(url: str, count: int, rng: random.Random) -> tuple[int, int]:
         leaves = number % 3 == 0
         stream = rng.random() < 0.7
         words = " ".join(rng.choice(["red", "green", "blue"]) for _ in range(rng.randrange(2, 60)))
-        body = {"prompt": words, "max_tokens": 400 if leaves else rng.randrange(2, 24), "stream": stream, "n": 1}
+        body = {"prompt": words, "max_tokens": 400 if leaves else rng.randrange(2, 24), "stream": stream,
+                "ignore_eos": True}  # fmt: skip
         after = None if not leaves else rng.randrange(1, 600) if stream else 0
         async with gate:
             return await one(url, body, after)
@@ -60,20 +61,25 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_a_third_hangs_up(stub: Started) -> None:
+def test_a_third_hangs_up(tiny: Started) -> None:
+    """The whole thing: the real engine process, whose every page must come back."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    with client_of(stub) as client:
+    with client_of(tiny) as client:
         admin = {"authorization": f"Bearer {ADMIN_KEY}"}
-        pids = [stub.process.pid, client.get("/admin/engine", headers=admin).json()["pid"]]
-        asyncio.run(storm(stub.url, 200, rng))  # buffers and caches find their size
+        pids = [tiny.process.pid, client.get("/admin/engine", headers=admin).json()["pid"]]
+        asyncio.run(storm(tiny.url, 200, rng))  # buffers and caches find their size
         until(lambda: is_idle(client))
-        before = [resident(pid) for pid in pids]
-        completed, stayed = asyncio.run(storm(stub.url, NUM_REQUESTS, rng))
+        before, ended = [resident(pid) for pid in pids], engine(client)["ended"]
+        completed, stayed = asyncio.run(storm(tiny.url, NUM_REQUESTS, rng))
         assert completed == stayed, "everyone who stayed got the whole answer"
         until(lambda: is_idle(client))
         stats = client.get("/v1/stats").json()
         assert stats["http"]["live"] == 0 and stats["engine"]["held"] == 0
+        assert stats["engine"]["ended"] - ended == NUM_REQUESTS, "each of them was begun and came to an end"
         growth = [after - start for after, start in zip([resident(pid) for pid in pids], before, strict=True)]
         assert all(grown < MAX_GROWTH for grown in growth), growth
+        text = client.get("/metrics").text
+        left = [float(line.split()[1]) for line in text.splitlines() if line.startswith("quire_disconnects_total{")]
+        assert sum(left) >= NUM_REQUESTS // 6, "clients did leave"

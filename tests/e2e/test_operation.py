@@ -131,6 +131,69 @@ def test_deadlines(slow: Started) -> None:
         until(lambda: is_idle(client))
 
 
+def test_a_stream_that_breaks_is_logged_and_counted_as_what_it_was(slow: Started) -> None:
+    def line_of(name: str) -> dict[str, Any]:
+        until(lambda: any(name in line for line in slow.lines))
+        return next(json.loads(line) for line in slow.lines if name in line)
+
+    with client_of(slow) as client:
+        body = {**LONG, "stream": True}
+        with client.stream(
+            "POST", COMPLETE, json={**body, "timeout": 0.2}, headers={"x-request-id": "too-late"}
+        ) as one:
+            one.read()
+        with client.stream("POST", COMPLETE, json=body, headers={"x-request-id": "walks-out"}) as other:
+            next(events_of(other.iter_lines()))
+        with client.stream(
+            "POST", COMPLETE, json={**body, "max_tokens": 2}, headers={"x-request-id": "stays"}
+        ) as third:
+            third.read()
+        assert (line_of("too-late")["status"], line_of("too-late")["outcome"]) == (200, "deadline_exceeded")
+        assert (line_of("walks-out")["status"], line_of("walks-out")["outcome"]) == (200, "disconnected")
+        assert "outcome" not in line_of("stays")
+        assert all(line_of(name)["prompt_tokens"] == 3 for name in ("too-late", "walks-out", "stays"))
+        assert line_of("walks-out")["completion_tokens"] >= 1, "what it took counts, also for the key's budget"
+        text = client.get("/metrics").text
+        for outcome in ("deadline_exceeded", "disconnected"):
+            assert f'quire_streams_broken_total{{outcome="{outcome}",route="{COMPLETE}"}} ' in text
+        until(lambda: is_idle(client))
+
+
+def test_the_queue_is_bounded_in_tokens_too(model_here: None) -> None:
+    flags = ("--max-rows", "1", "--max-waiting-tokens", "100", "--api-key", KEY)
+    started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.01"})
+    try:
+        with client_of(started) as client:
+            bodies = [{**LONG, "stream": True}, {**LONG, "prompt": "word " * 60, "stream": True}]
+            streams = [client.stream("POST", COMPLETE, json=body) for body in bodies]
+            replies = [stream.__enter__() for stream in streams]  # one runs, and 60 tokens wait
+            try:
+                assert [reply.status_code for reply in replies] == [200, 200]
+                until(lambda: engine(client)["waiting"] == 1)
+                many = {"prompt": "word " * 50, "max_tokens": 2}
+                refused = client.post(COMPLETE, json=many)
+                assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+                assert "prompt tokens wait already, 100 is" in refused.json()["error"]["message"]
+                assert int(refused.headers["retry-after"]) >= 1 and refused.headers["x-request-id"]
+                claude = {"max_tokens": 2, "messages": [{"role": "user", "content": "word " * 50}]}
+                refused = client.post("/v1/messages", json=claude)
+                assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
+                assert int(refused.headers["retry-after"]) >= 1
+                few = client.stream("POST", COMPLETE, json={"prompt": "word", "max_tokens": 2, "stream": True})
+                assert few.__enter__().status_code == 200, "a small one still fits"
+                streams.append(few)
+            finally:
+                for stream in streams:
+                    stream.__exit__(None, None, None)
+            until(lambda: is_idle(client))
+            assert client.post(COMPLETE, json=many).status_code == 200
+            assert client.post(COMPLETE, json={**many, "prompt": "word " * 500}).status_code == 200, (
+                "alone it may be long"
+            )
+    finally:
+        started.stop()
+
+
 def test_cors_for_the_origins_that_were_named(slow: Started) -> None:
     with client_of(slow) as client:
         origin = {"origin": "https://page.example"}

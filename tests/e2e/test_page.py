@@ -118,15 +118,20 @@ def test_the_feed_tells_samples_and_requests(server: Started) -> None:
             assert other.post(CHAT, json=body, headers={"x-request-id": "seen-me"}).status_code == 200
             assert other.post(CHAT, json={**body, "temperature": -1}, headers={"x-request-id": "bad-me"}).is_error
             seen: dict[str, Any] = {}
-            last = first
+            last, steps = first, []
             while "bad-me" not in seen or last["sampled_tokens"] == first["sampled_tokens"]:
                 name, data = next(feed)
-                assert name in ("samples", "open", "requests")
+                assert name in ("samples", "steps", "open", "requests")
+                if name == "steps":
+                    steps += data
                 if name == "samples":
                     assert data[0]["t"] > last["t"], "each sample comes once"
                     last = data[-1]
                 elif name == "requests":
                     seen |= {record["id"]: record for record in data}
+            assert [step[0] for step in steps] == list(range(1, last["steps"] + 1)), "every step, each once"
+            assert steps[0][1:] == [1, 1, last["prompt_tokens"], last["prompt_tokens"]], "first the prompt"
+            assert all(step[1:] == [1, 0, 1, 0] for step in steps[1:]), "then one token after the other"
             good = seen["seen-me"]
             assert (good["path"], good["status"], good["completion_tokens"]) == (
                 CHAT,

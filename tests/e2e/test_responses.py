@@ -107,3 +107,11 @@ def test_bad_input(client) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model="parrot", input="x", extra_body=fields)
         assert caught.value.body["param"] == param
+
+
+def test_logprobs_come_with_the_deltas(client) -> None:
+    events = list(client.responses.create(model="parrot", input="one two three", top_logprobs=1, stream=True))
+    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    whole = events[-1].response.output[0].content[0].logprobs
+    assert len(whole) == 4 and [entry.token for entry in told] == [entry.token for entry in whole[: len(told)]]
+    assert len(told) >= 3

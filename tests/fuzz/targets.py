@@ -160,8 +160,11 @@ class HttpBodies(Fuzzed):
         super().__init__(folder)
         from tests.fuzz.fake_server import FakeServer
 
-        self._server = FakeServer(folder)
+        async def make() -> FakeServer:  # the application starts tasks of its own
+            return FakeServer(folder)
+
         self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(make())
         message = {"role": "user", "content": "hello"}
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         self._seeds: list[tuple[str, Any]] = [

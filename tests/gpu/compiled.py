@@ -15,7 +15,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
-from quire.kernels.triton import attention, decode, launch, prefill_hopper, rope, sample, skinny
+from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton import (
+    attention,
+    decode,
+    experts,
+    latent,
+    launch,
+    prefill_hopper,
+    recurrent,
+    recurrent_scan,
+    recurrent_step,
+    rope,
+    route,
+    sample,
+    skinny,
+)
 
 launched: dict[str, int] = {}
 _run = JITFunction.run
@@ -42,7 +58,7 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, prefill_hopper, sample):
+    for module in (launch, attention, decode, latent, prefill_hopper, recurrent_scan, recurrent_step, sample):
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -56,11 +72,66 @@ def main() -> None:
     for counts in ([1] * 4, [4]):
         plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
         attention.paged_attention(q, cache, cache, plan, 0.1)
-    assert prefill_hopper.supports(q, cache, None)
+    assert prefill_hopper.supports(q, cache, plain=True)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
+    compile_experts()
+    compile_latent()
+    compile_recurrent()
     json.dump(launched, sys.stdout)
+
+
+def compile_latent() -> None:
+    """The shapes of DeepSeek V3."""
+    bf16 = torch.bfloat16
+    cache, places = torch.zeros(10, 16, 1, 576, dtype=bf16), torch.arange(4)
+    angles = Angles(places, torch.rand(32))
+    for heads in (128, 16):
+        entry, norm, q = (
+            torch.zeros(4, 576, dtype=bf16),
+            torch.ones(512, dtype=bf16),
+            torch.zeros(4, heads, 192, dtype=bf16),
+        )
+        q_rope = latent.latent_write(q, entry, norm, 1e-6, angles, cache, places, True)
+        for counts in ([1] * 4, [4]):
+            table = torch.zeros(len(counts), 64, dtype=torch.int32)
+            plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
+            latent.latent_attention(torch.zeros(heads, 4, 512, dtype=bf16), q_rope, cache, plan, 0.1)
+
+
+def compile_experts() -> None:
+    """The shapes of Qwen3-30B-A3B, with few experts."""
+    bf16 = torch.bfloat16
+    weights = ExpertWeights(torch.zeros(8, 1536, 2048, dtype=bf16), torch.zeros(8, 2048, 768, dtype=bf16))
+    router, norm = torch.zeros(8, 2048, dtype=bf16), torch.ones(2048, dtype=bf16)
+    for tokens in (1, 8, 32, 64, 2048):
+        x = torch.zeros(tokens, 2048, dtype=bf16)
+        if tokens <= route.FEW_ROWS:  # beyond, the router's product is torch's, and not every CPU has bfloat16
+            route.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
+        chosen, shares = route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4))
+        experts.run_experts(x, weights, chosen, shares, x)
+    grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
+    route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
+
+
+def compile_recurrent() -> None:
+    bf16 = torch.bfloat16
+    for shape, delta in ((RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False)):
+        conv, heads = torch.zeros(shape.channels, 1, 4, dtype=bf16), torch.zeros(shape.num_heads)
+        x = torch.zeros(130, shape.channels + shape.values + (2 if delta else 1) * shape.num_heads, dtype=bf16)
+        state = torch.zeros(2, shape.slot_elements)
+        plan = recurrent.plan_recurrent(torch.arange(2), torch.arange(130), [129, 1])
+        many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
+        if delta:
+            norm = torch.ones(shape.value_dim, dtype=bf16)
+            for each in (plan, many):
+                recurrent.gated_delta_net(x, DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, each)
+        else:
+            norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
+            weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
+            for each in (plan, many):
+                recurrent.mamba2(x, weights, shape, state, each)
 
 
 if __name__ == "__main__":

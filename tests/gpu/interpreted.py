@@ -11,7 +11,8 @@ import traceback
 
 import torch
 
-from tests.gpu.kernel_checks import CHECKS, Where
+from tests.gpu.checks import CHECKS
+from tests.gpu.kernel_checks import Where
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.angles import Angles
+from quire.kernels.recurrent import RecurrentShape
+from tests.gpu.recurrent_checks import check_recurrent
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
 
@@ -182,7 +184,7 @@ class Paged:
         q = where.normal(sum(counts), heads, head_dim, dtype=dtype)
         return cls(q, *caches, table.to(device), torch.tensor(positions, device=device), counts, lens, page)
 
-    def expected(self, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def expected(self, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
         out, first = [], 0
         kv_heads, head_dim = self.k_cache.shape[2:]
         for row, (count, length) in enumerate(zip(self.counts, self.lens, strict=True)):
@@ -197,7 +199,11 @@ class Paged:
             hidden = keys > where
             if window is not None:
                 hidden |= keys <= where - window
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                beside = sinks.double().view(kv_heads, -1, 1, 1).expand(-1, -1, count, -1)
+                scores = torch.cat((scores, beside), -1)
+            weights = scores.softmax(-1)[..., :length]
             out.append(torch.einsum("kgqn,nkd->qkgd", weights, v).reshape(count, -1))
             first += count
         return torch.cat(out)
@@ -340,30 +346,21 @@ def check_rows(where: Where) -> None:
     row_tokens = torch.randint(0, 1000, (max_rows, max_len), dtype=torch.int32, device=where.device)
     computed = torch.randint(0, max_len - 2, (max_rows,), device=where.device)
     table = torch.randint(0, 99, (max_rows, 14), dtype=torch.int32, device=where.device)
+    keys, scales = torch.randint(0, 1 << 60, (max_rows,), device=where.device), where.normal(max_rows).float()
     rows = torch.tensor([3, 11, -1, 0], device=where.device)
-    live = rows[rows >= 0]
-    before, old_tokens = computed.clone(), row_tokens.clone()
-    tokens, positions, slots = (torch.full((4,), -7, device=where.device) for _ in range(3))
-    seq_lens = torch.full((4,), -7, dtype=torch.int32, device=where.device)
-    copied = torch.full((4, 14), -7, dtype=torch.int32, device=where.device)
-    kernels.gather_tokens(rows, row_tokens, computed, tokens, positions, seq_lens)
-    kernels.gather_pages(rows, positions, table, page, slots, copied)
-    at = before[live]
-    real = rows >= 0
-    assert torch.equal(tokens[real], row_tokens[live, at].long()) and tokens[2] == 0
-    assert torch.equal(positions[real], at) and positions[2] == -1
-    assert torch.equal(seq_lens[real].long(), at + 1) and seq_lens[2] == 0
-    assert torch.equal(slots[real], table[live, at // page].long() * page + at % page) and slots[2] == -1
-    for place, row in enumerate(rows.tolist()):
-        num_pages = int(before[row]) // page + 1 if row >= 0 else 0
-        assert torch.equal(copied[place, :num_pages], table[row, :num_pages])
-    expected = before.clone()
+    live, real = rows[rows >= 0], rows >= 0
+    at = computed[live].clone()
+    expected = computed.clone()
     expected[live] += 1
+    inputs = kernels.gather_rows(rows, row_tokens, computed, keys, scales)
+    slots = kernels.gather_slots(rows, inputs.positions, table, page)
+    assert torch.equal(inputs.tokens[real], row_tokens[live, at].long()) and inputs.tokens[2] == 0
+    assert torch.equal(inputs.positions[real], at) and inputs.positions[2] == -1
+    assert torch.equal(inputs.seq_lens[real].long(), at + 1) and inputs.seq_lens[2] == 0
+    assert torch.equal(inputs.lengths[real], at + 1) and inputs.lengths[2] == 0
+    assert torch.equal(inputs.keys[real], keys[live]) and torch.equal(inputs.scales[real], scales[live])
+    assert torch.equal(slots[real], table[live, at // page].long() * page + at % page) and slots[2] == -1
     assert torch.equal(computed, expected)
-    sampled = torch.tensor([5, 6, 7, 8], device=where.device)
-    kernels.append_tokens(rows, sampled, row_tokens, computed)
-    old_tokens[live, computed[live]] = sampled[real].int()
-    assert torch.equal(row_tokens, old_tokens)
 
 
 def check_sampling(where: Where) -> None:
@@ -506,6 +503,40 @@ def check_dequantize_pages(where: Where) -> None:
         assert torch.equal(out.float(), cache.float()[pages] * scale)
 
 
+def check_trial(where: Where) -> None:
+    """What the loader tries before it builds a model: every row of the table passes, on its own terms."""
+    from quire.kernels.table import select_ops
+    from quire.kernels.trial import TrialShape, failing_rows
+
+    for dtype in where.dtypes:
+        for window in (None, 7):
+            heads = (4096, 32, 8, 128) if where.large else (64, 4, 2, 16)
+            shape = TrialShape(*heads, 16, window, qk_norm=window is None, dtype=dtype, cache_dtype=dtype)
+            failed = [
+                (row.name, error) for row, error in failing_rows(select_ops("cuda"), shape, torch.device(where.device))
+            ]
+            assert not failed, f"{dtype}, window {window}: {failed}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recurrent layers
+
+# A chunk's products are rounded to the type they are computed in before the state sums them up.
+RECURRENT_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def check_gated_delta_net(where: Where) -> None:
+    large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
+    shapes = large if where.large else [RecurrentShape(1, 2, 16, 40, 4)]
+    check_recurrent(where, close, shapes, True, RECURRENT_BOUNDS)
+
+
+def check_mamba2(where: Where) -> None:
+    large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4)]
+    shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
+    check_recurrent(where, close, shapes, False, RECURRENT_BOUNDS)
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
     "silu_mul": check_silu_mul,
@@ -522,4 +553,7 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "fp8_linear": check_fp8_linear,
     "fp8_quantize": check_fp8_quantize,
     "dequantize_pages": check_dequantize_pages,
+    "trial": check_trial,
+    "gated_delta_net": check_gated_delta_net,
+    "mamba2": check_mamba2,
 }

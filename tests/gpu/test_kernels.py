@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.kernel_checks import CHECKS, Where
+from tests.gpu.checks import CHECKS
+from tests.gpu.kernel_checks import Where
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

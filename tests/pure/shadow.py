@@ -9,7 +9,7 @@ a function of the digest, so wrong history also shows as wrong output.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.cache.index import CacheIndex
@@ -96,8 +96,8 @@ class ShadowDevice:
             self.drain(forward)
         return forward
 
-    def prepare(self) -> None:
-        pass
+    def chores(self) -> Iterator[None]:
+        return iter(())
 
     def close(self) -> None:
         pass

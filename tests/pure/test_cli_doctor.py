@@ -16,7 +16,7 @@ import pytest
 import quire
 from quire.cli import doctor
 from quire.config import Config
-from quire.machine import PACKAGES, read_machine
+from quire.machine import PACKAGES, nvidia_driver_version, read_machine
 from quire.types import QuireError
 
 
@@ -60,7 +60,7 @@ def test_json_is_one_object_with_everything(
     run_doctor("--json", "--depth", "2", "--hub-token", "s3cret")
     out = capsys.readouterr().out
     report = json.loads(out)
-    assert set(report) == {"versions", "machine", "devices", "cache", "config", "model", "missing"}
+    assert set(report) == {"versions", "machine", "devices", "gpu", "cache", "config", "model", "missing"}
     assert report["versions"]["quire"] == quire.__version__
     assert report["machine"]["num_usable_cores"] >= 1
     assert report["cache"]["models"] == [
@@ -208,3 +208,39 @@ def test_limits_of_the_older_kind(tmp_path: Path) -> None:
 def test_a_system_without_such_files(tmp_path: Path) -> None:
     machine = read_machine(tmp_path)
     assert machine.memory_total is None and machine.cpu
+
+
+NVIDIA = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)\n"
+
+
+def test_the_driver_version_is_read(tmp_path: Path) -> None:
+    assert nvidia_driver_version(tmp_path) is None
+    place = tmp_path / "proc/driver/nvidia"
+    place.mkdir(parents=True)
+    (place / "version").write_text(NVIDIA)
+    assert nvidia_driver_version(tmp_path) == "580.95.05"
+
+
+def test_a_gpu_without_torch_is_shown_with_what_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_report(monkeypatch, lambda config: Report())
+    assert doctor.examine_gpu(Config(), []) is None, "no GPU, no section"
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(doctor, "nvidia_driver_version", lambda: "470.1")
+    run_doctor()
+    shown = capsys.readouterr().out
+    assert "470.1" in shown and "not usable" in shown and "FlashAttention" in shown
+
+
+def test_kernels_are_shown_with_their_reasons() -> None:
+    kernels = [
+        {"op": "norm", "implementation": "triton", "why": "tried just now, right"},
+        {"op": "attention", "implementation": "torch", "why": "the Triton kernel failed (PTXASError)"},
+    ]
+    gpu = {"driver": "580", "cuda": "13.0", "triton": "3.6.0", "trouble": None, "kernels": kernels,
+           "flash-attn": "2.8.3", "flashinfer-python": None}  # fmt: skip
+    rows = doctor._gpu_rows(gpu)
+    assert ("op: attention", "torch", "the Triton kernel failed (PTXASError)") in rows
+    assert ("FlashAttention", "2.8.3, not used: no op has a row for it") in rows
+    assert ("FlashInfer", "not installed") in rows

@@ -159,3 +159,20 @@ def test_ctrl_c_ends_a_run_at_once_without_a_word(tmp_path: Path, terminals: lis
     terminal.expect("\r\n")
     assert terminal.child.wait(30) == 130
     assert "Traceback" not in terminal.seen and "error" not in terminal.seen
+
+
+def test_our_warnings_are_notes_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import warnings
+
+    from quire.cli import output
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        others: list[object] = []
+        warnings.showwarning = lambda *args: others.append(args[0])
+        for _ in range(2):
+            output.show_warnings_plainly()
+        warnings.warn_explicit("A kernel\nfailed", UserWarning, output.__file__, 1)
+        warnings.warn_explicit("somebody else's", UserWarning, "elsewhere.py", 7)
+    assert capsys.readouterr().err == "quire: note: A kernel failed\n"
+    assert [str(message) for message in others] == ["somebody else's"]

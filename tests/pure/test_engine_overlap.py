@@ -175,3 +175,17 @@ def test_ids_can_be_reused_while_their_last_step_is_in_flight() -> None:
         rig.scheduler.check()
     assert ends == ["cancelled", "length"]
     assert rig.outputs["r1"] == reference_output(PROMPT[::-1], 1, 5, frozenset())
+
+
+def test_steps_are_counted_as_they_were_made_up() -> None:
+    rig = Rig(num_pages=64, chunk_tokens=8, max_batch_tokens=10)
+    rig.add(list(range(1, 13)), max_tokens=3)  # a prompt of 12 in chunks of 8 and 4
+    rig.turn()
+    rig.add([7, 7, 7], max_tokens=2)
+    rig.finish()
+    stats = rig.scheduler.stats
+    shapes = [tuple(step)[1:] for step in stats.recent]
+    assert shapes == [(1, 1, 8, 8), (2, 2, 7, 7), (2, 0, 2, 0), (1, 0, 1, 0)]
+    assert [step.step for step in stats.recent] == list(range(1, stats.steps + 1))
+    assert (stats.rows, stats.prompt_rows) == (sum(s[0] for s in shapes), sum(s[1] for s in shapes))
+    assert (stats.computed_tokens, stats.prompt_tokens) == (sum(s[2] for s in shapes), 12 + 3)

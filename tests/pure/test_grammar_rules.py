@@ -246,3 +246,47 @@ def test_masks_of_a_batch(compiler: GrammarCompiler, num_requests: int) -> None:
     for index in range(num_requests):
         alone = compiler.compile(GrammarSpec("regex", r"\d{3}-[a-c]+"))
         assert masks[index] == alone.mask(ids(texts[index % len(texts)]))
+
+
+def test_a_grammar_that_outgrows_the_library_is_too_complex_not_broken(compiler: GrammarCompiler) -> None:
+    rules = [f'r{i}: "a" q{i} "b{i}"\nq{i}: "a" q{i} "c" | "d"' for i in range(1500)]
+    text = "\n".join([f"start: {' | '.join(f'r{i}' for i in range(1500))}", *rules])
+    grammar = compiler.compile(GrammarSpec("ebnf", text))
+    assert allowed(grammar.mask([])) == {ord("a")}
+    for count in range(1, 40):
+        if not any(grammar.mask(ids("a" * count))):
+            break
+    assert grammar.error is not None and grammar.error.code == "grammar_too_complex", grammar.error
+
+
+def test_a_grammar_that_holds_up_the_batch_is_ended(compiler: GrammarCompiler) -> None:
+    slow, quick = (compiler.compile(GrammarSpec("regex", "a{90}")) for _ in range(2))
+    for seconds in (0.2, 0.2, 0.001):
+        slow.charge(seconds)
+        quick.charge(0.05)
+    assert any(slow.mask(ids("a"))), "now and then is forgiven"
+    slow.charge(0.2)
+    assert slow.error is not None and slow.error.code == "grammar_too_complex" and not any(slow.mask(ids("aa")))
+    assert any(quick.mask(ids("aa")))
+
+
+def test_an_ambiguous_grammar_is_found_out_among_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masks cost more with every token; the neighbours in the batch must not wait for it for ever."""
+    monkeypatch.setattr("quire.engine.grammar.SLOW_SECONDS", 0.01)
+    filler = MaskFiller(num_threads=1)
+    specs = [GrammarSpec("ebnf", 'start: s\ns: "a" | s s | s s s\n'), *[GrammarSpec("regex", "a*")] * 5]
+    requests = {
+        f"r{i}": Request(f"r{i}", [1], 1, SamplingParams(), 10_000, grammar=compiler.compile(spec))
+        for i, spec in enumerate(specs)
+    }
+    plan = Plan(1, [PlanRow(name, place, 0, 1, 0, True) for place, name in enumerate(requests)])
+    for _ in range(400):
+        masks = filler(plan, requests)
+        if requests["r0"].grammar.error is not None:
+            break
+        for request in requests.values():
+            request.tokens.append(ord("a"))
+    assert requests["r0"].grammar.error.code == "grammar_too_complex"
+    assert all(any(masks[place]) and requests[f"r{place}"].grammar.error is None for place in range(1, 6))

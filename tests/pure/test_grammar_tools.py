@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from quire.text.channels import (
     merge,
     tool_grammar,
 )
-from quire.types import QuireError
+from quire.types import GrammarSpec, QuireError
 
 WEATHER = ToolSpec(
     "get_weather",
@@ -168,12 +169,42 @@ def test_nothing_to_enforce_and_what_makes_no_sense() -> None:
 
 
 def test_marker_is_its_special_token_where_there_is_one(compiler: GrammarCompiler) -> None:
-    spec = tool_grammar("mistral", TOOLS, "required", special_id=special_id, after_reasoning=(7,))
+    spec = tool_grammar("mistral", TOOLS, "required", special_id=special_id, leads=True)
     assert spec is not None and "<[257]>" in spec.value and "TOOL_CALLS" not in spec.value
-    assert spec.after_reasoning == (7,)
-    grammar = compiler.compile(spec)
+    grammar = compiler.compile(replace(spec, after_reasoning=(7,)))
     for thinking in ([7], [7, 10, 10]):
         mask = grammar.mask(thinking)
         found = [i for i in range(len(TOKENS)) if mask[i >> 3] >> (i & 7) & 1]
         assert 257 in found and set(found) <= {257, *b" \n\t"}
     assert '"[TOOL_CALLS]"' in tool_grammar("mistral", TOOLS, "required").value  # type: ignore[union-attr]
+
+
+ANSWERS = [
+    (GrammarSpec.json({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+                       "additionalProperties": False}), '{"ok": true}'),
+    (GrammarSpec.json(), '{"any": [1]}'),
+    (GrammarSpec.regex("a/[0-9]+"), "a/12"),
+    (GrammarSpec.choice("yes", "no"), "no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec,good", ANSWERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_with_tools_an_answer_that_is_bound_may_also_be_a_call(
+    compiler: GrammarCompiler, name: str, spec: GrammarSpec, good: str
+) -> None:
+    grammar = compile_for(compiler, name, "auto", answer=spec)
+    required = compile_for(compiler, name, "clock", parallel=False)
+    rng = random.Random(5)
+    calls = [text for text in (walk(required, rng) for _ in range(20)) if text is not None]
+    for text in (good, calls[0]):
+        tokens: list[int] = []
+        for token in encode(text):
+            mask = grammar.mask(tokens)
+            assert mask[token >> 3] >> (token & 7) & 1, (text, decode(tokens))
+            tokens.append(token)
+        assert grammar.mask(tokens)[EOS >> 3] >> (EOS & 7) & 1
+    for wrong in ("Well, ", "[1"):
+        tokens = encode(wrong)
+        assert grammar.advance(tokens) is None and grammar.error is not None, "free text is neither"
+    assert tool_grammar(name, [CLOCK], "auto", answer=GrammarSpec.ebnf('start: "a"')) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
@@ -214,3 +214,41 @@ def test_a_suspect_that_comes_late_gets_a_row_though_all_are_taken() -> None:
     assert alone == {"late"}, steps
     assert set(ends.values()) == {FinishReason.LENGTH} and len(ends) == 3
     engine.scheduler.check()
+
+
+class Chores(ShadowDevice):
+    """A device with things to do ahead; notes when each was done, and when a step was."""
+
+    def chores(self) -> Iterator[None]:
+        for index in range(4):
+            assert not self.queue, "only while no step is in flight"
+            self.log.append(("chore", index))
+            yield
+
+
+def with_chores() -> tuple[Engine, Chores]:
+    engine = make_engine()
+    device = Chores(engine.scheduler.cache)
+    engine.workers = device
+    return engine, device
+
+
+def test_chores_are_done_in_idle_moments_and_never_before_a_request() -> None:
+    engine, device = with_chores()
+    script = Script([], [], [request("a")], [], [], [], [])
+    EngineDriver(engine, script).run()
+    assert script.ends() == {"a": ("length", None)}
+    kinds = [kind for kind, _ in device.log if kind in ("chore", "forward")]
+    first, last = kinds.index("forward"), len(kinds) - 1 - kinds[::-1].index("forward")
+    assert kinds[:first] == ["chore"] * 2, "two idle turns before it came"
+    assert "chore" not in kinds[first:last] and kinds[last + 1 :] == ["chore"] * 2, "the rest when it was done"
+    assert not engine.has_chores and not engine.do_chore()
+
+
+def test_prepare_does_all_chores_that_are_left() -> None:
+    engine, device = with_chores()
+    assert engine.do_chore()
+    engine.prepare()
+    assert [index for kind, index in device.log if kind == "chore"] == [0, 1, 2, 3]
+    engine.add(request("a"))
+    assert not engine.do_chore(), "not now"

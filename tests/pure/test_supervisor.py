@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +300,8 @@ def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path
         def sample(self, forward: Plan, masks: Any = None) -> Ticket:
             return Ticket()
 
-        def prepare(self) -> None: ...
+        def chores(self) -> Iterator[None]:
+            return iter(())
 
         def close(self) -> None: ...
 

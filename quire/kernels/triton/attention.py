@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class TritonPlan:
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
     prepared: _Prepared | None = None
+    latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 
 def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
@@ -75,10 +77,11 @@ def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
-                    softcap: float | None = None, scales: Scales | None = None) -> Tensor:  # fmt: skip
+                    softcap: float | None = None, sinks: Tensor | None = None,
+                    scales: Scales | None = None) -> Tensor:  # fmt: skip
     """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
     if plan.prepared is None:
-        plan.prepared = _prepare(plan, q, k_cache, softcap)
+        plan.prepared = _prepare(plan, q, k_cache, plain=softcap is None and sinks is None)
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
@@ -97,13 +100,14 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
         prefill.prefill_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
             work.prefill_tuning, softcap=softcap, window=plan.window, k_scale=scales.k, v_scale=scales.v, out=out,
+            sinks=sinks,
         )  # fmt: skip
     if work.decode_tuning is not None:
         decode.decode_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.decode_tuning, work.workspace,
             softcap=softcap, window=plan.window, token_index=work.token_index, row_index=work.row_index,
             k_scale=scales.k, v_scale=scales.v, out=out,
-            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early,
+            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early, sinks=sinks,
         )  # fmt: skip
     return out
 
@@ -113,7 +117,8 @@ def supports(head_dim: int, page_tokens: int) -> bool:
     return head_dim in (16, 32, 64, 128, 256) and page_tokens >= 8
 
 
-def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None) -> _Prepared:
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prepared:
+    """`plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work = _Prepared()
@@ -125,7 +130,9 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
         len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
-        work.decode_tuning = decode.tune(len(singles), num_kv_heads, head_dim, len_bound, q.element_size(), q.device)
+        work.decode_tuning = decode.tune(
+            len(singles), num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device
+        )
         group = num_heads // num_kv_heads
         work.workspace = decode.DecodeWorkspace.create(
             len(singles), num_kv_heads, group, head_dim, work.decode_tuning.num_splits, q.device
@@ -136,7 +143,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
-    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, softcap)
+    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
@@ -156,13 +163,14 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, softcap: float | None
         fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
     firsts = prefill.first_tokens(counts)
     parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1]]
-    uploaded = _upload(parts, q.device)
+    uploaded = upload_ints(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
         work.items = uploaded[1]
         if fresh is not None:
-            width = max(end - begin for begin, end in itertools.pairwise(fresh))
-            # Past a row's own pages stand those of the next: keys there are never seen.
+            # Past a row's own pages stand those of the next: keys there are never seen. The width is rounded so that
+            # no other kernel has to be compiled for another stride.
+            width = -(-max(end - begin for begin, end in itertools.pairwise(fresh)) // 16) * 16
             table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
             work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
     if singles:
@@ -180,7 +188,7 @@ def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: 
     return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
 
 
-def _upload(parts: list[list[int]], device: torch.device) -> list[Tensor]:
+def upload_ints(parts: list[list[int]], device: torch.device) -> list[Tensor]:
     """To the device in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels are
     compiled anew for pointers that are aligned differently."""
     numbers: list[int] = []

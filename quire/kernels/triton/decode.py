@@ -28,6 +28,7 @@ from quire.kernels.triton.launch import (
 MAX_SPLITS = 32
 MIN_SPAN = 64  # keys that are not worth splitting further
 WAVES = 8  # programs per multiprocessor that keep memory busy to the end
+MANY_ROWS = 32  # that fill the card without cutting rows into small shares
 MERGE_ELEMENTS = 8192  # partial results the merging program holds at a time
 
 
@@ -68,13 +69,20 @@ def unpack_fp8(pairs, ODD: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def sink_weight(sinks_ptr, heads, mask, best):
+    """What each head's sink adds to the sum of weights, whose largest score, a power of two, is `best`."""
+    sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    return tl.exp2(sinks * 1.4426950408889634 - best)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
-    table_ptr, positions_ptr, token_index_ptr, row_index_ptr,
+    table_ptr, positions_ptr, token_index_ptr, row_index_ptr, sinks_ptr,
     q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
     FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +170,8 @@ def _decode_kernel(
 
         out_base = out_ptr + token * num_kv_heads * GROUP * D
         if num_shares == 1:
+            if SINKS:
+                total += sink_weight(sinks_ptr, heads, group < GROUP, best)
             out = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
             tl.store(out_base + heads[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty),
                      mask=(group < GROUP)[:, None])  # fmt: skip
@@ -195,8 +205,10 @@ def _decode_kernel(
                     mass = mass * fade + tl.sum(parts_sum * factor, 0)
                     merged = merged * fade[:, None] + tl.sum(parts * factor[:, :, None], 0)
                     top = new_top
-                merged = merged * (v_scale / mass)[:, None]
                 small_heads = kv_head * GROUP + small
+                if SINKS:
+                    mass += sink_weight(sinks_ptr, small_heads, small < GROUP, top)
+                merged = merged * (v_scale / mass)[:, None]
                 tl.store(out_base + small_heads[:, None] * D + dims[None, :], merged.to(out_ptr.dtype.element_ty),
                          mask=(small < GROUP)[:, None])  # fmt: skip
 
@@ -232,23 +244,28 @@ class DecodeWorkspace:
 
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
-    """How to cut the work, from what the host knows. Any choice is right for any length."""
+    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length."""
     block = 64 if head_dim * element_size <= 256 else 32
+    num_warps = 2
+    if element_size == 1 and num_rows >= MANY_ROWS:  # as many bytes at a time, and more hands to unpack them
+        block, num_warps = 2 * block, 4
     num_programs = num_rows * num_kv_heads
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))
     wanted = max(WAVES * num_multiprocessors(device.index) // num_programs, 1)
-    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN)
+    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN, num_warps)
 
 
 def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,
                      tuning: DecodeTuning, workspace: DecodeWorkspace | None, *, softcap: float | None = None,
                      window: int | None = None, token_index: Tensor | None = None, row_index: Tensor | None = None,
                      k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
-                     num_rows: int | None = None, early: bool = False) -> Tensor:  # fmt: skip
+                     num_rows: int | None = None, early: bool = False,
+                     sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
     None) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for a row of nothing: zeros.
     `early`: positions and pages were there before the last kernel that was launched without dependent launch, so they
-    may be read while kernels since then still run. Returns, or fills, [tokens, heads * head_dim].
+    may be read while kernels since then still run. `sinks` [heads] as in the reference. Returns, or fills,
+    [tokens, heads * head_dim].
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -267,15 +284,16 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
     _decode_kernel[(num_kv_heads, tuning.num_splits, rows)](
         q, k_cache, v_cache, out,
         space and space.partial, space and space.best, space and space.total, space and space.counters,
-        page_table, positions, token_index, row_index,
+        page_table, positions, token_index, row_index, sinks,
         q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
         GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), GROUP_STORED=triton.next_power_of_2(group),
         D=head_dim, PAGE=k_cache.shape[1], BLOCK=tuning.block, NUM_SPLITS=tuning.num_splits,
         MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, HAS_TOKENS=token_index is not None,
-        HAS_ROWS=row_index is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
-        COMPUTE=compute, EARLY=early, PACKED=packed, FAST=not INTERPRETED,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
+        HAS_TOKENS=token_index is not None, HAS_ROWS=row_index is not None,
+        PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute,
+        EARLY=early, PACKED=packed, FAST=not INTERPRETED,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out

@@ -46,9 +46,14 @@ def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 
     block = triton.next_power_of_2(width)
     _quantize_rows_kernel[(rows,)](
         x, norm_weight, out, scale, x.stride(0), width, eps, NORM=norm_weight is not None, SILU=silu_mul, BLOCK=block,
-        **launch_options(x.device, min(max(block // 512, 1), 16)),
+        **launch_options(x.device, _quantize_warps(rows, block)),
     )  # fmt: skip
     return out, scale
+
+
+def _quantize_warps(rows: int, block: int) -> int:
+    """By measurement: many rows keep memory busy with few warps each, few rows want many."""
+    return min(max(block // 1024, 1), 8) if rows >= 1024 else min(max(block // 512, 1), 32)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
                  add: bool) -> None:  # fmt: skip
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
-    num_warps = min(max(block // 256, 1), 16)
+    num_warps = min(max(block // 512, 1), 16)
     x_row_stride = x.stride(-2) if x.dim() > 1 else width
     _rms_norm_kernel[(x.numel() // width,)](
         x, residual, weight, out, x_row_stride, width, eps, num_weight_rows, ADD=add, BLOCK=block,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode import tanh
+from quire.kernels.triton.decode import sink_weight, tanh
 from quire.kernels.triton.launch import (
     compute_type,
     dot_precision,
@@ -81,11 +81,11 @@ def _attend_blocks(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, tiles_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, tiles_ptr, sinks_ptr,
     q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
     GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    COMPUTE: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX: tl.constexpr, COMPUTE: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     kv_head = tl.program_id(0)
@@ -125,6 +125,8 @@ def _prefill_kernel(
         q, acc, best, total, query_positions, whole, key_len, key_len,
         k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
         D, PAGE, BLOCK, SOFTCAP, WINDOW, True, PRECISION, INDEX)  # fmt: skip
+    if SINKS:
+        total += sink_weight(sinks_ptr, heads, live, best)
     out = acc * (v_scale / total)[:, None]
     target = out_ptr + ((first_token + offset)[:, None] * num_kv_heads * GROUP + heads[:, None]) * D + dims[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -171,7 +173,8 @@ def first_tokens(counts: list[int]) -> list[int]:
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor,
                       tiles: Tensor, num_tiles: int, scale: float, tuning: PrefillTuning, *,
                       softcap: float | None = None, window: int | None = None, k_scale: float = 1.0,
-                      v_scale: float = 1.0, out: Tensor | None = None) -> Tensor:  # fmt: skip
+                      v_scale: float = 1.0, out: Tensor | None = None,
+                      sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend the tokens named by `tiles` (int32, flat, from `list_tiles`); as `decode_attention`."""
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -180,12 +183,13 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
     log2e = 1.4426950408889634
     score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
     _prefill_kernel[(num_kv_heads, num_tiles)](
-        q, k_cache, v_cache, out, page_table, positions, tiles,
+        q, k_cache, v_cache, out, page_table, positions, tiles, sinks,
         q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
         GROUP=group, GROUP_STORED=triton.next_power_of_2(group), D=head_dim, PAGE=k_cache.shape[1],
         BLOCK_Q=tuning.block_q, BLOCK=tuning.block, SOFTCAP=softcap is not None, WINDOW=window is not None,
-        PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute_type(q, k_cache),
-        TILE_FIELDS=TILE_FIELDS,         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
+        SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
+        COMPUTE=compute_type(q, k_cache), TILE_FIELDS=TILE_FIELDS,
+        **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out

@@ -285,15 +285,15 @@ def _prefill_hopper_kernel(
     )  # fmt: skip
 
 
-def supports(q: Tensor, k_cache: Tensor, softcap: float | None) -> bool:
-    """Whether this kernel can do it; `prefill.prefill_attention` does the rest."""
+def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
+    """Whether this kernel can do it (`plain`: no softcap, no sinks); `prefill.prefill_attention` does the rest."""
     return (
         q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] == 128
         and k_cache.shape[1] in (8, 16, 32, 64, 128)
         and k_cache.is_contiguous()
-        and softcap is None
+        and plain
         and k_cache.numel() // 128 < 2**31
     )
 

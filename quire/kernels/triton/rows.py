@@ -1,11 +1,14 @@
-"""Step inputs from permanent rows on the device, and sampled tokens back into them: twins of `runtime.rows`.
+"""Step inputs from permanent rows on the device, for steps of one token a row: twins of what `runtime.rows` does.
 
-For steps of one token a row. Everything is read from and written to fixed addresses, so both ends can be captured.
-A row number below 0 pads the step to a captured size: it computes token 0 at position -1 and leaves no trace.
+Everything permanent is read from fixed addresses, so that it can be captured. A row number below 0 pads the step to a
+captured size: it computes token 0 at position -1 and leaves no trace.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,8 +17,9 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 
 
 @triton.jit
-def _gather_kernel(rows_ptr, row_tokens_ptr, computed_ptr, tokens_ptr, positions_ptr, seq_lens_ptr, row_tokens_stride,
-                   ADVANCE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _gather_kernel(rows_ptr, row_tokens_ptr, computed_ptr, keys_ptr, scales_ptr, tokens_ptr, positions_ptr,
+                   seq_lens_ptr, lengths_ptr, out_keys_ptr, out_scales_ptr, row_tokens_stride,
+                   PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     place = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -26,13 +30,14 @@ def _gather_kernel(rows_ptr, row_tokens_ptr, computed_ptr, tokens_ptr, positions
     tl.store(tokens_ptr + place, token.to(tl.int64))
     tl.store(positions_ptr + place, position)
     tl.store(seq_lens_ptr + place, (position + 1).to(tl.int32))
-    if ADVANCE:
-        tl.store(computed_ptr + row, position + 1, mask=live)
+    tl.store(lengths_ptr + place, position + 1)
+    tl.store(out_keys_ptr + place, tl.load(keys_ptr + row, mask=live, other=0))
+    tl.store(out_scales_ptr + place, tl.load(scales_ptr + row, mask=live, other=0.0))
+    tl.store(computed_ptr + row, position + 1, mask=live)
 
 
 @triton.jit
-def _gather_pages_kernel(rows_ptr, positions_ptr, table_ptr, slots_ptr, out_table_ptr, table_stride, out_stride,
-                         PAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _slots_kernel(rows_ptr, positions_ptr, table_ptr, slots_ptr, table_stride, PAGE: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     place = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -41,48 +46,39 @@ def _gather_pages_kernel(rows_ptr, positions_ptr, table_ptr, slots_ptr, out_tabl
     live = row >= 0
     page = tl.load(table_ptr + row * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
     tl.store(slots_ptr + place, tl.where(live, page * PAGE + position % PAGE, -1))
-    if COPY:
-        num_pages = tl.where(live, position // PAGE + 1, 0).to(tl.int32)
-        for start in range(0, num_pages, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            pages = tl.load(table_ptr + row * table_stride + columns, mask=columns < num_pages, other=0)
-            tl.store(out_table_ptr + place.to(tl.int64) * out_stride + columns, pages, mask=columns < num_pages)
 
 
-@triton.jit
-def _append_kernel(rows_ptr, sampled_ptr, row_tokens_ptr, computed_ptr, row_tokens_stride, PDL: tl.constexpr):
-    let_next_start(PDL)
-    place = tl.program_id(0)
-    wait_for_inputs(PDL)
-    row = tl.load(rows_ptr + place)
-    live = row >= 0
-    position = tl.load(computed_ptr + row, mask=live, other=0)
-    token = tl.load(sampled_ptr + place).to(row_tokens_ptr.dtype.element_ty)
-    tl.store(row_tokens_ptr + row * row_tokens_stride + position, token, mask=live)
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What one token a row needs, gathered: [n] each."""
+
+    tokens: Tensor  # int64
+    positions: Tensor  # int64, -1 for padding
+    seq_lens: Tensor  # int32
+    lengths: Tensor  # int64: tokens before the one that will be sampled
+    keys: Tensor  # int64: of the noise
+    scales: Tensor  # float32: inverse temperatures, 0 for greedy
 
 
-def gather_tokens(rows: Tensor, row_tokens: Tensor, computed: Tensor, tokens: Tensor, positions: Tensor,
-                  seq_lens: Tensor, advance: bool = True) -> None:  # fmt: skip
-    """For each of `rows` [n] int64, its next token: fills `tokens` and `positions` [n] int64 and `seq_lens` [n] int32
-    from `row_tokens` [max_rows, max_len] int32 and `computed` [max_rows] int64, which is advanced by one if asked."""
-    _gather_kernel[(rows.shape[0],)](
-        rows, row_tokens, computed, tokens, positions, seq_lens, row_tokens.stride(0), ADVANCE=advance,
-        **launch_options(rows.device, num_warps=1),
+def gather_rows(rows: Tensor, row_tokens: Tensor, computed: Tensor, keys: Tensor, scales: Tensor) -> RowInputs:
+    """The next token of each of `rows` [n] int64, from `row_tokens` [max_rows, max_len] int32 at `computed` [max_rows]
+    int64, which moves on by one; and what its sampling wants, `keys` and `scales` [max_rows]."""
+    num_rows, device = rows.shape[0], rows.device
+    tokens, positions, lengths, out_keys = torch.empty(4, num_rows, dtype=torch.int64, device=device)
+    seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
+    out_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
+    _gather_kernel[(num_rows,)](
+        rows, row_tokens, computed, keys, scales, tokens, positions, seq_lens, lengths, out_keys, out_scales,
+        row_tokens.stride(0), **launch_options(device, num_warps=1),
     )  # fmt: skip
+    return RowInputs(tokens, positions, seq_lens, lengths, out_keys, out_scales)
 
 
-def gather_pages(rows: Tensor, positions: Tensor, table: Tensor, page_tokens: int, slots: Tensor,
-                 page_table: Tensor | None) -> None:  # fmt: skip
-    """For each of `rows`, the slot its token at `positions` goes to, into `slots` [n] int64 (-1 for padding), from the
-    permanent `table` [max_rows, max_pages] int32; and the pages up to it into `page_table` [n, max_pages], if given."""
-    _gather_pages_kernel[(rows.shape[0],)](
-        rows, positions, table, slots, page_table, table.stride(0), 0 if page_table is None else page_table.stride(0),
-        PAGE=page_tokens, COPY=page_table is not None, BLOCK=128, **launch_options(rows.device, num_warps=1),
-    )  # fmt: skip
-
-
-def append_tokens(rows: Tensor, sampled: Tensor, row_tokens: Tensor, computed: Tensor) -> None:
-    """Each sampled token [n] becomes the next of its row, where `computed` says. Rows below 0 are skipped."""
-    _append_kernel[(rows.shape[0],)](
-        rows, sampled, row_tokens, computed, row_tokens.stride(0), **launch_options(rows.device, num_warps=1)
+def gather_slots(rows: Tensor, positions: Tensor, table: Tensor, page_tokens: int) -> Tensor:
+    """For each of `rows`, the slot its token at `positions` goes to, [n] int64 (-1 for padding), from the permanent
+    `table` [max_rows, max_pages] int32."""
+    slots = torch.empty_like(rows)
+    _slots_kernel[(rows.shape[0],)](
+        rows, positions, table, slots, table.stride(0), PAGE=page_tokens, **launch_options(rows.device, num_warps=1)
     )
+    return slots

@@ -142,8 +142,8 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
     """Choose a token for each row of `logits` [samples, vocab] (any float type): the largest of logit * inv_temperature
     + noise of (key, position), or the largest logit where `inv_temperature` [samples] float32 is 0. `mask`: packed bits
     of what is allowed, int32 [samples, ceil(vocab / 32)]. `append_to` (rows, row_tokens, computed): also put the token
-    into its permanent row, as `rows.append_tokens` does. Returns token ids [samples] int64 and bad flags [samples] bool
-    (a NaN or +inf logit, or nothing to choose from; such a row gets token 0), in `out` if given.
+    into its permanent row, at `computed`; rows below 0 are skipped. Returns token ids [samples] int64 and bad flags
+    [samples] bool (a NaN or +inf logit, or nothing to choose from; such a row gets token 0), in `out` if given.
     """
     num_samples, vocab_size = logits.shape
     device = logits.device

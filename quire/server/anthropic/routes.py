@@ -26,7 +26,7 @@ def anthropic_router(server: Server) -> APIRouter:
         model = server.check_model(body.model)
         prompt = await server.chat.make(conversation_of(body))
         job: Job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
-        job.make_parser, job.grammar = prompt.make_parser, prompt.grammar
+        job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = server.generation.open(job)
         if body.stream:
             stream = MessageStream(run, model)

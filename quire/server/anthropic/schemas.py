@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schemas import Body, ExtraSampling, Name
+from quire.server.schemas import Body, Name, Sampling
 from quire.types import MAX_STOPS
 
 JsonObject = dict[str, Any]
@@ -113,7 +113,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountBody(ExtraSampling):
+class CountBody(Sampling):
     """What a prompt is made of."""
 
     model: Name | None = None
@@ -136,11 +136,8 @@ class CountBody(ExtraSampling):
 
 class MessagesBody(CountBody):
     max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
-    seed: int | None = None
     # Accepted, without effect here:
     metadata: JsonObject | None = None
     service_tier: str | None = None

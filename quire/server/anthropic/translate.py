@@ -36,10 +36,7 @@ def params_of(body: MessagesBody) -> SamplingParams:
     return sampling_params(
         body,
         max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         stop=body.stop_sequences,
-        seed=body.seed,
     )
 
 
@@ -63,6 +60,7 @@ def conversation_of(body: CountBody) -> Conversation:
         template_kwargs=_template_kwargs(body),
         continue_final=body.messages[-1].role == "assistant",  # the answer begins with the client's own words
         output=_output_of(body),
+        output_param="output_format" if body.output_format is not None else "output_config.format",
         thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from quire.server.encoding import COMMENT, DONE, data_event
 from quire.server.errors import ApiError, error_body
-from quire.server.gather import Gather, Whole, new_id
+from quire.server.gather import Gather, ReasoningTokens, Whole, new_id
 from quire.server.generation import Run, Totals
-from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.logprobs import chat_logprobs, prompt_field
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
 from quire.text.channels.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -35,22 +35,21 @@ class StreamUsage:
         self.at_end = options is not None and options.include_usage
         self._always = self.at_end and options is not None and options.continuous_usage_stats
         self._num_tokens = 0
-        self.num_reasoning = 0
+        self._reasoning = ReasoningTokens()
 
     def count(self, piece: Piece) -> None:
         self._num_tokens += len(piece.token_ids)
-        if piece.events and isinstance(piece.events[-1], ReasoningDelta):
-            self.num_reasoning += len(piece.token_ids)
+        self._reasoning.add(piece)
 
     def field(self) -> dict[str, Any]:
         """To be added to a chunk."""
         if not self.at_end:
             return {}
         so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)
-        return {"usage": usage_body(so_far, self.num_reasoning) if self._always else None}
+        return {"usage": usage_body(so_far, self._reasoning.count) if self._always else None}
 
     def last(self) -> dict[str, Any]:
-        return usage_body(self._run.totals, self.num_reasoning)
+        return usage_body(self._run.totals, self._reasoning.count)
 
 
 def finish_reason(reason: str, has_calls: bool) -> str:
@@ -60,8 +59,9 @@ def finish_reason(reason: str, has_calls: bool) -> str:
 class ChatWhole:
     """The reply in one piece."""
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool):
-        self._run, self._model, self._tokenizer, self._with_logprobs = run, model, tokenizer, with_logprobs
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool, with_prompt: bool = False):
+        self._run, self._model, self._tokenizer = run, model, tokenizer
+        self._with_logprobs, self._with_prompt = with_logprobs, with_prompt
         self._gather = Gather(run.num_samples)
         self.take = self._gather.take
 
@@ -72,7 +72,7 @@ class ChatWhole:
             "created": int(time.time()),
             "model": self._model,
             "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
-            "usage": usage_body(self._run.totals, self._gather.num_reasoning_tokens),
+            "usage": usage_body(self._run.totals, self._gather.reasoning_tokens.count),
             "system_fingerprint": None,
         }
 
@@ -95,6 +95,7 @@ class ChatWhole:
             "message": message,
             "logprobs": chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
             "finish_reason": finish_reason(whole.end.reason, bool(whole.calls)),
+            **(prompt_field(whole.prompt_logprobs, self._tokenizer) if self._with_prompt else {}),
         }
 
 

@@ -11,7 +11,7 @@ from quire.server.errors import ApiError, bad_request, error_body
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run
 from quire.server.openai.chat import StreamUsage, usage_body
-from quire.server.openai.logprobs import CompletionLogprobs
+from quire.server.openai.logprobs import CompletionLogprobs, prompt_field
 from quire.server.openai.schemas import CompletionBody
 from quire.server.sample import Piece
 from quire.text.channels.events import TextDelta
@@ -72,7 +72,9 @@ class CompletionWhole:
                 tokens, ids = [None, *whole.prompt_logprobs, *tokens], [*prompt, *ids]
             logprobs = CompletionLogprobs(tokenizer).body(tokens, ids)
         reason = "length" if only_prompt else whole.end.reason
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        asked = body.prompt_logprobs is not None
+        shown = prompt_field(whole.prompt_logprobs, tokenizer) if asked else {}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **shown}
 
 
 class CompletionStream:

@@ -17,12 +17,12 @@ from quire.server.generation import Run
 from quire.server.openai.schemas import TokenPrompt
 from quire.server.replies import whole_reply
 from quire.server.route_parts import error_docs, job_of
-from quire.server.schemas import ExtraSampling, Name
+from quire.server.schemas import Name, Service
 from quire.server.state import Server
 from quire.types import SamplingParams
 
 
-class EmbeddingsBody(ExtraSampling):
+class EmbeddingsBody(Service):
     model: Name | None = None
     input: str | TokenPrompt | Annotated[list[str], Field(min_length=1)] | Annotated[
         list[TokenPrompt], Field(min_length=1)

@@ -32,6 +32,11 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict
     return {"content": content, "refusal": None}
 
 
+def prompt_field(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """A choice's field for the prompt: one entry per token, the first of which has no probability."""
+    return {"prompt_logprobs": [None, *chat_logprobs(tokens, tokenizer)["content"]]}
+
+
 class CompletionLogprobs:
     """Lists side by side, and where each token's text begins. One per choice: the offsets go on from chunk to chunk."""
 

@@ -38,7 +38,7 @@ def responses_router(server: Server) -> APIRouter:
             messages = [*earlier.messages, *messages]
         prompt = await server.chat.make(conversation_of(body, messages))
         job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
-        job.make_parser, job.grammar = prompt.make_parser, prompt.grammar
+        job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = server.generation.open(job)
         state = ResponseState(run, model, body, server.generation.tokenizer)
 

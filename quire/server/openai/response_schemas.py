@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schemas import Body, ExtraSampling, Name, Stop
+from quire.server.openai.schemas import StructuredOutputs
+from quire.server.schemas import Body, Name, Sampling, Stop
 
 JsonObject = dict[str, Any]
 
@@ -83,19 +84,16 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(ExtraSampling):
+class ResponsesBody(Sampling):
     model: Name | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: Name | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     stop: Stop | None = None
-    seed: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = None

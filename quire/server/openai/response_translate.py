@@ -8,6 +8,7 @@ from quire.server.chat import Conversation
 from quire.server.errors import ApiError, bad_request
 from quire.server.gather import new_id
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
+from quire.server.openai.translate import output_param, structured_grammar
 from quire.server.schemas import sampling_params, schema_text
 from quire.types import GrammarSpec, SamplingParams
 
@@ -18,12 +19,7 @@ def params_of(body: ResponsesBody) -> SamplingParams:
     return sampling_params(
         body,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-        seed=body.seed,
         logprobs=body.top_logprobs,
     )
 
@@ -48,6 +44,8 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
         output=_output_of(body),
+        output_param=output_param(body.structured_outputs, "text.format"),
+        thinking_budget=body.thinking_budget,
     )
 
 
@@ -65,13 +63,14 @@ def _tool_of(tool: ResponseTool, index: int) -> dict[str, Any]:
 
 def _output_of(body: ResponsesBody) -> GrammarSpec | None:
     form = body.text.format if body.text is not None else None
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return GrammarSpec("json_object")
-    if form.schema_ is None:
-        raise bad_request("missing_field", "text.format of type json_schema needs a schema.", "text.format.schema")
-    return GrammarSpec("json_schema", schema_text(form.schema_, "text.format.schema"))
+    grammar = None
+    if form is not None and form.type == "json_object":
+        grammar = GrammarSpec("json_object")
+    elif form is not None and form.type == "json_schema":
+        if form.schema_ is None:
+            raise bad_request("missing_field", "text.format of type json_schema needs a schema.", "text.format.schema")
+        grammar = GrammarSpec("json_schema", schema_text(form.schema_, "text.format.schema"))
+    return structured_grammar(grammar, body.structured_outputs, "text.format")
 
 
 def messages_of(items: list[InputItem]) -> list[Message]:

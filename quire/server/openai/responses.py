@@ -9,12 +9,11 @@ from typing import Any
 from quire.server.blocks import Block, Blocks, Change, Grown, Opened
 from quire.server.encoding import COMMENT, named_event
 from quire.server.errors import ApiError
-from quire.server.gather import new_id
+from quire.server.gather import ReasoningTokens, new_id
 from quire.server.generation import Run
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_schemas import ResponsesBody
 from quire.server.sample import End, Piece
-from quire.text.channels.events import ReasoningDelta
 from quire.text.tokenizer import Tokenizer
 
 Store = Callable[["ResponseState"], Awaitable[None]]
@@ -30,23 +29,29 @@ class ResponseState:
         self.blocks = Blocks()
         self.end: End | None = None
         self.error: ApiError | None = None
-        self.num_reasoning = 0
+        self._reasoning = ReasoningTokens()
         self._body, self._model, self._tokenizer = body, model, tokenizer
         self._created = int(time.time())
         self._ids: dict[int, str] = {}
         self._call_ids: dict[int, str] = {}
         self._logprobs: list[dict[str, Any]] = []
+        self._num_told = 0  # of the logprobs, with the deltas of a stream
 
     def feed(self, pieces: Iterable[Piece]) -> list[Change]:
         changes: list[Change] = []
         for piece in pieces:
             changes += self.blocks.feed(piece.events)
             self.end = piece.end or self.end
-            if piece.events and isinstance(piece.events[-1], ReasoningDelta):
-                self.num_reasoning += len(piece.token_ids)
+            self._reasoning.add(piece)
             if piece.logprobs:
                 self._logprobs += chat_logprobs(piece.logprobs, self._tokenizer)["content"]
         return changes
+
+    def fresh_logprobs(self) -> list[dict[str, Any]]:
+        """Those that no delta has told yet."""
+        fresh = self._logprobs[self._num_told :]
+        self._num_told = len(self._logprobs)
+        return fresh
 
     def item_id(self, block: Block) -> str:
         return self._ids.setdefault(block.index, new_id(_PREFIXES[block.kind]))
@@ -110,7 +115,7 @@ class ResponseState:
             "input_tokens": totals.prompt_tokens,
             "input_tokens_details": {"cached_tokens": totals.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": totals.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count},
             "total_tokens": totals.prompt_tokens + totals.completion_tokens,
         }
 
@@ -181,7 +186,8 @@ class ResponseStream:
         place["content_index"] = 0
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **place, delta=change.text)
-        return self._event("response.output_text.delta", **place, delta=change.text, logprobs=[])
+        logprobs = self._state.fresh_logprobs()
+        return self._event("response.output_text.delta", **place, delta=change.text, logprobs=logprobs)
 
     def _opened(self, block: Block, place: dict[str, Any]) -> bytes:
         empty = Block(block.index, block.kind, block.name)

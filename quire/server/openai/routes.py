@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,7 @@ from quire.server.openai import completions
 from quire.server.openai.chat import ChatStream, ChatWhole
 from quire.server.openai.completions import CompletionStream, CompletionWhole
 from quire.server.openai.schemas import ChatBody, CompletionBody, OpenAISampling
-from quire.server.openai.translate import chat_params, conversation_of, output_grammar, params_of
+from quire.server.openai.translate import chat_params, conversation_of, output_grammar, output_param, params_of
 from quire.server.replies import stream_reply, whole_reply
 from quire.server.route_parts import error_docs, job_of
 from quire.server.state import Server
@@ -33,14 +34,14 @@ def openai_router(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         model = server.check_model(body.model)
-        check_stream_options(body)
+        check_stream(body)
         prompt = await server.chat.make(conversation_of(body))
         job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
-        job.make_parser, job.grammar = prompt.make_parser, prompt.grammar
+        job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
-            whole = ChatWhole(run, model, tokenizer, bool(body.logprobs))
+            whole = ChatWhole(run, model, tokenizer, bool(body.logprobs), body.prompt_logprobs is not None)
             return await whole_reply(request, run, whole.take, whole.body, server)
         stream = ChatStream(run, model, tokenizer, bool(body.logprobs), body.stream_options)
         return await stream_reply(request, run, stream, server)
@@ -48,16 +49,19 @@ def openai_router(server: Server) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def raw_completions(request: Request, body: CompletionBody) -> Response:
         model = server.check_model(body.model)
-        check_stream_options(body)
+        check_stream(body)
         completions.check(body)
         given = completions.prompts_of(body)
         server.generation.check_samples(len(given), body.n or 1)
         prompts = [await server.chat.encode(prompt) for prompt in given]
         max_tokens = body.max_tokens or None if body.max_tokens != 0 else 1
-        prompt_logprobs = body.logprobs if body.echo else None
+        prompt_logprobs = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
         params = params_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
-        job = job_of(request, body, prompts, params)
-        job.grammar = output_grammar(body.response_format, body.structured_outputs)
+        grammar = server.chat.check_output(output_grammar(body.response_format, body.structured_outputs))
+        job = job_of(request, body, prompts, replace(params, grammar=grammar))
+        job.grammar_param = output_param(body.structured_outputs)
         run: Run = server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
@@ -69,9 +73,11 @@ def openai_router(server: Server) -> APIRouter:
     return router
 
 
-def check_stream_options(body: OpenAISampling) -> None:
+def check_stream(body: OpenAISampling) -> None:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "invalid_value", "stream_options needs stream to be true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "unsupported_parameter", "prompt_logprobs can't be streamed.", "prompt_logprobs")
 
 
 def model_body(server: Server, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schemas import Body, ExtraSampling, Name, Stop, Token
+from quire.server.schemas import Body, Name, Sampling, Stop, Token
 
 JsonObject = dict[str, Any]
 
@@ -96,16 +96,11 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
-class OpenAISampling(ExtraSampling):
+class OpenAISampling(Sampling):
     model: Name | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     stop: Stop | None = None
-    seed: int | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None  # how many alternatives beside each token of the prompt
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -125,6 +120,7 @@ class ChatBody(OpenAISampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # tokens of reasoning after which it is ended
     chat_template_kwargs: JsonObject | None = None
     # Accepted, without effect here:
     metadata: JsonObject | None = None

@@ -16,7 +16,7 @@ from quire.server.openai.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
-from quire.server.schemas import logit_bias, sampling_params, schema_text
+from quire.server.schemas import sampling_params, schema_text
 from quire.types import GrammarSpec, SamplingParams
 
 
@@ -24,13 +24,7 @@ def params_of(body: OpenAISampling, *, max_tokens: int | None, logprobs: int | N
               prompt_logprobs: int | None = None) -> SamplingParams:  # fmt: skip
     return sampling_params(
         body,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=logit_bias(body.logit_bias),
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-        seed=body.seed,
         n=body.n,
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -43,7 +37,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
         raise bad_request("invalid_value", "top_logprobs needs logprobs to be true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return params_of(body, max_tokens=max_tokens, logprobs=logprobs)
+    return params_of(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
 
 def conversation_of(body: ChatBody) -> Conversation:
@@ -62,6 +56,8 @@ def conversation_of(body: ChatBody) -> Conversation:
         continue_final=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
         output=output_grammar(body.response_format, body.structured_outputs),
+        output_param=output_param(body.structured_outputs),
+        thinking_budget=body.thinking_budget,
     )
 
 
@@ -108,6 +104,16 @@ def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | 
         grammar = GrammarSpec(
             "json_schema", schema_text(form.json_schema.schema_, "response_format.json_schema.schema")
         )
+    return structured_grammar(grammar, structured, "response_format")
+
+
+def output_param(structured: StructuredOutputs | None, rival: str = "response_format") -> str:
+    return rival if structured is None else "structured_outputs"
+
+
+def structured_grammar(grammar: GrammarSpec | None, structured: StructuredOutputs | None,
+                       rival: str) -> GrammarSpec | None:  # fmt: skip
+    """What `structured_outputs` asks for; `grammar` is what the field `rival` did."""
     if structured is None:
         return grammar
     ways: list[GrammarSpec] = [] if grammar is None else [grammar]
@@ -120,6 +126,6 @@ def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | 
     if structured.grammar is not None:
         ways.append(GrammarSpec("ebnf", structured.grammar))
     if len(ways) != 1:
-        message = "structured_outputs needs exactly one of json, regex, choice and grammar, and no response_format."
+        message = f"structured_outputs needs exactly one of json, regex, choice and grammar, and no {rival}."
         raise bad_request("invalid_value", message, "structured_outputs")
     return ways[0]

@@ -29,7 +29,7 @@ class History:
         if reply.get("method") != "POST" or not str(reply.get("path", "")).startswith("/v1/"):
             return
         self._num_added += 1
-        record = {name: reply.get(name) for name in ("id", "path", "status", "seconds", *MEASURES)}
+        record = {name: reply.get(name) for name in ("id", "path", "status", "outcome", "seconds", *MEASURES)}
         self._records.append({"seq": self._num_added, "at": round(self._clock(), 3), **record})
 
     def since(self, seq: int) -> list[dict[str, Any]]:

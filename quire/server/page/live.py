@@ -1,7 +1,8 @@
 """What the page sees of the engine while it runs: a feed of server-sent events, two a second for each viewer.
 
-A sample holds counters as they stand; the page makes rates of them. Samples are taken when a viewer's turn comes and
-kept for a few minutes, so a second viewer costs nothing and one that comes back has something to look at.
+A sample holds counters as they stand; the page makes rates of them. Samples are taken all the time and kept for a few
+minutes, so a viewer costs nothing, and whoever opens the page sees what has been. The shapes of single steps come from
+the engine itself and are passed on as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from quire.engine.limits import StepShape
 from quire.server.encoding import named_event
 from quire.server.errors import ApiError
 from quire.server.metrics import SECONDS, TOKEN_SECONDS
@@ -22,6 +24,7 @@ from quire.server.state import Server
 
 TICK = 0.5  # seconds between two events
 KEPT = 600  # samples: five minutes
+KEPT_STEPS = 256
 MAX_VIEWERS = 16
 MAX_OPEN = 50  # open requests shown
 TTFT, TPOT = "quire_ttft_seconds_bucket", "quire_tpot_seconds_bucket"
@@ -38,6 +41,7 @@ class LiveFeed:
         self._server, self._history, self._clock = server, history, clock
         self._metrics = server.metrics.registry.restricted_registry([TTFT, TPOT, FAILURES, HANGUPS])
         self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._steps: deque[StepShape] = deque(maxlen=KEPT_STEPS)
         self._num_viewers = 0
 
     def check_room(self) -> None:
@@ -45,17 +49,27 @@ class LiveFeed:
             message = f"{MAX_VIEWERS} pages watch the engine already. Close one of them."
             raise ApiError(429, "too_many_viewers", message, headers={"retry-after": "5"})
 
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            self._take_sample()
+            await asyncio.sleep(TICK)
+
     async def events(self) -> AsyncIterator[bytes]:
         """Until the viewer leaves or the server shuts down."""
         self._num_viewers += 1
-        last_time, last_record = 0.0, 0
+        last_time, last_record, last_step = 0.0, 0, 0
         try:
             yield named_event("hello", self._hello())
             while not self._server.draining:
                 self._take_sample()
                 samples = [sample for sample in self._samples if sample["t"] > last_time]
                 records = self._history.since(last_record)
-                frame = named_event("samples", samples) + named_event("open", self._open())
+                steps = [step for step in self._steps if step.step > last_step]
+                last_step = self._steps[-1].step if self._steps else 0
+                frame = named_event("samples", samples)
+                frame += named_event("steps", steps) if steps else b""
+                frame += named_event("open", self._open())
                 if records:
                     frame += named_event("requests", records)
                     last_record = records[-1]["seq"]
@@ -79,7 +93,8 @@ class LiveFeed:
     def _take_sample(self) -> None:
         now = self._clock()
         if self._samples and 0 <= now - self._samples[-1]["t"] < TICK * 0.8:
-            return  # another viewer's is fresh enough
+            return  # the last one is fresh enough
+        self._take_steps()
         health = self._server.health()
         sample = {
             "t": round(now, 3),
@@ -88,7 +103,16 @@ class LiveFeed:
             **stats_body(self._server)["engine"],
             **self._read_metrics(),
         }
+        del sample["recent"]  # told step by step
         self._samples.append(sample)
+
+    def _take_steps(self) -> None:
+        recent = self._server.client.beat.recent
+        last = self._steps[-1].step if self._steps else 0
+        if recent and recent[-1].step < last:  # another engine counts anew
+            self._steps.clear()
+            last = 0
+        self._steps.extend(step for step in recent if step.step > last)
 
     def _read_metrics(self) -> dict[str, Any]:
         """All routes together. Buckets are cumulative over their bounds, as in Prometheus, the last one is infinity."""

@@ -5,6 +5,7 @@ The files are read once at start and served with a policy that lets them load no
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ def page_router(server: Server) -> APIRouter:
     history = History()
     server.log = RememberingLog(server.log, history)
     feed = LiveFeed(server, history)
+    watching = asyncio.create_task(feed.run())
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
@@ -84,6 +86,8 @@ def page_router(server: Server) -> APIRouter:
     @router.get("/live")
     async def live() -> Response:
         feed.check_room()
+        if watching.done():
+            watching.result()  # raises: a page that shows nothing must not look like an engine that does nothing
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(feed.events(), media_type="text/event-stream", headers=headers)
 

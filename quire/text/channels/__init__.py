@@ -17,7 +17,7 @@ from quire.text.channels.events import (
 )
 from quire.text.channels.formats import FORMATS
 from quire.text.channels.parser import ChannelParser, make_channel_parser
-from quire.text.channels.reasoning import ReasoningStyle, choose_reasoning, opens_reasoning
+from quire.text.channels.reasoning import ReasoningStyle, choose_reasoning, closes_reasoning, opens_reasoning
 from quire.text.channels.tool_grammar import tool_grammar
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "ToolSpec",
     "choose_format",
     "choose_reasoning",
+    "closes_reasoning",
     "make_channel_parser",
     "merge",
     "opens_reasoning",

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.text.channels.events import ToolSpec
+from quire.types import GrammarSpec, QuireError
 
 TokenIdOf = Callable[[str], int | None]  # the id of a special token written like this, if the model has one
 ANY_TEXT = r"/(?s:.*)/"
+BOUNDED_SPACE = r"[ \n\t]{0,24}"  # between JSON's parts: a small model would else write it until its tokens run out
 
 
 class GrammarText:
@@ -36,8 +38,16 @@ class GrammarText:
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         """A JSON value. Where it need not be strict, keywords that can't be enforced are left out, not refused."""
-        options = {} if strict else {"x-guidance": {"lenient": True}}
-        return self.rule("%json " + json.dumps({**schema, **options}))
+        options = {"whitespace_pattern": BOUNDED_SPACE, **({} if strict else {"lenient": True})}
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": options}))
+
+    def answer(self, spec: GrammarSpec) -> str:
+        """An answer of any kind but `ebnf`, as one rule."""
+        if spec.kind in ("json_object", "json_schema"):
+            return self.json(schema_of(spec), strict=True)
+        if spec.kind == "choice":
+            return self.rule(either(map(literal, json.loads(spec.value))))
+        return self.rule("/" + spec.value.replace("/", "\\/") + "/")
 
     def json_call(self, tool: ToolSpec, key: str) -> str:
         """`{"name": …, <key>: {…}}`, spaced as the templates do."""
@@ -50,6 +60,24 @@ class GrammarText:
 
     def finish(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+
+def schema_of(spec: GrammarSpec) -> dict[str, Any]:
+    """Of an answer in JSON."""
+    if spec.kind == "json_object":
+        return {"type": "object"}
+    try:
+        schema: dict[str, Any] = json.loads(spec.value)
+    except RecursionError:
+        what = "The JSON schema is nested too deeply."
+        raise QuireError("grammar_too_complex", what, "Make it flatter.") from None
+    return schema
+
+
+def call_schema(tool: ToolSpec, key: str) -> dict[str, Any]:
+    """A call as a JSON schema of its own."""
+    properties = {"name": {"const": tool.name}, key: {"type": "object", **tool.parameters}}
+    return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
 
 
 def literal(text: str) -> str:

@@ -33,3 +33,8 @@ def choose_reasoning(template_source: str) -> ReasoningStyle | None:
 def opens_reasoning(prompt: str, style: ReasoningStyle | None) -> bool:
     """Did the prompt already open the reasoning, so that the model starts inside it?"""
     return style is not None and prompt.rstrip().endswith(style.open)
+
+
+def closes_reasoning(prompt: str, style: ReasoningStyle | None) -> bool:
+    """Did the prompt already open and close the reasoning, so that the model answers without any?"""
+    return style is not None and prompt.rstrip().endswith(style.close)

@@ -6,26 +6,30 @@ Lark dialect of the grammar engine, in the very format the model's parser reads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.formats import FORMATS, ToolFormat
-from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, TokenIdOf, literal
+from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, TokenIdOf, call_schema, literal, schema_of
 from quire.types import GrammarSpec, QuireError
 
 SPACE_AFTER_REASONING = r"/[ \n\t]{0,4}/"
 
 
 def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, parallel: bool = True,
-                 special_id: TokenIdOf = lambda text: None,
-                 after_reasoning: tuple[int, ...] = ()) -> GrammarSpec | None:  # fmt: skip
+                 special_id: TokenIdOf = lambda text: None, leads: bool = False,
+                 answer: GrammarSpec | None = None) -> GrammarSpec | None:  # fmt: skip
     """The grammar for `choice`: "auto", "required", "none", or a tool's name. None: there is nothing to enforce.
 
     `special_id` says which markers are special tokens of the model, and their ids (see `Tokenizer.is_special`):
-    such a marker is written as that token and nothing else. With "auto" only strict tools make a grammar: text stays
-    free, and what follows the format's trigger must be a call.
+    such a marker is written as that token and nothing else. `leads`: reasoning may stand before, so white space may
+    lead. With "auto" strict tools make a grammar: text stays free,
+    and what follows the format's trigger must be a call. So does an `answer` that is bound itself: then the output is
+    either calls or such an answer.
     """
-    if choice == "none" or (choice == "auto" and not any(tool.strict for tool in tools)):
+    is_bound = answer is not None and _can_join(FORMATS[format_name], tools, answer)
+    if choice == "none" or (choice == "auto" and not is_bound and not any(tool.strict for tool in tools)):
         return None
     if choice not in ("auto", "required"):
         tools = [tool for tool in tools if tool.name == choice]
@@ -38,15 +42,36 @@ def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, pa
     tool_format = FORMATS[format_name]
     text = GrammarText(special_id)
     after_trigger = text.rule(tool_format.grammar(text, tools, parallel=parallel))
-    if choice == "auto":
+    if choice == "auto" and not is_bound:
         start = _free(text, tool_format, after_trigger, parallel)
     else:
         one = f"{text.marker(tool_format.trigger)} {after_trigger}" if tool_format.trigger else after_trigger
         one = text.rule(one)
         start = f'{one} ("\\n"? {one})*' if parallel and tool_format.repeats else one
-        if after_reasoning:
+        if choice == "auto" and answer is not None:
+            start = _call_or(text, tool_format, tools, start, answer)
+        if leads:
             start = f"{text.rule(SPACE_AFTER_REASONING)} {start}"
-    return GrammarSpec("ebnf", text.finish(start), after_reasoning)
+    return GrammarSpec("ebnf", text.finish(start))
+
+
+def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: GrammarSpec) -> bool:
+    """Can calls and this answer stand in one grammar? Not a grammar of its own, nor, where they have to be one JSON
+    schema, schemas that refer to their own root."""
+    if answer.kind == "ebnf":
+        return False
+    texts = [answer.value, *(json.dumps(dict(tool.parameters)) for tool in tools)]
+    return not tool_format.plain_key or not any('"$ref"' in text for text in texts)
+
+
+def _call_or(text: GrammarText, tool_format: ToolFormat, tools: Sequence[ToolSpec], calls: str,
+             answer: GrammarSpec) -> str:  # fmt: skip
+    """Calls, or an answer of that kind."""
+    if not tool_format.plain_key or answer.kind not in ("json_object", "json_schema"):
+        return f"({text.rule(calls)} | {text.answer(answer)})"
+    # Both are JSON, and the grammar engine's lexer would decide for one of them at the first brace: so they are one.
+    return text.json({"anyOf": [*(call_schema(tool, tool_format.plain_key) for tool in tools), schema_of(answer)]},
+                     strict=all(tool.strict for tool in tools))  # fmt: skip
 
 
 def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:

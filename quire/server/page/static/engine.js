@@ -2,6 +2,7 @@
 
 import { count, h, percent, seconds, short } from "./dom.js";
 import { TimePlot } from "./plot.js";
+import { StepBars } from "./steps.js";
 
 /** Returns what is to be called when the view comes on screen. */
 export function showEngine(root, feed) {
@@ -46,6 +47,7 @@ class EngineView {
       ),
     );
     this.plots = plots();
+    this.steps = new StepBars();
     root.append(
       h("h1", {}, "Engine"),
       this.problem,
@@ -59,6 +61,7 @@ class EngineView {
         preemptions.as("Preemptions"),
         failures.as("Failures"),
       ),
+      this.steps.element,
       h(
         "div.plots",
         {},
@@ -80,6 +83,7 @@ class EngineView {
     if (this.problem.textContent !== feed.why) this.problem.textContent = feed.why; // said aloud each time it is set
     this.#tellFigures(feed, now, point);
     for (const plot of this.plots) plot.update(feed.points);
+    this.steps.update(feed.steps);
     this.cache.replaceChildren(...now.groups.map(cacheBar));
     this.noneOpen.hidden = feed.open.length > 0;
     this.openTable.hidden = feed.open.length === 0;

@@ -5,12 +5,14 @@ import { call, events } from "./api.js";
 export const WINDOW = 300; // seconds that are kept and plotted
 const RECENT = 15; // seconds over which percentiles are taken
 const KEPT_RECORDS = 200;
+const KEPT_STEPS = 256;
 
 export class Feed {
   constructor() {
     this.hello = null;
     this.samples = []; // as the server sends them
     this.points = []; // one per sample: the rates between it and the one before
+    this.steps = []; // the last steps: [number, rows, rows of prompts, tokens, tokens of prompts]
     this.open = []; // requests under way
     this.records = []; // requests that ended, newest first
     this.state = "waiting";
@@ -63,6 +65,7 @@ export class Feed {
   #take(name, data) {
     if (name === "hello") this.#begin(data);
     else if (name === "samples") this.#addSamples(data);
+    else if (name === "steps") this.#addSteps(data);
     else if (name === "open") {
       this.open = data;
       const last = this.samples.at(-1); // the event that ends a tick: now everything is fresh
@@ -77,6 +80,7 @@ export class Feed {
       // another run of the server: its counters start anew
       this.samples = [];
       this.points = [];
+      this.steps = [];
       this.records = [];
     }
     this.hello = hello;
@@ -92,6 +96,11 @@ export class Feed {
       this.samples.shift();
       this.points.shift();
     }
+  }
+
+  #addSteps(steps) {
+    if (this.steps.length && steps[0][0] <= this.steps.at(-1)[0]) this.steps = []; // another engine, or all over again
+    this.steps = [...this.steps, ...steps].slice(-KEPT_STEPS);
   }
 
   #addRecords(records) {
@@ -125,8 +134,9 @@ export class Feed {
       const sampled = now.sampled_tokens - before.sampled_tokens;
       const steps = now.steps - before.steps;
       point.rate = time > 0 ? sampled / time : 0;
-      point.decode = steps ? sampled / steps : 0;
-      point.prompt = steps ? Math.max(0, now.computed_tokens - before.computed_tokens - sampled) / steps : 0;
+      const prompt = now.prompt_tokens - before.prompt_tokens;
+      point.prompt = steps ? prompt / steps : 0;
+      point.decode = steps ? (now.computed_tokens - before.computed_tokens - prompt) / steps : 0;
       point.busy = time > 0 ? Math.min(1, (now.busy_seconds - before.busy_seconds) / time) : 0;
     }
     const past = this.samples.find((sample) => sample.t >= now.t - RECENT);

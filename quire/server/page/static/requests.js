@@ -65,7 +65,7 @@ function bar(record, whole) {
     { "aria-hidden": "true" },
     parts(record).map(({ look, seconds: size }) => {
       const part = h(`span.${look}`);
-      part.style.flexGrow = size;
+      part.style.flexGrow = (1000 * size) / (record.seconds || 1); // shares below 1 would leave room unfilled
       return part;
     }),
   );
@@ -73,11 +73,11 @@ function bar(record, whole) {
   return h("span.track", {}, stack);
 }
 
-/** How it ended, in a word. An answer is counted when it is whole: a good status without a count was cut short. */
+/** How it ended, in a word: a stream that broke began with a good status, its outcome says what came after. */
 function ending(record) {
-  if (record.status === 499) return ["left", "client left"];
+  if (record.status === 499 || record.outcome === "disconnected") return ["left", "client left"];
+  if (record.outcome) return ["failed", record.outcome.replaceAll("_", " ")];
   if (record.status >= 400 || !record.status) return ["failed", `error ${record.status || ""}`];
-  if (record.prompt_tokens === 0) return ["left", "cut short"];
   return ["done", "done"];
 }
 

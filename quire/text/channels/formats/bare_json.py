@@ -18,6 +18,7 @@ class BareJson:
     name = "json"
     markers: tuple[str, ...] = ()
     trigger = ""
+    plain_key = "arguments"
     repeats = False
 
     def matches(self, template: str) -> bool:

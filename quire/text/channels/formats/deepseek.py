@@ -21,6 +21,7 @@ class DeepSeek:
 
     markers: tuple[str, ...] = (ALL_OPEN, OPEN, SEPARATOR, CLOSE, ALL_CLOSE)
     trigger = ALL_OPEN
+    plain_key = ""
     repeats = False  # a turn's calls stand behind one trigger
 
     def __init__(self, *, is_fenced: bool = False):

@@ -20,6 +20,7 @@ class Hermes:
     name = "hermes"
     markers: tuple[str, ...] = (OPEN, CLOSE)
     trigger = OPEN
+    plain_key = ""
     repeats = True
 
     def matches(self, template: str) -> bool:

@@ -25,6 +25,7 @@ class Llama3:
     name = "llama3"
     markers: tuple[str, ...] = (TAG,)
     trigger = ""
+    plain_key = "parameters"
     repeats = False
 
     def matches(self, template: str) -> bool:

@@ -20,6 +20,7 @@ class Mistral:
 
     markers: tuple[str, ...] = (OPEN, ARGS, CALL_ID)
     trigger = OPEN
+    plain_key = ""
 
     def __init__(self, *, is_list: bool = False):
         self.name = "mistral_list" if is_list else "mistral"

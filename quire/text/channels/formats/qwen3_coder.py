@@ -29,6 +29,7 @@ class Qwen3Coder:
     name = "qwen3_coder"
     markers: tuple[str, ...] = (OPEN, CLOSE)
     trigger = OPEN
+    plain_key = ""
     repeats = True
 
     def matches(self, template: str) -> bool:

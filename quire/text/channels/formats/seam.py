@@ -15,6 +15,7 @@ class ToolFormat(Protocol):
     markers: tuple[str, ...]  # may be special tokens of the model; then they must be shown in the text to be parsed
     trigger: str  # stands before every call; empty where a call is plain JSON
     repeats: bool  # the trigger may come again for a further call
+    plain_key: str  # where a call is plain JSON without a trigger: the key of its arguments; elsewhere empty
 
     def matches(self, template: str) -> bool:
         """Does a chat template with this source teach its model this format?"""

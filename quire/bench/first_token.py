@@ -1,0 +1,50 @@
+"""The process that `bench_start` times: opens a model, answers one prompt, and prints when it had got how far.
+
+Told by JSON on stdin what to open and when it was started; the last line of stdout is its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+NUM_TOKENS = 10
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    try:
+        told: dict[str, Any] = measure(task)
+    except Exception as error:
+        code, hint = getattr(error, "code", "start_failed"), getattr(error, "hint", "")
+        what = getattr(error, "what", f"{type(error).__name__}: {error}.")
+        told = {"code": code, "what": what, "hint": hint}
+    print(json.dumps(told), flush=True)
+
+
+def measure(task: dict[str, Any]) -> dict[str, float]:
+    from quire.config import Config
+    from quire.config_build import override_config
+    from quire.llm import LLM
+    from quire.types import SamplingParams
+
+    def elapsed() -> float:
+        return time.monotonic() - task["started"]
+
+    imported = elapsed()
+    with LLM(config=override_config(Config(), task["settings"])) as llm:
+        ready = elapsed()
+        prompt = [index % llm.edge.vocab_size for index in range(1, task["prompt_len"] + 1)]
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        stream = llm.stream(prompt, params)
+        next(stream)
+        first = elapsed()
+        for _ in stream:
+            pass
+        return {"imported_s": imported, "ready_s": ready, "first_token_s": first, "tenth_token_s": elapsed()}
+
+
+if __name__ == "__main__":
+    main()

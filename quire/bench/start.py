@@ -1,0 +1,74 @@
+"""`quire bench start`: from the start of a process to its first token, with compiled kernels forgotten and remembered.
+
+Each run is a fresh Python (`first_token`) with cache folders of its own for compiled kernels: the first finds them
+empty, the others what the first left there. Both processes read the machine's one monotonic clock, so that importing
+and everything before it counts too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import quire
+from quire.bench.offline import load_average
+from quire.bench.stats import Bar, Report
+from quire.config import Config
+from quire.engine.supervisor import engine_settings
+from quire.types import QuireError
+
+PHASES = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")
+KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+
+
+def bench_start(config: Config, *, prompt_len: int = 16, warm_runs: int = 2, max_cold_s: float | None = None,
+                max_warm_s: float | None = None) -> Report:  # fmt: skip
+    busy = load_average()
+    with tempfile.TemporaryDirectory(prefix="quire-start-") as folder:
+        caches = {name: str(Path(folder, kind)) for name, kind in KERNEL_CACHES.items()}
+        cold, *warm = (_run(config, prompt_len, caches) for _ in range(1 + warm_runs))
+    middle = {phase: median(run[phase] for run in warm) for phase in PHASES}
+    bars = [
+        Bar(f"first token, kernel cache {name}, seconds", run["first_token_s"], limit, "at most")
+        for name, run, limit in (("cold", cold, max_cold_s), ("warm", middle, max_warm_s))
+        if limit is not None
+    ]
+    return {
+        "benchmark": "start",
+        "model": config.model.model,
+        "prompt_len": prompt_len,
+        "load_before": busy,
+        "cold": cold,
+        "warm": middle,
+        "warm_runs": warm,
+        "bars": [bar.to_report() for bar in bars],
+        "pass": all(bar.passed for bar in bars),
+    }
+
+
+def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
+    """One process from its start to its tenth token; seconds since it was started."""
+    root = str(Path(quire.__file__).parents[1])  # a checkout need not be installed, nor be where we are
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    task = {"settings": engine_settings(config), "prompt_len": prompt_len, "started": time.monotonic()}
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.bench.first_token"],
+        input=json.dumps(task),
+        env=os.environ | caches | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        told = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise QuireError("start_failed", f"The process ended with code {done.returncode} before its first token.",
+                         "What it said is above.") from None  # fmt: skip
+    if "code" in told:
+        raise QuireError(told["code"], told["what"], told["hint"])
+    return told

@@ -1,0 +1,41 @@
+"""Says which implementation of each op a device would get, and why. `quire doctor` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.trial import ROWS, TrialShape, failing_rows
+
+# What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
+TYPICAL = TrialShape(width=4096, num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=16, window=None, qk_norm=True,
+                     dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
+
+
+def explain_ops(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
+    """One entry per row of the table: op, implementation, reason. On a GPU each kernel is tried."""
+    try:
+        ops = select_ops(device.type, kernels, strict=True)
+    except Exception as error:
+        return [_entry(row.name, "torch", str(error)) for row in ROWS]
+    if ops is REFERENCE:
+        why = "as asked for" if device.type == "cuda" else "the one for a CPU"
+        return [_entry(row.name, "torch", why) for row in ROWS]
+    return try_all(ops, TYPICAL, device)
+
+
+def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[str, Any]]:
+    failed = {row.name: f"{type(error).__name__}: {error}" for row, error in failing_rows(ops, shape, device)}
+    return [
+        _entry(row.name, "torch", f"the Triton kernel failed ({failed[row.name]})")
+        if row.name in failed
+        else _entry(row.name, "triton", "tried just now, right")
+        for row in ROWS
+    ]
+
+
+def _entry(op: str, implementation: str, why: str) -> Mapping[str, Any]:
+    return {"op": op, "implementation": implementation, "why": " ".join(why.split())[:200]}

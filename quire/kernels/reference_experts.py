@@ -1,0 +1,82 @@
+"""A mixture of experts in plain torch: the CPU path, and the oracle for `kernels.triton.experts`.
+
+Tokens are sorted by expert, each expert that got any is applied to all of them at once, and the results are added up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.reference import rms_norm
+
+
+def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
+               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
+    as `route`. `router` is [experts, width]."""
+    x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
+    return x, *route(functional.linear(x, router, router_bias), choice_bias, routing)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """logits [tokens, experts], bias [experts] -> the chosen experts [tokens, top_k] int64, best first, and their
+    weights [tokens, top_k] float32."""
+    logits = logits.float()
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    ranks = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        ranks = ranks.masked_fill(~_in_best_groups(ranks, routing), -torch.inf)
+    chosen = ranks.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights if routing.scale == 1.0 else weights * routing.scale
+
+
+def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
+    """Which experts lie in the groups a token may choose from, [tokens, experts] bool."""
+    groups = ranks.view(len(ranks), routing.num_groups, -1)
+    best = groups.topk(routing.group_members, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    allowed = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
+    return allowed.unsqueeze(-1).expand_as(groups).reshape(ranks.shape)
+
+
+def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor,
+                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    """x [tokens, width] through its chosen experts, weighted and added up, plus `residual`; `chosen` and `weights` are
+    [tokens, top_k]. Returns [tokens, width]."""
+    top_k = chosen.shape[1]
+    out = torch.zeros_like(x) if residual is None else residual.clone()
+    order = chosen.flatten().argsort(stable=True)  # places of `chosen`, sorted by expert
+    counts = chosen.flatten().bincount(minlength=len(experts.gate_up)).tolist()
+    tokens, shares = order // top_k, weights.flatten()[order].unsqueeze(1).to(x.dtype)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            mine = slice(start, start + count)
+            y = _apply_expert(x[tokens[mine]], experts, expert)
+            out.index_add_(0, tokens[mine], y.mul_(shares[mine]))
+            start += count
+    return out
+
+
+def _apply_expert(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
+    biases = (None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias))
+    gate_up_bias, down_bias = biases
+    inner = gated(functional.linear(x, experts.gate_up[expert], gate_up_bias), experts.activation)
+    return functional.linear(inner, experts.down[expert], down_bias)
+
+
+def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+    """[n, 2 * inner], gates beside ups -> [n, inner]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.alpha == 1.0:
+        gate = functional.silu(gate)
+    else:
+        gate = gate * torch.sigmoid(activation.alpha * gate)
+    return gate * (up + activation.shift if activation.shift else up)

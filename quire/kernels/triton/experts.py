@@ -1,0 +1,315 @@
+"""Tokens through their experts: twin of `reference_experts.run_experts`, from one row to thousands.
+
+One row multiplies its experts' weights on the plain units, each read once, and the second product adds the experts up.
+More rows are sorted by expert and go through the matrix units tile by tile, the weight as the left operand, so that a
+tile may have as few as sixteen rows; the gate, the up and what joins them are one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.experts import ExpertWeights, GatedActivation
+from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
+from quire.kernels.triton.route import TILE_FIELDS, SortedPairs, sort_by_expert
+
+NO_LIMIT = 3.0e38
+
+
+@triton.jit
+def _gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit)
+    return gate * tl.sigmoid(alpha * gate) * (up + shift)
+
+
+@triton.jit
+def _row_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.constexpr):
+    ptr = weight_ptr + outs[:, None] * in_features + columns[None, :]
+    if EVEN:
+        return tl.load(ptr)
+    return tl.load(ptr, mask=(outs < num_outs)[:, None] & (columns < in_features)[None, :], other=0.0)
+
+
+@triton.jit
+def _input_tile(x_ptr, columns, in_features):
+    """As one row of a tile, it lies in the threads that hold the weight's columns."""
+    columns = columns[None, :]
+    return tl.load(x_ptr + columns, mask=columns < in_features, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
+    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
+    return tl.sum(tl.reshape(weight.to(tl.float32) * x, [OUT, IN // 8, 8]), 2)
+
+
+@triton.jit
+def _one_row_gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, alpha, shift, limit,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT gates and ups of one chosen expert."""
+    let_next_start(PDL)
+    choice = tl.program_id(1)
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    columns = tl.arange(0, BLOCK_IN)
+    wait_for_inputs(PDL)
+    expert = tl.load(chosen_ptr + choice).to(tl.int64)
+    gate_ptr = weight_ptr + expert * 2 * num_outs * in_features
+    up_ptr = gate_ptr + num_outs * in_features
+    gates = _row_tile(gate_ptr, outs, columns, in_features, num_outs, EVEN)
+    ups = _row_tile(up_ptr, outs, columns, in_features, num_outs, EVEN)
+    gate = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+    up = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+    last = (in_features - 1) // BLOCK_IN * BLOCK_IN
+    for start in range(0, last, BLOCK_IN):
+        x = _input_tile(x_ptr, start + columns, in_features)
+        # The next tiles are under way before those in hand are used.
+        after = start + BLOCK_IN + columns
+        next_gates = _row_tile(gate_ptr, outs, after, in_features, num_outs, EVEN)
+        next_ups = _row_tile(up_ptr, outs, after, in_features, num_outs, EVEN)
+        gate += _products(gates, x, BLOCK_OUT, BLOCK_IN)
+        up += _products(ups, x, BLOCK_OUT, BLOCK_IN)
+        gates = next_gates
+        ups = next_ups
+    x = _input_tile(x_ptr, last + columns, in_features)
+    gate += _products(gates, x, BLOCK_OUT, BLOCK_IN)
+    up += _products(ups, x, BLOCK_OUT, BLOCK_IN)
+    left = tl.sum(gate, 1)
+    right = tl.sum(up, 1)
+    inside = outs < num_outs
+    if BIAS:
+        bias = bias_ptr + expert * 2 * num_outs + outs
+        left += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+        right += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
+    out = _gated(left, right, alpha, shift, limit, LIMITED)
+    tl.store(out_ptr + choice * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _one_row_down_kernel(
+    x_ptr, weight_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
+    TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT outputs of all chosen experts, weighted and added up. One tile holds all columns of an expert."""
+    let_next_start(PDL)
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = outs < num_outs
+    columns = tl.arange(0, BLOCK_IN)
+    acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+    bias = tl.zeros([BLOCK_OUT], tl.float32)
+    wait_for_inputs(PDL)
+    expert = tl.load(chosen_ptr).to(tl.int64)
+    weight = _row_tile(weight_ptr + expert * num_outs * in_features, outs, columns, in_features, num_outs, EVEN)
+    for choice in tl.static_range(TOP_K):
+        if choice + 1 < TOP_K:
+            other = tl.load(chosen_ptr + choice + 1).to(tl.int64)
+            next_weight = _row_tile(weight_ptr + other * num_outs * in_features, outs, columns, in_features, num_outs,
+                                    EVEN)  # fmt: skip
+        share = tl.load(shares_ptr + choice)
+        x = _input_tile(x_ptr + choice * in_features, columns, in_features)
+        acc += _products(weight, x * share, BLOCK_OUT, BLOCK_IN)
+        if BIAS:
+            bias += share * tl.load(bias_ptr + expert * num_outs + outs, mask=inside, other=0.0).to(tl.float32)
+        if choice + 1 < TOP_K:
+            weight = next_weight
+            expert = other
+    out = tl.sum(acc, 1) + bias
+    if RESIDUAL:
+        out += tl.load(residual_ptr + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr, weight_ptr, bias_ptr, shares_ptr, order_ptr, tiles_ptr, out_ptr,
+    x_stride, in_features, num_outs, num_out_blocks, alpha, shift, limit,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of an expert's rows times BLOCK_OUT of its outputs. GATED, the first product: rows are gathered by
+    `order`, gates and ups joined, results left in sorted places. If not, the second: rows are taken from there, results
+    weighted and put where their pair belongs."""
+    let_next_start(PDL)
+    program = tl.program_id(0)
+    tile = program // num_out_blocks
+    outs = program % num_out_blocks * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    wait_for_inputs(PDL)
+    expert = tl.load(tiles_ptr + tile * TILE_FIELDS).to(tl.int64)
+    if expert >= 0:
+        places = tl.load(tiles_ptr + tile * TILE_FIELDS + 1) + tl.arange(0, ROWS)
+        live = places < tl.load(tiles_ptr + tile * TILE_FIELDS + 2)
+        pairs = tl.load(order_ptr + places, mask=live, other=0)
+        sources = places
+        if GATED:
+            sources = pairs // TOP_K
+        inside = outs < num_outs
+        columns = tl.arange(0, BLOCK_IN)
+        weight_rows = weight_ptr + expert * (2 if GATED else 1) * num_outs * in_features
+        weight_rows += outs.to(tl.int64)[:, None] * in_features + columns[None, :]
+        x_rows = x_ptr + sources.to(tl.int64)[:, None] * x_stride + columns[None, :]
+        acc = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+        up = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+        for start in tl.range(0, in_features, BLOCK_IN, num_stages=STAGES):
+            if EVEN:
+                weight = tl.load(weight_rows + start)
+                x = tl.load(x_rows + start, mask=live[:, None], other=0.0)
+            else:
+                left = (start + columns < in_features)[None, :]
+                weight = tl.load(weight_rows + start, mask=inside[:, None] & left, other=0.0)
+                x = tl.load(x_rows + start, mask=live[:, None] & left, other=0.0)
+            across = tl.trans(x)
+            acc = tl.dot(weight, across, acc, input_precision=PRECISION)
+            if GATED:
+                if EVEN:
+                    other = tl.load(weight_rows + num_outs * in_features + start)
+                else:
+                    other = tl.load(
+                        weight_rows + num_outs * in_features + start, mask=inside[:, None] & left, other=0.0
+                    )
+                up = tl.dot(other, across, up, input_precision=PRECISION)
+        if BIAS:
+            bias = bias_ptr + expert * (2 if GATED else 1) * num_outs + outs
+            acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            out = _gated(acc, up, alpha, shift, limit, LIMITED)
+            targets = places
+        else:
+            out = acc * tl.load(shares_ptr + pairs, mask=live, other=0.0)[None, :]
+            targets = pairs
+        where = targets.to(tl.int64)[None, :] * num_outs + outs[:, None]
+        tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & live[None, :])
+
+
+@triton.jit
+def _combine_kernel(parts_ptr, residual_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+                    RESIDUAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A token's weighted results, [TOP_K, width], added up."""
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    if RESIDUAL:
+        total = tl.load(residual_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(TOP_K):
+        total += tl.load(parts_ptr + (token * TOP_K + choice) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing and launching
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTuning:
+    block_out: int
+    block_in: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTuning:
+    rows: int  # most rows of a tile
+    gate_up: ProductTuning
+    down: ProductTuning
+
+
+def tune(num_pairs: int, num_experts: int) -> ExpertsTuning:
+    """Tiles that most experts' shares just fit into: more rows would be padding, fewer would read weights twice."""
+    share = num_pairs / num_experts
+    if share <= 6:
+        return ExpertsTuning(16, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
+    if share <= 20:
+        return ExpertsTuning(32, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
+    if share <= 48:
+        return ExpertsTuning(64, ProductTuning(64, 64, 4, 4), ProductTuning(128, 64, 4, 4))
+    return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(256, 64, 8, 4))
+
+
+def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None,
+                tuning: ExpertsTuning | None = None) -> Tensor:  # fmt: skip
+    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous."""
+    num_tokens, width = x.shape
+    if num_tokens == 1:
+        return _run_one_row(x, experts, chosen, weights, residual)
+    num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
+    tuning = tuning or tune(chosen.numel(), num_experts)
+    pairs = sort_by_expert(chosen, num_experts, tuning.rows)
+    joined = x.new_empty(chosen.numel(), inner)
+    parts = x.new_empty(chosen.numel(), width)
+    _launch_grouped(x, experts.gate_up, experts.gate_up_bias, weights, pairs, joined, top_k, tuning.gate_up,
+                    experts.activation)  # fmt: skip
+    _launch_grouped(joined, experts.down, experts.down_bias, weights, pairs, parts, top_k, tuning.down, None)
+    out = torch.empty_like(x)
+    block = min(triton.next_power_of_2(width), 1024)
+    _combine_kernel[(num_tokens, triton.cdiv(width, block))](
+        parts, residual, out, width, TOP_K=top_k, BLOCK=block, RESIDUAL=residual is not None,
+        **launch_options(x.device, num_warps=4),
+    )  # fmt: skip
+    return out
+
+
+def _launch_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, pairs: SortedPairs, out: Tensor,
+                    top_k: int, tuning: ProductTuning, activation: GatedActivation | None) -> None:  # fmt: skip
+    in_features, num_outs = weight.shape[2], out.shape[1]
+    block_out = min(tuning.block_out, max(16, triton.next_power_of_2(num_outs)))
+    block_in = min(tuning.block_in, max(16, triton.next_power_of_2(in_features)))
+    if x.dtype == torch.float32:
+        block_in = max(16, block_in // 4)
+    blocks = triton.cdiv(num_outs, block_out)
+    _grouped_kernel[(pairs.num_tiles * blocks,)](
+        x, weight, bias, shares, pairs.order, pairs.tiles, out,
+        x.stride(0), in_features, num_outs, blocks, *_activation_args(activation),
+        TOP_K=top_k, ROWS=pairs.rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+        EVEN=num_outs % block_out == 0 and in_features % block_in == 0, GATED=activation is not None,
+        LIMITED=activation is not None and activation.limit is not None, BIAS=bias is not None,
+        PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
+        **launch_options(x.device, tuning.num_warps, tuning.num_stages),
+    )  # fmt: skip
+
+
+def _activation_args(activation: GatedActivation | None) -> tuple[float, float, float]:
+    if activation is None:
+        return 1.0, 0.0, NO_LIMIT
+    return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
+
+
+def _run_one_row(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor,
+                 residual: Tensor | None) -> Tensor:  # fmt: skip
+    _, width, inner = experts.down.shape
+    top_k = chosen.shape[1]
+    joined = x.new_empty(top_k, inner)
+    block_in = min(1024, triton.next_power_of_2(width))
+    if x.dtype == torch.float32:
+        block_in = max(16, block_in // 2)
+    alpha, shift, limit = _activation_args(experts.activation)
+    _one_row_gate_up_kernel[(triton.cdiv(inner, 4), top_k)](
+        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, alpha, shift, limit,
+        BLOCK_OUT=4, BLOCK_IN=block_in, EVEN=inner % 4 == 0 and width % block_in == 0,
+        BIAS=experts.gate_up_bias is not None, LIMITED=experts.activation.limit is not None,
+        **launch_options(x.device, num_warps=4),
+    )  # fmt: skip
+    out = torch.empty_like(x)
+    block_in = max(16, triton.next_power_of_2(inner))
+    block_out = 4 if block_in <= 2048 else 1
+    _one_row_down_kernel[(triton.cdiv(width, block_out),)](
+        joined, experts.down, experts.down_bias, chosen, weights, residual, out, inner, width,
+        TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, EVEN=inner == block_in and width % block_out == 0,
+        BIAS=experts.down_bias is not None, RESIDUAL=residual is not None, **launch_options(x.device, num_warps=4),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,137 @@
+"""Recurrent layers for a step that mixes rows of one token and rows that catch up: twins of `reference_recurrent`.
+
+A step of single tokens needs nothing from the host, so it can be captured; a mixed step uploads one small table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton import recurrent_scan, recurrent_step
+from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
+from quire.kernels.triton.recurrent_step import silu
+from quire.kernels.upload import Arrays, upload
+
+
+@dataclass(slots=True)
+class TritonRecurrentPlan:
+    slots: Tensor  # [rows] int64
+    positions: Tensor  # [tokens] int64
+    counts: list[int]
+    prepared: _Prepared | None = None  # worked out when the first layer runs: only then is the chunk's size known
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    chunk: int
+    num_singles: int
+    singles: Tensor | None = None  # [singles] int64: their rows; None: all rows, in order
+    single_tokens: Tensor | None = None  # [singles] int64
+    rows: Tensor | None = None  # [catch-ups, 3] int32: row, first token, count; None: there are none
+    tiles: Tensor | None = None  # [tiles, 4] int32: row, first token, offset, count
+
+
+def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> TritonRecurrentPlan:
+    return TritonRecurrentPlan(slots, positions, counts)
+
+
+def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+                    plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    work = _prepare(plan, x.dtype)
+    out = x.new_empty(len(x), shape.values)
+    where = (shape, state, plan.slots, plan.positions)
+    if work.rows is not None and work.tiles is not None:
+        recurrent_scan.delta_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
+        block = triton.next_power_of_2(shape.value_dim)
+        _norm_tiles_kernel[(len(work.tiles), shape.num_heads)](
+            out, x, weights.norm, work.tiles, x.stride(0), weights.eps, GATE=shape.channels, HEADS=shape.num_heads,
+            VALUE=shape.value_dim, TOKENS=work.chunk, BLOCK=block, **launch_options(x.device, 4),
+        )  # fmt: skip
+    if work.num_singles:
+        recurrent_step.delta_step(x, weights, *where, work.singles, work.single_tokens, out)
+    return out
+
+
+def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
+           plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    work = _prepare(plan, x.dtype)
+    out = x.new_empty(len(x), shape.values)
+    where = (shape, state, plan.slots, plan.positions)
+    if work.rows is not None and work.tiles is not None:
+        recurrent_scan.mamba_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
+    if work.num_singles:
+        recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out)
+    width = shape.values // weights.norm_groups
+    block = triton.next_power_of_2(width)
+    _norm_groups_kernel[(len(x), weights.norm_groups)](
+        out, x, weights.norm, x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block,
+        **launch_options(x.device, min(max(block // 256, 1), 16)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE: tl.constexpr, HEADS: tl.constexpr,
+                       VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: one head of a tile's tokens, normed, then gated, in place."""
+    let_next_start(PDL)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    n, values = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    weight = tl.load(norm_ptr + values, mask=values < VALUE, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    offset = tl.load(tiles_ptr + 4 * tile + 2)
+    tokens = (tl.load(tiles_ptr + 4 * tile + 1).to(tl.int64) + offset + n)[:, None]
+    inside = (offset + n < tl.load(tiles_ptr + 4 * tile + 3))[:, None] & (values < VALUE)[None, :]
+    target = out_ptr + tokens * (HEADS * VALUE) + head * VALUE + values[None, :]
+    out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + tokens * x_stride + GATE + head * VALUE + values[None, :], mask=inside, other=0.0)
+    out *= tl.rsqrt(tl.sum(out * out, 1) / VALUE + eps)[:, None] * weight[None, :] * silu(gate.to(tl.float32))
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """One program: one group of one token's values, gated, then normed, in place."""
+    let_next_start(PDL)
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inside = tl.arange(0, BLOCK) < width
+    columns = group * width + tl.arange(0, BLOCK)
+    weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    target = out_ptr + token * VALUES + columns
+    out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    out *= silu(tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32))
+    out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _prepare(plan: TritonRecurrentPlan, dtype: torch.dtype) -> _Prepared:
+    if plan.prepared is None:
+        plan.prepared = _list_work(plan, recurrent_scan.chunk_tokens(dtype))
+    return plan.prepared
+
+
+def _list_work(plan: TritonRecurrentPlan, chunk: int) -> _Prepared:
+    counts = plan.counts
+    if all(count == 1 for count in counts):
+        return _Prepared(chunk, len(counts))
+    firsts = np.cumsum([0, *counts[:-1]])
+    singles = [row for row, count in enumerate(counts) if count == 1]
+    rows = [(row, firsts[row], count) for row, count in enumerate(counts) if count > 1]
+    tiles = [(row, first, offset, count) for row, first, count in rows for offset in range(0, count, chunk)]
+    arrays: Arrays = {
+        "singles": np.array(singles, np.int64),
+        "single_tokens": firsts[singles].astype(np.int64),
+        "rows": np.array(rows, np.int32),
+        "tiles": np.array(tiles, np.int32),
+    }
+    sent = upload({"plan": arrays}, plan.slots.device)["plan"]
+    return _Prepared(chunk, len(singles), **sent)

@@ -1,0 +1,162 @@
+"""One token of each row through a recurrent layer, in one kernel: convolution, gates, state update, read-out.
+
+Bound by the state's bytes: each matrix is read and written once. A program does one head of one row; what several
+heads share (key and query channels) each works out for itself, and one of them writes it to the ring.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
+
+L2_EPS = tl.constexpr(1e-6)
+SMALL_BLOCK = 32  # rows of a matrix that a program holds at a time, where there are many programs
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _convolve(x_ptr, ring_ptr, conv_ptr, bias_ptr, channels, inside, position, writes, CHANNELS: tl.constexpr,
+              TAPS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """SiLU of these channels' convolution at `position`, float32. Its own entry of the ring is written, the others are
+    read: nobody reads what is written here before the next step."""
+    now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    total = now * tl.load(conv_ptr + channels * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+    for age in tl.static_range(1, TAPS):
+        place = (position + TAPS - age) % TAPS
+        before = tl.load(ring_ptr + place * CHANNELS + channels, mask=inside, other=0.0)
+        total += before * tl.load(conv_ptr + channels * TAPS + TAPS - 1 - age, mask=inside, other=0.0).to(tl.float32)
+    tl.store(ring_ptr + (position % TAPS) * CHANNELS + channels, now, mask=inside & writes)
+    if BIAS:
+        total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    return silu(total)
+
+
+@triton.jit
+def _step_kernel(
+    x_ptr, conv_ptr, conv_bias_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, norm_ptr, state_ptr, out_ptr,
+    slots_ptr, positions_ptr, rows_ptr, tokens_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, DELTA: tl.constexpr,
+    BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net, with its
+    norm and gate; else Mamba2, without."""
+    let_next_start(PDL)
+    place, head = tl.program_id(0), tl.program_id(1)
+    CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
+    group = head // (HEADS // GROUPS)
+    writes = head % (HEADS // GROUPS) == 0
+    keys = tl.arange(0, KEY_BLOCK)
+    in_key = keys < KEY
+    a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    wait_for_inputs(PDL)
+    row = place
+    token = place.to(tl.int64)
+    if INDEXED:
+        row = tl.load(rows_ptr + place)
+        token = tl.load(tokens_ptr + place).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+    state_ptr += slot * slot_stride
+    ring_ptr = state_ptr + HEADS * VALUE * KEY
+    x_ptr += token * x_stride
+    Q: tl.constexpr = 0 if DELTA else HEADS * VALUE + GROUPS * KEY
+    K: tl.constexpr = GROUPS * KEY if DELTA else HEADS * VALUE
+    V: tl.constexpr = 2 * GROUPS * KEY if DELTA else 0
+    if DELTA:
+        mixed_ptr = x_ptr
+        beta = tl.sigmoid(tl.load(x_ptr + CHANNELS + HEADS * VALUE + head).to(tl.float32))
+        dt = softplus(tl.load(x_ptr + CHANNELS + HEADS * VALUE + HEADS + head).to(tl.float32) + dt_bias)
+    else:
+        mixed_ptr = x_ptr + HEADS * VALUE
+        dt = softplus(tl.load(x_ptr + HEADS * VALUE + CHANNELS + head).to(tl.float32) + dt_bias)
+        dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
+        skip = tl.load(skip_ptr + head).to(tl.float32)
+    q = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, Q + group * KEY + keys, in_key, position, writes,
+                  CHANNELS, TAPS, BIAS)  # fmt: skip
+    k = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, K + group * KEY + keys, in_key, position, writes,
+                  CHANNELS, TAPS, BIAS)  # fmt: skip
+    if DELTA:
+        q *= tl.rsqrt(tl.sum(tl.where(in_key, q * q, 0.0), 0) + L2_EPS) * query_scale
+        k *= tl.rsqrt(tl.sum(tl.where(in_key, k * k, 0.0), 0) + L2_EPS)
+    decay = tl.exp(-tl.exp(a_log) * dt)
+    blocks = tl.arange(0, NUM_BLOCKS)[:, None]
+    out = tl.zeros((NUM_BLOCKS, VALUE_BLOCK), tl.float32)
+    for block in range(NUM_BLOCKS):
+        values = block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+        in_value = values < VALUE
+        matrix_ptr = state_ptr + head * (VALUE * KEY) + values[:, None] * KEY + keys[None, :]
+        inside = in_value[:, None] & in_key[None, :]
+        matrix = tl.load(matrix_ptr, mask=inside, other=0.0) * decay  # [value, key]
+        v = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, V + head * VALUE + values, in_value, position, True,
+                      CHANNELS, TAPS, BIAS)  # fmt: skip
+        if DELTA:
+            update = (v - tl.sum(matrix * k[None, :], 1)) * beta
+        else:
+            update = v * dt
+        matrix += update[:, None] * k[None, :]
+        tl.store(matrix_ptr, matrix, mask=inside)
+        read = tl.sum(matrix * q[None, :], 1)
+        if not DELTA:
+            read += v * skip
+        out = tl.where(blocks == block, read[None, :], out)
+    values = blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)[None, :]
+    in_value = values < VALUE
+    if DELTA:
+        squares = tl.sum(tl.sum(tl.where(in_value, out * out, 0.0), 1), 0)
+        out *= tl.rsqrt(squares / VALUE + eps)
+        out *= tl.load(norm_ptr + values, mask=in_value, other=0.0).to(tl.float32)
+        gate = tl.load(x_ptr + CHANNELS + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32)
+        out *= silu(gate)
+    target = out_ptr + token * (HEADS * VALUE) + head * VALUE + values
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=in_value)
+
+
+def delta_step(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
+               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
+    """The whole gated delta net for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which
+    rows and tokens of the step they are; None: all, in order."""
+    _launch(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0, shape,
+            state, slots, positions, rows, tokens, out, delta=True)  # fmt: skip
+
+
+def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
+               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
+    """Mamba2 up to its gated norm, likewise."""
+    _launch(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0, weights.dt_low,
+            weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False)  # fmt: skip
+
+
+def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
+            norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
+            slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
+            delta: bool) -> None:  # fmt: skip
+    num_rows = slots.shape[0] if rows is None else rows.shape[0]
+    key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
+    num_blocks = 1
+    # Enough programs to fill the card several times over: small ones then keep more of the state in flight. Few: a
+    # whole head at a time has the shortest way from its first load to its last store.
+    if num_rows * shape.num_heads >= 4 * num_multiprocessors(x.device.index) and value_block > SMALL_BLOCK:
+        num_blocks, value_block = value_block // SMALL_BLOCK, SMALL_BLOCK
+    num_warps = min(16, max(1, key_block * value_block // 1024))
+    _step_kernel[(num_rows, shape.num_heads)](
+        x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, slots, positions, rows, tokens, x.stride(0),
+        state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,
+        KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block, VALUE_BLOCK=value_block,
+        NUM_BLOCKS=num_blocks, DELTA=delta, BIAS=conv_bias is not None, INDEXED=rows is not None,
+        **launch_options(x.device, num_warps),
+    )  # fmt: skip

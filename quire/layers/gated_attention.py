@@ -1,0 +1,64 @@
+"""Attention whose output is gated, with the norms and the partial rope of Qwen3-Next and Qwen3.5.
+
+The query projection also makes a gate for every element of the output. One merged product gives the gates first, then
+queries, keys and values side by side as plain attention has them; from there on it is `layers.attention`'s path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.angles import Angles
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionPlan, AttentionShape
+from quire.layers.linear import Linear
+from quire.layers.norm import QKNorm, RMSNorm
+from quire.layers.quant.scheme import Scheme
+from quire.layers.weights import set_forms
+
+
+class GatedAttention(nn.Module):
+    def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, bias: bool,
+                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+        super().__init__()
+        assert shape.order is not None
+        self.norm = norm
+        self.shape = shape
+        self.cache_index = cache_index
+        self.scale = shape.head_dim**-0.5
+        self.ops = ops
+        heads, head_dim = shape.num_heads * shape.head_dim, shape.head_dim
+        kv_rows = shape.num_kv_heads * head_dim
+        sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
+        self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
+        order = replace(shape.order, angle_scale=1.0)  # the norm below comes after this, and takes scaling back
+
+        def gates_first(rows: Tensor) -> Tensor:
+            """The checkpoint has a head's queries, then its gates, head by head."""
+            q, gate = rows.unflatten(0, (-1, 2 * head_dim)).split(head_dim, dim=1)
+            return torch.cat((gate.flatten(0, 1), order(q.flatten(0, 1))))
+
+        set_forms(self.project, (gates_first, order, None))
+        out = [(f"{prefix}.o_proj", shape.width)]
+        self.out = Linear(heads, out, bias=bias, dtype=dtype, scheme=scheme)
+        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=1.0, order=shape.order)
+
+    def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
+        k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
+        heads = self.shape.num_heads * self.shape.head_dim
+        gate, qkv = self.project(stream, norm=self.norm).tensor_split((heads,), dim=1)
+        heads_norm = self.qk_norm
+        q = self.ops.qk_norm_rope_write(
+            qkv, heads_norm.q_weight, heads_norm.k_weight, heads_norm.eps, angles, k_cache, v_cache, plan.slots,
+            self.shape.num_heads,
+        )  # fmt: skip
+        if plan.wanted is not None:
+            q, gate, stream = plan.pick(q), plan.pick(gate), plan.pick(stream)
+            if not len(stream):
+                return stream
+        out = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale)
+        return self.out(out * gate.sigmoid(), residual=stream)

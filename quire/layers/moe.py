@@ -1,0 +1,180 @@
+"""The mixture of experts in place of a feed-forward block: router, chosen experts, shared expert, all on the stream.
+
+Family files describe it with a `MoEShape` and the names of the checkpoint's tensors (`ExpertNames`). All experts of a
+layer lie in two tensors, one expert below the other, whichever way the checkpoint keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.table import Ops
+from quire.layers.linear import Linear
+from quire.layers.norm import Norm, fuse_norm
+from quire.layers.quant import Dense
+from quire.layers.quant.scheme import Scheme
+from quire.layers.weights import Part, Weight
+from quire.types import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class MoEShape:
+    width: int
+    inner_width: int  # of one expert
+    routing: Routing
+    activation: GatedActivation = field(default_factory=GatedActivation)
+    shared_width: int = 0  # inner width of the shared expert; 0: there is none
+    shared_gated: bool = False  # the shared expert's output is weighted by a sigmoid of its own
+    router_bias: bool = False  # added to the logits
+    choice_bias: bool = False  # added to the scores for choosing only
+    expert_biases: bool = False
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        if not 1 <= routing.top_k <= routing.num_experts:
+            raise _bad(f"{routing.top_k} experts a token can't be chosen from {routing.num_experts}")
+        if routing.num_experts % routing.num_groups:
+            raise _bad(f"{routing.num_experts} experts do not make {routing.num_groups} groups of equal size")
+        members = routing.num_experts // routing.num_groups
+        if not 1 <= routing.top_groups <= routing.num_groups or routing.top_groups * members < routing.top_k:
+            what = f"{routing.top_groups} of {routing.num_groups} groups of {members} experts"
+            raise _bad(f"{what} do not hold the {routing.top_k} experts a token is sent to")
+        if routing.num_groups > 1 and members < routing.group_members:
+            raise _bad(f"groups of {members} are judged by their best {routing.group_members}, which they do not have")
+
+
+def _bad(what: str) -> QuireError:
+    return QuireError("bad_config", f"{what}.", "Check config.json.")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a checkpoint keeps a layer's mixture; all of it lies below `prefix`."""
+
+    prefix: str
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+    def below(self, layer: str) -> ExpertNames:
+        return replace(self, prefix=f"{layer}.{self.prefix}")
+
+    def expert(self, index: int, matrix: str) -> str:
+        return f"{self.prefix}.experts.{index}.{matrix}.weight"
+
+    def stacked(self, matrix: str) -> str:
+        """All experts' matrices in one tensor, as GGUF files keep them."""
+        return f"{self.prefix}.experts.{matrix}.weight"
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer."""
+
+    gate_up: Tensor  # [experts * 2 * inner, width]
+    down: Tensor  # [experts * width, inner]
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
+                 num_experts: int, activation: GatedActivation):  # fmt: skip
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.num_experts = num_experts
+        self.activation = activation
+
+    @classmethod
+    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype) -> Experts:
+        """Experts that a checkpoint holds one by one, or stacked matrix by matrix."""
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        matrices = (names.gate, names.up)
+        one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
+        gate_up = Weight.stacked(one_by_one, (width,), dtype)
+        gate_up.others = (
+            tuple(
+                Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
+                for e in range(num)
+                for matrix, start in zip(matrices, (2 * e * inner, (2 * e + 1) * inner), strict=True)
+            ),
+        )
+        down = Weight.stacked([(names.expert(e, names.down), width) for e in range(num)], (inner,), dtype)
+        down.others = ((Part(names.stacked(names.down), (num, width, inner), 0, num * width),),)
+        return cls(gate_up, down, None, None, num, shape.activation)
+
+    def weights(self) -> ExpertWeights:
+        num = self.num_experts
+        return ExpertWeights(
+            self.gate_up.view(num, -1, self.gate_up.shape[1]),
+            self.down.view(num, -1, self.down.shape[1]),
+            None if self.gate_up_bias is None else self.gate_up_bias.view(num, -1),
+            None if self.down_bias is None else self.down_bias.view(num, -1),
+            self.activation,
+        )
+
+
+class SharedExpert(nn.Module):
+    """An expert every token goes through."""
+
+    def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
+        super().__init__()
+        prefix, inner = f"{names.prefix}.{names.shared}", shape.shared_width
+        gate_up = [(f"{prefix}.{names.gate}", inner), (f"{prefix}.{names.up}", inner)]
+        self.gate_up = Linear(shape.width, gate_up, dtype=dtype, scheme=scheme)
+        self.down = Linear(inner, [(f"{prefix}.{names.down}", shape.width)], dtype=dtype, scheme=scheme)
+        self.gate = None
+        if shape.shared_gated:
+            gate = [(f"{names.prefix}.{names.shared_gate}", 1)]
+            self.gate = Linear(shape.width, gate, dtype=dtype, scheme=Dense(ops))
+
+    def forward(self, x: Tensor, stream: Tensor) -> Tensor:
+        """x is the normed stream; both [tokens, width]. Returns the stream with this expert's share added."""
+        inner = self.gate_up(x, silu_mul=True)
+        if self.gate is None:
+            return self.down(inner, residual=stream)
+        return torch.addcmul(stream, self.down(inner), self.gate(x).sigmoid())
+
+
+class MoE(nn.Module):
+    router: Tensor  # [experts, width]; it decides by small differences, so it is never quantized
+    router_bias: Tensor | None
+    choice_bias: Tensor | None
+
+    def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
+                 scheme: Scheme, experts: Experts | None = None):  # fmt: skip
+        """`experts`: where the checkpoint keeps them otherwise than one by one."""
+        super().__init__()
+        self.norm = norm
+        self.routing = shape.routing
+        self.ops = ops
+        num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
+        self.router = Weight.whole(f"{router}.weight", (num, shape.width), dtype)
+        self.router_bias = Weight.whole(f"{router}.bias", (num,), dtype) if shape.router_bias else None
+        self.choice_bias = None
+        if shape.choice_bias:
+            self.choice_bias = Weight.whole(f"{names.prefix}.{names.choice_bias}", (num,), torch.float32)
+        self.experts = experts or Experts.from_names(names, shape, dtype)
+        self.shared = SharedExpert(names, shape, dtype, ops, scheme) if shape.shared_width else None
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """stream [tokens, width] -> the stream with the experts' shares added"""
+        x, norm = fuse_norm(self.norm, stream)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        x, chosen, weights = self.ops.norm_route(
+            x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
+        )
+        if self.shared is not None:
+            stream = self.shared(x, stream)
+        return self.ops.run_experts(x, self.experts.weights(), chosen, weights, stream)
+
+
+def moe_activations(shape: MoEShape) -> int:
+    """Elements a token has alive at one time between its products."""
+    return shape.routing.top_k * (shape.inner_width + shape.width) + 3 * shape.shared_width + 2 * shape.width

@@ -1,0 +1,112 @@
+"""Bamba: Mamba2 layers with some attention between them (half of a head turns), each with a feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.table import Ops
+from quire.layers.attention import Attention, AttentionShape
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.partial import HeadOrder
+from quire.layers.quant import Scheme
+from quire.layers.recurrent_mamba import Mamba2, MambaOptions
+from quire.layers.rope import Rope, RopeConfig
+from quire.models.fields import flag, number, whole
+from quire.models.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    only_silu,
+)
+from quire.models.mamba2 import MambaFields
+
+FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+                     "mamba_conv_bias", "mamba_proj_bias", "hidden_act", expand="mamba_expand")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BambaConfig:
+    shape: HybridShape
+    options: MambaOptions
+    rope: RopeConfig
+    inner_width: int
+    attention_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> BambaConfig:
+        only_silu(config.get("hidden_act") or "silu")
+        width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
+        kv_heads = whole(config, "num_key_value_heads", heads)
+        head_dim = whole(config, "head_dim", width // heads)
+        check_attention(heads, kv_heads, head_dim, head_dim // 2)
+        eps = number(config, "rms_norm_eps", 1e-5)
+        rope = RopeConfig.from_hf(dict(config))
+        order = HeadOrder(head_dim, head_dim // 2, angle_scale=rope.angle_scale)
+        attending = config.get("attn_layer_indices") or ()
+        blocks: list[BlockKind] = []
+        for index in range(whole(config, "num_hidden_layers", 32)):
+            blocks += ["attention" if index in attending else "recurrent", "plain"]
+        shape = HybridShape(
+            vocab_size=whole(config, "vocab_size"),
+            width=width,
+            norm_eps=eps,
+            max_positions=whole(config, "max_position_embeddings", 262144),
+            tied=flag(config, "tie_word_embeddings", False),
+            attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
+            recurrent=FIELDS.shape(config),
+            blocks=tuple(blocks),
+        )
+        return cls(
+            shape=shape,
+            options=FIELDS.options(config, eps, norm_groups=1),
+            rope=rope,
+            inner_width=whole(config, "intermediate_size", 14336),
+            attention_bias=flag(config, "attention_bias", False),
+            mlp_bias=flag(config, "mlp_bias", False),
+        )
+
+
+class BambaModel(HybridModel):
+    def __init__(self, config: BambaConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        attention, recurrent = shape.attention, shape.recurrent
+        assert attention is not None and recurrent is not None
+        still = attention.head_dim - attention.head_dim // 2
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            match shape.blocks[place]:
+                case "recurrent":
+                    return Mamba2(f"{layer}.mamba", norm, shape.width, recurrent, cache_index, config.options,
+                                  dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                case "attention":
+                    bias = config.attention_bias
+                    return Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
+                                     qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                case _:
+                    return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width,
+                                    bias=config.mlp_bias, dtype=dtype, scheme=scheme)  # fmt: skip
+
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
+        names = Names("model.embed_tokens", "model.final_layernorm")
+        super().__init__(
+            shape, names, make_block, rope, block_activations(shape, 3 * config.inner_width), dtype=dtype,
+            cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> BambaConfig:
+        return BambaConfig.from_hf(config)

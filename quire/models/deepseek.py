@@ -1,0 +1,187 @@
+"""DeepSeek V2 and V3: latent attention, and past the first layers routed experts beside shared ones.
+
+The registry names `DeepSeekModel`. The latent is one paged group: a page holds, per token and layer, one vector that
+all heads read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.angles import Angles
+from quire.kernels.experts import Routing
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionPlan, plan_attention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.latent import Form, LatentAttention, LatentShape, latent_spec
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
+from quire.layers.step import Step
+from quire.models.fields import check_silu, flag, number, whole
+from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
+from quire.types import QuireError
+
+EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekConfig:
+    vocab_size: int
+    num_layers: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    attention: LatentShape
+    dense_width: int  # of the feed-forward block of the first layers
+    sparse_layers: frozenset[int]  # those with experts
+    moe: MoEShape
+    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+    tied: bool
+    form: Form = "absorbed"
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DeepSeekConfig:
+        check_silu(config)
+        rope = RopeConfig.from_hf(dict(config))
+        max_positions = whole(config, "max_position_embeddings", 2048)
+        if rope.kind == "yarn":
+            max_positions = max(max_positions, int(rope.original_len * rope.factor))
+        num_layers = whole(config, "num_hidden_layers")
+        return cls(
+            vocab_size=whole(config, "vocab_size"),
+            num_layers=num_layers,
+            norm_eps=number(config, "rms_norm_eps", 1e-6),
+            max_positions=max_positions,
+            rope=rope,
+            attention=_attention(config, rope),
+            dense_width=whole(config, "intermediate_size"),
+            sparse_layers=sparse_layers(config, num_layers),
+            moe=_experts(config),
+            needless=draft_layers(config, num_layers),
+            tied=flag(config, "tie_word_embeddings", False),
+        )
+
+
+class DeepSeekLayer(nn.Module):
+    def __init__(self, index: int, config: DeepSeekConfig, dtype: torch.dtype, ops: Ops, scheme: Scheme):
+        super().__init__()
+        prefix, width = f"model.layers.{index}", config.attention.width
+        norm = RMSNorm(f"{prefix}.input_layernorm", width, config.norm_eps, dtype, ops)
+        self.attention = LatentAttention(
+            f"{prefix}.self_attn", norm, config.attention, index, form=config.form, dtype=dtype, ops=ops, scheme=scheme
+        )
+        norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, config.norm_eps, dtype, ops)
+        self.mlp: nn.Module
+        if index not in config.sparse_layers:
+            inner = config.dense_width
+            self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=False, dtype=dtype, scheme=scheme)
+        else:
+            names = ExpertNames(f"{prefix}.mlp", shared="shared_experts")
+            self.mlp = MoE(names, norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
+
+    def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width]; beyond attention only the tokens that `plan` wants go on"""
+        stream = plan.pick(self.attention(stream, angles, plan))
+        return self.mlp(stream) if len(stream) else stream
+
+
+class DeepSeekModel(nn.Module):
+    def __init__(self, config: DeepSeekConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        super().__init__()
+        self.config = config
+        self.needless = config.needless
+        self.ops = ops
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        shape = config.attention
+        heads = shape.num_heads * (2 * shape.head_dim + shape.rope_dim + 2 * shape.rank + 2 * shape.value_dim)
+        blocks = max(heads, 3 * config.dense_width, moe_activations(config.moe))
+        self.activation_elements = 4 * shape.width + blocks
+        self.specs = [latent_spec(shape, config.form, config.num_layers, cache_dtype, page_tokens)]
+        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype)
+        self.layers = nn.ModuleList(
+            DeepSeekLayer(index, config, dtype, ops, scheme) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, dtype, ops)
+        self.head = Head(EMBEDDING if config.tied else "lm_head", config.vocab_size, shape.width, dtype, scheme)
+        self.rope = Rope(config.rope, shape.rope_dim, dtype, device, ops)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> DeepSeekConfig:
+        return DeepSeekConfig.from_hf(config)
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Compute the step's tokens, leave their latents in the cache; returns the hidden states wanted, [n, width]."""
+        plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
+        angles = self.rope.angles(step.positions)
+        stream = self.embedding(step.tokens)
+        for layer in self.layers[:-1]:
+            stream = layer(stream, angles, plan)
+        last = plan if step.samples is None else replace(plan, wanted=step.logits_index)
+        stream = self.layers[-1](stream, angles, last)
+        return self.norm(stream) if len(stream) else stream
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
+    q_rank = None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank")
+    bias = flag(config, "attention_bias", False)
+    if bias and q_rank is None:
+        what = "A DeepSeek model with attention_bias and without q_lora_rank is not supported."
+        raise QuireError("unsupported_model", what, "No published model has both.")
+    nope_dim, rope_dim = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise QuireError("bad_config", f"qk_rope_head_dim={rope_dim} must be even.", "Check config.json.")
+    scale = (nope_dim + rope_dim) ** -0.5
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if rope.kind != "default" and scaling.get("mscale_all_dim"):
+        scale *= yarn_magnitude(rope.factor, number(scaling, "mscale_all_dim", 0.0)) ** 2
+    return LatentShape(
+        width=whole(config, "hidden_size"),
+        num_heads=whole(config, "num_attention_heads"),
+        rank=whole(config, "kv_lora_rank"),
+        q_rank=q_rank,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=whole(config, "v_head_dim"),
+        scale=scale,
+        interleaved=flag(config, "rope_interleave", True),
+        bias=bias,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> MoEShape:
+    """V2: the best by softmax, of the groups with the best expert where groups limit the choice. V3 is `moe`'s."""
+    if config["model_type"] == "deepseek_v3":
+        return shared_beside_routed(config)
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        what = f"topk_method={method!r} of deepseek_v2 is not supported."
+        raise QuireError("unsupported_model", what, "Supported are greedy and group_limited_greedy.")
+    grouped = method == "group_limited_greedy"
+    routing = Routing(
+        num_experts=whole(config, "n_routed_experts"),
+        top_k=whole(config, "num_experts_per_tok"),
+        normalise=False,
+        scale=number(config, "routed_scaling_factor", 1.0),
+        num_groups=whole(config, "n_group", 1) if grouped else 1,
+        top_groups=whole(config, "topk_group", 1) if grouped else 1,
+    )
+    inner = whole(config, "moe_intermediate_size")
+    shared = inner * (config.get("n_shared_experts") or 0)
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared)

@@ -1,0 +1,305 @@
+"""The dense families: what each model type does otherwise than Llama, read from its config.json.
+
+A family is a line in `DENSE` and, where it differs by more than defaults, a function that changes the common config.
+`DenseModel` then needs no model type. What config.json leaves out has the value transformers gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.layers.attention import AttentionNames
+from quire.layers.mlp import MLPNames
+from quire.layers.rope import RopeConfig
+from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
+from quire.models.fields import flag, number, whole
+from quire.types import QuireError
+
+Fields = Mapping[str, Any]
+NO_ROPE = RopeConfig(kind="none")
+FUSED_QKV = AttentionNames(qkv=("qkv_proj",))
+FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
+SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                      "post_feedforward_layernorm")  # fmt: skip
+AFTER_ONLY = LayerNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFamily:
+    change: Callable[[Fields, DenseConfig], DenseConfig] = lambda config, dense: dense
+    defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
+
+
+def read_dense(config: Fields) -> DenseConfig:
+    """From the fields of a config.json, whose `model_type` is one of `DENSE`."""
+    family = DENSE[config["model_type"]]
+    config = {**family.defaults, **config}
+    return family.change(config, read_common(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows and rope, layer by layer
+
+
+def _mistral(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """A window in every layer, unless `layer_types` says otherwise."""
+    if config.get("layer_types") is not None:
+        return dense
+    return replace(dense, windows=(window_size(config),) * dense.num_layers)
+
+
+def _upper_windows(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Windows only where they are switched on, and then in the upper layers."""
+    if not flag(config, "use_sliding_window", False):
+        return replace(dense, windows=(None,) * dense.num_layers)
+    if config.get("layer_types") is not None:
+        return dense
+    window, first = window_size(config), config.get("max_window_layers", 28)
+    return replace(dense, windows=tuple(window if index >= first else None for index in range(dense.num_layers)))
+
+
+def _pattern(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
+    """Where config.json has no `layer_types`: a window in every layer but each `every`-th."""
+    if config.get("layer_types") is not None:
+        return dense
+    window = window_size(config)
+    return replace(dense, windows=tuple(window if (i + 1) % every else None for i in range(dense.num_layers)))
+
+
+def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """The first of each four layers sees everything."""
+    if config.get("layer_types") is not None:
+        return dense
+    window = window_size(config)
+    return replace(dense, windows=tuple(window if index % 4 else None for index in range(dense.num_layers)))
+
+
+def _windowed_rope_only(dense: DenseConfig) -> DenseConfig:
+    """Layers that see everything do not turn."""
+    pairs = zip(dense.ropes, dense.windows, strict=True)
+    return replace(dense, ropes=tuple(NO_ROPE if window is None else rope for rope, window in pairs))
+
+
+def _qwen2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(_upper_windows(config, dense), qkv_bias=True, out_bias=False)
+
+
+def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(_upper_windows(config, dense), qk_norm="head")
+
+
+def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Each fourth layer does not turn."""
+    every = whole(config, "no_rope_layer_interval", 4)
+    turns = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(dense.num_layers)]
+    if len(turns) < dense.num_layers:
+        what = f"no_rope_layers names {len(turns)} layers, num_hidden_layers={dense.num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
+    ropes = zip(dense.ropes, turns[: dense.num_layers], strict=True)
+    return replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families, one function each
+
+
+def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(
+        dense,
+        norm=replace(dense.norm, offset=number(config, "norm_offset", 1.0)),
+        embedding_scale=math.sqrt(dense.width),
+        activation="gelu_pytorch_tanh" if dense.activation == "gelu" else dense.activation,
+    )
+
+
+def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return _gemma_norms(config, _pattern(config, dense, every=2))
+
+
+def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(
+        _gemma(config, dense),
+        norms=SANDWICH,
+        attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=_softcap(config, "attn_logit_softcapping"),
+        logit_softcap=_softcap(config, "final_logit_softcapping"),
+    )
+
+
+def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    dense = _pattern(config, dense, every=config.get("sliding_window_pattern") or 6)
+    if not set(config.get("rope_parameters") or {}) & {"full_attention", "sliding_attention"}:
+        local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
+        pairs = zip(dense.ropes, dense.windows, strict=True)
+        dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
+    return replace(_gemma_norms(config, dense), qk_norm="head")
+
+
+def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(_mistral(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
+
+
+def _phi(config: Fields, dense: DenseConfig) -> DenseConfig:
+    _refuse(config, "qk_layernorm")
+    return replace(
+        _layer_norm(config, dense), norms=ONE_NORM, parallel=True, gated=False, qkv_bias=True, out_bias=True,
+        mlp_bias=True, head_bias=True, attention_names=AttentionNames(out="dense"),
+        mlp_names=MLPNames(up=("fc1",), down="fc2"), final_norm="model.final_layernorm",
+    )  # fmt: skip
+
+
+def _olmo(config: Fields, dense: DenseConfig) -> DenseConfig:
+    _refuse(config, "clip_qkv")
+    return replace(dense, norm=NormStyle("layer", 1e-5, weight=False))
+
+
+def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(dense, norms=AFTER_ONLY, qk_norm="wide")
+
+
+def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    dense = _pattern(config, dense, every=4)
+    if not set(config.get("rope_parameters") or {}) & {"full_attention", "sliding_attention"}:
+        local = RopeConfig(theta=dense.ropes[0].theta)  # only layers that see everything are stretched
+        pairs = zip(dense.ropes, dense.windows, strict=True)
+        dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
+    return _olmo2(config, dense)
+
+
+def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(
+        dense,
+        attention_scale=number(config, "attention_multiplier", 1.0),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+    )
+
+
+def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
+    _refuse(config, "use_qk_norm")
+    dense = _layer_norm(config, dense)
+    return replace(dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
+                   logit_scale=number(config, "logit_scale", 0.0625))  # fmt: skip
+
+
+def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return _windowed_rope_only(
+        _cohere(config, _pattern(config, dense, every=config.get("sliding_window_pattern") or 4))
+    )
+
+
+def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    has_bias = flag(config, "use_bias", True)
+    return replace(
+        _mistral(config, _layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
+        out_bias=has_bias, mlp_bias=has_bias, mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
+    )  # fmt: skip
+
+
+def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
+    _refuse(config, "qk_layernorm")
+    parallel = flag(config, "use_parallel_residual", False)
+    return replace(_layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False,
+                   parallel=parallel, norms=ONE_NORM if parallel else dense.norms)  # fmt: skip
+
+
+def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
+    dense = _layer_norm(config, dense, "norm_eps")
+    norm = replace(dense.norm, offset=number(config, "norm_offset", 1.0))
+    return replace(dense, norm=norm, gated=False, mlp_names=MLPNames(up=("up_proj",)))
+
+
+def _arcee(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(dense, gated=False, mlp_names=MLPNames(up=("up_proj",)))
+
+
+def _glm(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(dense, rope_interleaved=True, out_bias=False, mlp_names=FUSED_GATE_UP)
+
+
+def _glm4(config: Fields, dense: DenseConfig) -> DenseConfig:
+    norms = LayerNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return replace(_glm(config, dense), norms=norms)
+
+
+def _ernie(config: Fields, dense: DenseConfig) -> DenseConfig:
+    has_bias = flag(config, "use_bias", False)
+    return replace(dense, rope_interleaved=True, qkv_bias=has_bias, out_bias=has_bias, mlp_bias=has_bias)
+
+
+def _helium(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(dense, rope_interleaved=True, out_bias=False)
+
+
+def _seed_oss(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(dense, out_bias=flag(config, "attention_out_bias", False))
+
+
+def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
+    window = window_size(config)
+    if window is not None:
+        every = config.get("sliding_window_pattern") or 4
+        every = len(every) if isinstance(every, str) else every  # LLLG is 4
+        dense = _windowed_rope_only(_pattern(config, dense, every))
+    return replace(dense, norms=AFTER_ONLY, qk_norm="head", qkv_bias=False, out_bias=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
+    return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
+
+
+def _softcap(config: Fields, key: str) -> float | None:
+    return None if config.get(key) is None else number(config, key, 0.0)
+
+
+def _refuse(config: Fields, key: str) -> None:
+    """A variant of the family that no one has asked for yet."""
+    if config.get(key):
+        what = f"{config['model_type']} with {key}={config[key]!r} is not supported."
+        raise QuireError("unsupported_model", what, "Use a checkpoint without it.")
+
+
+_GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_GEMMA2 = {**_GEMMA, "sliding_window": 4096}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+
+DENSE: dict[str, DenseFamily] = {
+    "arcee": DenseFamily(_arcee, {"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "cohere": DenseFamily(_cohere, {"rope_theta": 500000.0, "tie_word_embeddings": True}),
+    "cohere2": DenseFamily(_cohere2, {"sliding_window": 4096, "tie_word_embeddings": True}),
+    "cwm": DenseFamily(_cwm, {"sliding_window": 8192, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}),
+    "ernie4_5": DenseFamily(
+        _ernie, {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    ),
+    "exaone4": DenseFamily(_exaone4, {"sliding_window": 4096, "rms_norm_eps": 1e-5}),
+    "gemma": DenseFamily(_gemma, {**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": DenseFamily(_gemma2, {**_GEMMA2, **_CAPS}),
+    "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, "rope_theta": 1000000.0}),
+    "glm": DenseFamily(_glm, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
+    "glm4": DenseFamily(_glm4, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
+    "granite": DenseFamily(_granite),
+    "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
+    "llama": DenseFamily(),
+    "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "mistral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "olmo": DenseFamily(_olmo),
+    "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),
+    "olmo3": DenseFamily(_olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
+    "phi": DenseFamily(_phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "phi3": DenseFamily(_phi3, {"rms_norm_eps": 1e-5}),
+    "qwen2": DenseFamily(_qwen2, {"sliding_window": 4096}),
+    "qwen3": DenseFamily(_qwen3, {"sliding_window": 4096, "head_dim": 128}),
+    "seed_oss": DenseFamily(_seed_oss, {"attention_bias": True, "head_dim": 128}),
+    "smollm3": DenseFamily(_smollm3, {"rope_theta": 2000000.0, "tie_word_embeddings": True}),
+    "stablelm": DenseFamily(_stablelm, {"partial_rotary_factor": 0.25}),
+    "starcoder2": DenseFamily(_starcoder2, {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+}

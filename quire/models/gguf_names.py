@@ -1,0 +1,71 @@
+"""What GGUF files of each architecture call their tensors, and where they differ from a Hugging Face checkpoint.
+
+`models.gguf` reads files with it. An architecture is a line in `STYLES`, and one in the registry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_AROUND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFStyle:
+    names: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not the usual ones
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, which no metadata gives
+    permuted: bool = False  # queries and keys are kept so that rope turns neighbours
+    patterned: bool = False  # which layers have a window is the family's own rule
+
+
+_RAISED = {"norm_offset": 0.0}  # converters have already added the one
+STYLES = {
+    "gemma": GGUFStyle(fields=_RAISED),
+    "gemma2": GGUFStyle(_AROUND, _RAISED, patterned=True),
+    "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
+    "granite": GGUFStyle(permuted=True),
+    "llama": GGUFStyle(permuted=True),
+    "nemotron": GGUFStyle(fields=_RAISED),
+    "olmo2": GGUFStyle(_AROUND),
+    "phi3": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
+    "smollm3": GGUFStyle(permuted=True),
+    "starcoder2": GGUFStyle({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+}
+PLAIN = GGUFStyle()
+
+
+def style_of(arch: object) -> GGUFStyle:
+    return STYLES.get(str(arch), PLAIN)
+
+
+def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:
+    """The checkpoint name of a GGUF tensor; a name we do not know stays, so that the strict load can complain of it."""
+    found = _LAYER_NAME.fullmatch(name)
+    called = style.names.get(found[2], _IN_LAYER.get(found[2])) if found else None
+    if found and called:
+        return f"model.layers.{found[1]}.{called}.{found[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name

@@ -1,0 +1,107 @@
+"""gpt-oss: attention with sinks and alternating windows, experts with biases and a clamped gate.
+
+Everything but the experts is `DenseModel`'s. Published checkpoints keep the experts in MXFP4, those that transformers
+saves in full; both stack all experts, gates and ups in turn, and both are put in our order while they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import GatedActivation, Routing
+from quire.kernels.table import Ops
+from quire.layers.moe import ExpertNames, Experts, MoE, MoEShape, moe_activations
+from quire.layers.norm import Norm
+from quire.layers.quant import Scheme
+from quire.layers.weights import Form, Part, Weight
+from quire.models.dense import DenseModel
+from quire.models.dense_config import DenseConfig, read_common
+from quire.models.fields import number, whole
+
+DEFAULTS: dict[str, Any] = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssConfig:
+    dense: DenseConfig
+    shape: MoEShape
+
+    @property
+    def head_dim(self) -> int:
+        return self.dense.head_dim
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
+        dense = read_common({**DEFAULTS, **config})
+        if config.get("layer_types") is None:  # every second layer sees everything
+            window = whole(config, "sliding_window", DEFAULTS["sliding_window"])
+            dense = replace(dense, windows=tuple(None if i % 2 else window for i in range(dense.num_layers)))
+        shape = MoEShape(
+            dense.width,
+            dense.inner_width,
+            Routing(whole(config, "num_local_experts"), whole(config, "num_experts_per_tok")),
+            GatedActivation(number(config, "swiglu_alpha", 1.702), 1.0, number(config, "swiglu_limit", 7.0)),
+            router_bias=True,
+        )
+        return cls(replace(dense, sinks=True), shape)
+
+
+class GptOssModel(DenseModel):
+    def __init__(self, config: GptOssConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        def feed_forward(index: int, norm: Norm | None) -> nn.Module:
+            prefix = f"model.layers.{index}.mlp"
+            experts = stacked_experts(f"{prefix}.experts", config.shape, dtype)
+            names = ExpertNames(prefix, router="router")
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
+
+        super().__init__(
+            config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
+            scheme=scheme, feed_forward=feed_forward,
+        )  # fmt: skip
+        self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> GptOssConfig:
+        return GptOssConfig.from_hf(config)
+
+
+def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype) -> Experts:
+    num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+
+    def parts(name: str, entry: tuple[int, ...], rows: int, form: Form | None) -> tuple[Part, ...]:
+        """Expert by expert, so that no more than one is ever decoded at a time."""
+        return tuple(
+            Part(f"{prefix}.{name}", (num, *entry), e * rows, (e + 1) * rows, index=e, form=form) for e in range(num)
+        )
+
+    gate_up = Weight(
+        (num * 2 * inner, width),
+        dtype,
+        parts("gate_up_proj", (width, 2 * inner), 2 * inner, _columns_in_turn),
+        (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, _rows_in_turn),),
+    )
+    down = Weight(
+        (num * width, inner),
+        dtype,
+        parts("down_proj", (inner, width), width, torch.t),
+        (parts("down_proj_blocks", (width, inner), width, None),),
+    )
+    gate_up_bias = Weight((num * 2 * inner,), dtype, parts("gate_up_proj_bias", (2 * inner,), 2 * inner, _rows_in_turn))
+    down_bias = Weight((num * width,), dtype, parts("down_proj_bias", (width,), width, None))
+    return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation)
+
+
+def _rows_in_turn(rows: Tensor) -> Tensor:
+    """[2 * inner, ...] with gates and ups in turn -> gates, then ups"""
+    return torch.cat((rows[0::2], rows[1::2]))
+
+
+def _columns_in_turn(columns: Tensor) -> Tensor:
+    """[width, 2 * inner] -> [2 * inner, width], gates, then ups"""
+    return _rows_in_turn(columns.t())

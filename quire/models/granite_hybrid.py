@@ -1,0 +1,199 @@
+"""Granite 4: Mamba2 layers with some attention between them, mostly without rope, each with a shared feed-forward block
+and maybe experts beside it. What blocks add to the stream is scaled; that is done to their last matrices when loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import Routing
+from quire.kernels.table import Ops
+from quire.layers.attention import Attention, AttentionShape
+from quire.layers.mlp import GatedMLP, MLPNames
+from quire.layers.moe import Experts, MoEShape, moe_activations
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent_mamba import Mamba2, MambaOptions
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.weights import Part, Weight, set_forms
+from quire.models.bamba import FIELDS
+from quire.models.fields import flag, number, whole
+from quire.models.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    only_silu,
+    unknown_layer,
+)
+from quire.types import QuireError
+
+LAYER_TYPES: dict[str, BlockKind] = {
+    "linear_attention": "recurrent",
+    "mamba": "recurrent",
+    "full_attention": "attention",
+    "attention": "attention",
+}
+MLP_NAMES = MLPNames(("input_linear",), "output_linear")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What a matrix is multiplied with when it is loaded."""
+
+    by: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight * self.by
+
+
+@dataclass(frozen=True, slots=True)
+class GraniteHybridConfig:
+    shape: HybridShape
+    options: MambaOptions
+    rope: RopeConfig
+    attention_bias: bool
+    shared_width: int
+    experts: MoEShape | None
+    residual_scale: float  # of what a block adds to the stream
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> GraniteHybridConfig:
+        only_silu(config.get("hidden_act") or "silu")
+        width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
+        kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
+        check_attention(heads, kv_heads, head_dim)
+        eps = number(config, "rms_norm_eps", 1e-6)
+        experts = None
+        if config.get("num_local_experts", 8):
+            routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
+            experts = MoEShape(width, whole(config, "intermediate_size", 11008), routing)
+        attention_scale = number(config, "attention_multiplier", 1.0)
+        shape = HybridShape(
+            vocab_size=whole(config, "vocab_size"),
+            width=width,
+            norm_eps=eps,
+            max_positions=whole(config, "max_position_embeddings", 2048),
+            tied=flag(config, "tie_word_embeddings", False),
+            attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale),
+            recurrent=FIELDS.shape(config),
+            blocks=_blocks(config),
+            embedding_scale=number(config, "embedding_multiplier", 1.0),
+            logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+        )
+        has_rope = config.get("position_embedding_type") == "rope"
+        return cls(
+            shape=shape,
+            options=FIELDS.options(config, eps, norm_groups=1),
+            rope=RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none"),
+            attention_bias=flag(config, "attention_bias", False),
+            shared_width=whole(config, "shared_intermediate_size", 1024),
+            experts=experts,
+            residual_scale=number(config, "residual_multiplier", 1.0),
+        )
+
+
+class SharedAndExperts(nn.Module):
+    """A feed-forward block for all tokens, and experts beside it, on the same normed stream."""
+
+    router: Tensor
+
+    def __init__(self, layer: str, norm: RMSNorm, shared: GatedMLP, shape: MoEShape, scale: Scale, *,
+                 dtype: torch.dtype, ops: Ops):  # fmt: skip
+        super().__init__()
+        self.norm = norm
+        self.shared = shared
+        self.ops = ops
+        self.routing = shape.routing
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        prefix = f"{layer}.block_sparse_moe"
+        self.router = Weight.whole(f"{prefix}.router.layer.weight", (num, width), dtype)
+        gate_up = Part(f"{prefix}.input_linear.weight", (num, 2 * inner, width), 0, num * 2 * inner)
+        down = Part(f"{prefix}.output_linear.weight", (num, width, inner), 0, num * width, form=_Flat(scale))
+        self.experts = Experts(
+            Weight((num * 2 * inner, width), dtype, (gate_up,)), Weight((num * width, inner), dtype, (down,)), None,
+            None, num, shape.activation,
+        )  # fmt: skip
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """stream [tokens, width] -> the stream with the shares of all added"""
+        x = self.norm(stream)
+        _, chosen, shares = self.ops.norm_route(x, None, 0.0, self.router, None, None, self.routing)
+        return self.ops.run_experts(x, self.experts.weights(), chosen, shares, self.shared(x, stream))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """All experts' matrices below each other, scaled."""
+
+    scale: Scale
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.scale(weight).flatten(0, 1)
+
+
+class GraniteHybridModel(HybridModel):
+    def __init__(self, config: GraniteHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        attention, recurrent = shape.attention, shape.recurrent
+        assert attention is not None and recurrent is not None
+        scale = Scale(config.residual_scale)
+
+        def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
+            experts = config.experts
+            shared = GatedMLP(f"{layer}.shared_mlp", norm if experts is None else None, shape.width,
+                              config.shared_width, bias=False, dtype=dtype, scheme=scheme, names=MLP_NAMES)  # fmt: skip
+            set_forms(shared.down, (scale,))
+            if experts is None:
+                return shared
+            return SharedAndExperts(layer, norm, shared, experts, scale, dtype=dtype, ops=ops)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            name = "post_attention_layernorm" if place % 2 else "input_layernorm"
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            if shape.blocks[place] == "plain":
+                return feed_forward(layer, norm)
+            block: Mamba2 | Attention
+            if shape.blocks[place] == "recurrent":
+                block = Mamba2(f"{layer}.mamba", norm, shape.width, recurrent, cache_index, config.options,
+                               dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+            else:
+                bias = config.attention_bias
+                block = Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
+                                  qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+            set_forms(block.out, (scale,))
+            return block
+
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
+        inner = 3 * config.shared_width + (0 if config.experts is None else moe_activations(config.experts))
+        super().__init__(
+            shape, Names("model.embed_tokens", "model.norm"), make_block, rope, block_activations(shape, inner),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> GraniteHybridConfig:
+        return GraniteHybridConfig.from_hf(config)
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
+    num_layers = whole(config, "num_hidden_layers", 32)
+    kinds = config.get("layer_types") or ["linear_attention"] * num_layers
+    if len(kinds) != num_layers:
+        what = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
+    blocks: list[BlockKind] = []
+    for place, kind in enumerate(kinds):
+        if kind not in LAYER_TYPES:
+            raise unknown_layer(kind, place, tuple(LAYER_TYPES))
+        blocks += [LAYER_TYPES[kind], "plain"]
+    return tuple(blocks)

@@ -1,0 +1,173 @@
+"""A decoder whose blocks are of several kinds: attention, recurrent layers and feed-forward blocks, in any order.
+
+Family files say which blocks stand where and how they are built; this runs them and declares what they keep: pages for
+attention, a state slot a row for the recurrent layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent import plan_recurrent, recurrent_spec
+from quire.layers.rope import Rope
+from quire.layers.step import Step
+from quire.types import CacheSpec, QuireError
+
+BlockKind = Literal["attention", "recurrent", "plain"]
+ATTENTION, STATE = "full", "state"  # names of the cache groups
+
+
+@dataclass(frozen=True, slots=True)
+class HybridShape:
+    """What every hybrid family has. Its other sizes are its own business."""
+
+    vocab_size: int
+    width: int
+    norm_eps: float
+    max_positions: int
+    tied: bool  # the head is the embedding
+    attention: AttentionShape | None  # None: no layer attends
+    recurrent: RecurrentShape | None
+    blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where a checkpoint keeps what stands around the blocks."""
+
+    embedding: str
+    norm: str
+    head: str = "lm_head"
+
+
+class HybridModel(nn.Module):
+    def __init__(self, shape: HybridShape, names: Names, make_block: Callable[[int, int], nn.Module],
+                 rope: Rope | None, activation_elements: int, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 page_tokens: int, ops: Ops, scheme: Scheme, norm_from_zero: bool = False):  # fmt: skip
+        """`make_block(place, cache_index)`: the block at this place, and where in its cache group it stands (0 for one
+        that keeps nothing)."""
+        super().__init__()
+        self.ops = ops
+        self.vocab_size = shape.vocab_size
+        self.max_positions = shape.max_positions
+        self.activation_elements = activation_elements
+        self.rope = rope
+        self.specs = _cache_specs(shape, cache_dtype, page_tokens)
+        self._spec_of = {spec.group: spec for spec in self.specs}
+        self.kinds = shape.blocks
+        self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
+        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale)
+        seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "plain": 0}
+        blocks = []
+        for place, kind in enumerate(shape.blocks):
+            blocks.append(make_block(place, seen[kind]))
+            seen[kind] += 1
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, 1.0 if norm_from_zero else 0.0)
+        head = names.embedding if shape.tied else names.head
+        self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Compute the step's tokens and leave what they add in `caches`. Returns the normed hidden states,
+        [tokens, width], of the tokens that are wanted."""
+        attention: Any = None
+        recurrent: Any = None
+        if ATTENTION in self._spec_of:
+            attention = plan_attention(step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops)
+        if STATE in self._spec_of:
+            recurrent = plan_recurrent(step, self._spec_of[STATE], caches[STATE], self.ops)
+        angles = None if self.rope is None else self.rope.angles(step.positions)
+        stream = self.embedding(step.tokens)
+        for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
+            is_last = place == self._last_mixer  # what follows works on each token alone
+            if kind == "attention":
+                if is_last:
+                    attention = plan_last_attention(
+                        attention, step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops
+                    )
+                stream = block(stream, angles, attention)
+            elif kind == "recurrent":
+                stream = block(stream, recurrent)
+                stream = step.wanted(stream) if is_last else stream
+            else:
+                stream = block(stream)
+            if not len(stream):
+                return stream
+        return self.norm(stream)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab]"""
+        return self.head(hidden)
+
+
+def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+    places: dict[BlockKind, tuple[int, ...]] = {
+        kind: tuple(place for place, other in enumerate(shape.blocks) if other == kind)
+        for kind in ("attention", "recurrent")
+    }
+    specs = []
+    if places["attention"]:
+        assert shape.attention is not None
+        entry = (shape.attention.num_kv_heads, shape.attention.head_dim)
+        name = str(dtype).removeprefix("torch.")
+        specs.append(CacheSpec(ATTENTION, "paged", places["attention"], entry, name, page_tokens=page_tokens))
+    if places["recurrent"]:
+        assert shape.recurrent is not None
+        specs.append(recurrent_spec(STATE, places["recurrent"], shape.recurrent, page_tokens))
+    return specs
+
+
+def block_activations(shape: HybridShape, inner_width: int) -> int:
+    """Elements a token has alive at one time, for blocks whose feed-forward part holds `inner_width` of them."""
+    most = inner_width
+    if shape.attention is not None:
+        most = max(most, (4 * shape.attention.num_heads + 2 * shape.attention.num_kv_heads) * shape.attention.head_dim)
+    if shape.recurrent is not None:
+        # The projection and what comes out of the convolution, the latter in float32, and the output before its norm.
+        most = max(most, 4 * shape.recurrent.channels + 5 * shape.recurrent.values)
+    return 4 * shape.width + most
+
+
+def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:
+    turning = head_dim if turning is None else turning
+    if num_heads % num_kv_heads or head_dim % 2:
+        what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
+        raise QuireError("bad_config", what, "Check config.json.")
+    if not 0 < turning <= head_dim or turning % 2:
+        what = f"Rope can't turn {turning} of the {head_dim} elements of a head."
+        raise QuireError("bad_config", what, "Check partial_rotary_factor in config.json.")
+
+
+def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
+    """`values`: what the rest of the config says the heads' values add up to."""
+    if shape.num_heads % shape.num_groups:
+        what = f"{shape.num_heads} recurrent heads can't be shared out among {shape.num_groups} groups of keys."
+        raise QuireError("bad_config", what, "Check config.json.")
+    if values is not None and shape.values != values:
+        what = f"{shape.num_heads} recurrent heads of {shape.value_dim} do not add up to {values}."
+        raise QuireError("bad_config", what, "Check config.json.")
+
+
+def unknown_layer(kind: object, place: int, known: tuple[str, ...]) -> QuireError:
+    what = f"Layer type {kind!r} (layer {place}) is not supported."
+    return QuireError("unsupported_model", what, f"Supported are {', '.join(known)}.")
+
+
+def only_silu(activation: object) -> None:
+    """Of the convolutions and of what lies beside them: the kernels know no other."""
+    if activation not in ("silu", "swish"):
+        what = f"Activation {activation!r} is not supported here."
+        raise QuireError("unsupported_model", what, "Supported is silu.")

@@ -1,0 +1,129 @@
+"""Mamba2: nothing but recurrent layers. Its fields of a config are read here for the hybrids that have them too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent_mamba import Mamba2, MambaOptions
+from quire.models.fields import flag, number, whole
+from quire.models.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_recurrent,
+    only_silu,
+)
+from quire.types import QuireError
+
+MAX_POSITIONS = 65536  # a recurrence has no limit of its own; rows are allocated for one
+
+
+@dataclass(frozen=True, slots=True)
+class MambaFields:
+    """What the families call the same sizes."""
+
+    num_heads: str
+    head_dim: str
+    num_groups: str
+    state_size: str
+    conv_len: str
+    conv_bias: str
+    bias: str
+    activation: str
+    expand: str | None = None  # where the config also says how wide it is: it must agree
+
+    def shape(self, config: Mapping[str, Any]) -> RecurrentShape:
+        width, heads = whole(config, "hidden_size"), whole(config, self.num_heads, 128)
+        expanded = None if self.expand is None else int(number(config, self.expand, 2.0) * width)
+        head_dim = config.get(self.head_dim)
+        if head_dim in (None, "auto"):
+            head_dim = (expanded or 2 * width) // heads
+        shape = RecurrentShape(
+            num_groups=whole(config, self.num_groups, 8),
+            num_heads=heads,
+            key_dim=whole(config, self.state_size, 128),
+            value_dim=whole({self.head_dim: head_dim}, self.head_dim),
+            conv_len=whole(config, self.conv_len, 4),
+        )
+        only_silu(config.get(self.activation) or "silu")
+        check_recurrent(shape, expanded)
+        return shape
+
+    def options(self, config: Mapping[str, Any], eps: float, norm_groups: int) -> MambaOptions:
+        return MambaOptions(
+            eps=eps,
+            norm_groups=norm_groups,
+            conv_bias=flag(config, self.conv_bias, True),
+            bias=flag(config, self.bias, False),
+            dt_limits=_limits(config.get("time_step_limit")),
+        )
+
+
+FIELDS = MambaFields("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias",
+                     "hidden_act", expand="expand")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    shape: HybridShape
+    options: MambaOptions
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
+        eps = number(config, "layer_norm_epsilon", 1e-5)
+        blocks: list[BlockKind] = ["recurrent"] * whole(config, "num_hidden_layers")
+        shape = HybridShape(
+            vocab_size=whole(config, "vocab_size"),
+            width=whole(config, "hidden_size"),
+            norm_eps=eps,
+            max_positions=whole(config, "max_position_embeddings", MAX_POSITIONS),
+            tied=flag(config, "tie_word_embeddings", False),
+            attention=None,
+            recurrent=FIELDS.shape(config),
+            blocks=tuple(blocks),
+        )
+        return cls(shape, FIELDS.options(config, eps, norm_groups=1))
+
+
+class Mamba2Model(HybridModel):
+    def __init__(self, config: Mamba2Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        recurrent = shape.recurrent
+        assert recurrent is not None
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"backbone.layers.{place}"
+            norm = RMSNorm(f"{layer}.norm", shape.width, shape.norm_eps, dtype, ops)
+            return Mamba2(f"{layer}.mixer", norm, shape.width, recurrent, cache_index, config.options, dtype=dtype,
+                          ops=ops, scheme=scheme)  # fmt: skip
+
+        super().__init__(
+            shape, Names("backbone.embeddings", "backbone.norm_f"), make_block, None, block_activations(shape, 0),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Mamba2Config:
+        return Mamba2Config.from_hf(config)
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """Infinity is written as a number by Python and as an object by transformers, since JSON has no name for it."""
+    if given is None:
+        return 0.0, float("inf")
+    values = [float(v["__float__"]) if isinstance(v, dict) and "__float__" in v else v for v in given]
+    if len(values) != 2 or not all(isinstance(v, (int, float)) for v in values):
+        raise QuireError("bad_config", f"time_step_limit={given!r} must be two numbers.", "Check config.json.")
+    return float(values[0]), float(values[1])

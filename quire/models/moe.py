@@ -1,0 +1,204 @@
+"""Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Qwen3-MoE, and kin.
+
+Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; a family is a line in `MOE`:
+how its attention is read, how its experts are, and what the checkpoint calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.experts import Routing
+from quire.kernels.table import Ops
+from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
+from quire.layers.norm import Norm
+from quire.layers.quant import Scheme
+from quire.models.dense import DenseModel
+from quire.models.dense_config import DenseConfig, read_common
+from quire.models.dense_families import read_dense
+from quire.models.fields import check_silu, flag, number, whole
+from quire.types import QuireError
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    dense: DenseConfig
+    shape: MoEShape
+    sparse_layers: frozenset[int]  # the others keep their feed-forward block
+    names: ExpertNames  # relative to a layer
+    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+
+    @property
+    def head_dim(self) -> int:
+        return self.dense.head_dim
+
+    @classmethod
+    def from_hf(cls, config: Fields) -> MoEConfig:
+        check_silu(config)
+        family = MOE[config["model_type"]]
+        dense = family.dense(config)
+        num_layers = dense.num_layers
+        sparse = sparse_layers(config, num_layers)
+        return cls(dense, family.shape(config), sparse, family.names, draft_layers(config, num_layers))
+
+
+class MoEModel(DenseModel):
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        def feed_forward(index: int, norm: Norm | None) -> nn.Module | None:
+            if index not in config.sparse_layers:
+                return None
+            names = config.names.below(f"model.layers.{index}")
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme)
+
+        super().__init__(
+            config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
+            scheme=scheme, feed_forward=feed_forward,
+        )  # fmt: skip
+        self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
+        self.needless = config.needless
+
+    @staticmethod
+    def read_config(config: Fields) -> MoEConfig:
+        return MoEConfig.from_hf(config)
+
+
+def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
+    """All but the first ones; or every `decoder_sparse_step`-th, except those named in `mlp_only_layers`."""
+    first = config.get("first_k_dense_replace") or 0
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= num_layers:
+        what = f"first_k_dense_replace={first!r} must lie between 0 and the {num_layers} layers."
+        raise QuireError("bad_config", what, "Check config.json.")
+    step = whole(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not all(isinstance(index, int) and 0 <= index < num_layers for index in dense):
+        what = f"mlp_only_layers={dense!r} must list layers below {num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
+    return frozenset(index for index in range(first, num_layers) if (index + 1) % step == 0 and index not in dense)
+
+
+def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
+    """Layers that predict further tokens stand behind the model's own in its checkpoint."""
+    num_drafts = config.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{num_layers + index}." for index in range(num_drafts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families
+
+
+def _mixtral(config: Fields) -> DenseConfig:
+    return read_dense(
+        {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **config, "model_type": "mistral"}
+    )
+
+
+def _qwen2(config: Fields) -> DenseConfig:
+    fields = {**config, "model_type": "qwen2"}
+    if not config.get("use_sliding_window"):
+        fields["sliding_window"] = None  # written as 0
+    return read_dense(fields)
+
+
+def _qwen3(config: Fields) -> DenseConfig:
+    return read_dense({**config, "model_type": "qwen3"})
+
+
+def _olmoe(config: Fields) -> DenseConfig:
+    if config.get("clip_qkv"):
+        what = f"olmoe with clip_qkv={config['clip_qkv']!r} is not supported."
+        raise QuireError("unsupported_model", what, "Published models do not have it.")
+    return replace(read_common({"rms_norm_eps": 1e-5, **config}), qk_norm="wide")
+
+
+def _dots1(config: Fields) -> DenseConfig:
+    window = config.get("sliding_window", 4096)
+    return _qwen3({**config, "sliding_window": window, "use_sliding_window": window is not None})
+
+
+def _glm4_moe(config: Fields) -> DenseConfig:
+    """Only queries, keys and values have biases."""
+    dense = read_common({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config})
+    return replace(dense, out_bias=False, qk_norm="head" if flag(config, "use_qk_norm", False) else "none")
+
+
+def _minimax_m2(config: Fields) -> DenseConfig:
+    fields = {"head_dim": 128, "rope_theta": 5e6, **config}
+    if config.get("rotary_dim") is not None:  # how published files say it
+        fields["partial_rotary_factor"] = whole(config, "rotary_dim") / whole(fields, "head_dim")
+    return replace(read_common(fields), qk_norm="wide")
+
+
+def _plain_shape(config: Fields) -> MoEShape:
+    return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), _routing(config))
+
+
+def _minimax_shape(config: Fields) -> MoEShape:
+    routing = replace(_routing(config), score="sigmoid")
+    return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), routing, choice_bias=True)
+
+
+def _olmoe_shape(config: Fields) -> MoEShape:
+    shape = _plain_shape(config)
+    return replace(shape, routing=replace(shape.routing, normalise=flag(config, "norm_topk_prob", False)))
+
+
+def _qwen_shape(config: Fields) -> MoEShape:
+    routing = replace(_routing(config), normalise=flag(config, "norm_topk_prob", False))
+    return MoEShape(whole(config, "hidden_size"), whole(config, "moe_intermediate_size"), routing)
+
+
+def _qwen2_shape(config: Fields) -> MoEShape:
+    shared = whole(config, "shared_expert_intermediate_size")
+    return replace(_qwen_shape(config), shared_width=shared, shared_gated=True)
+
+
+def shared_beside_routed(config: Fields) -> MoEShape:
+    """DeepSeek V3's experts, which others took over: sigmoid scores, a bias that balances the choice, groups."""
+    method = config.get("topk_method") or "noaux_tc"
+    if method != "noaux_tc":
+        what = f"topk_method={method!r} of {config['model_type']} is not supported."
+        raise QuireError("unsupported_model", what, "Supported is noaux_tc.")
+    groups = whole(config, "n_group", 1)
+    routing = replace(
+        _routing(config), score="sigmoid", normalise=flag(config, "norm_topk_prob", True),
+        scale=number(config, "routed_scaling_factor", 1.0), num_groups=groups,
+        top_groups=whole(config, "topk_group", 1), group_members=2 if groups > 1 else 1,
+    )  # fmt: skip
+    inner = whole(config, "moe_intermediate_size")
+    shared = inner * (config.get("n_shared_experts") or 0)
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
+
+
+def _routing(config: Fields) -> Routing:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    return Routing(whole(config, key), whole(config, "num_experts_per_tok"))
+
+
+@dataclass(frozen=True, slots=True)
+class MoEFamily:
+    dense: Callable[[Fields], DenseConfig]
+    shape: Callable[[Fields], MoEShape]
+    names: ExpertNames
+
+
+_MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
+_QWEN = ExpertNames("mlp")
+_DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
+MOE = {
+    "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK),
+    "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK),
+    "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
+    "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
+    "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),
+    "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape, _QWEN),
+    "qwen3_moe": MoEFamily(_qwen3, _qwen_shape, _QWEN),
+}

@@ -1,0 +1,118 @@
+"""Between the engine's loop and a device: errors of torch and CUDA leave here as what the loop can act on.
+
+Memory that ran out becomes a `QuireError` of its own code, and what the allocator hoards is given back before the next
+step. An error after which the device answers nothing any more becomes `DeviceLost`. All others pass: they may be the
+fault of one request, and the loop finds out whose.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from quire.engine.workers import DeviceLost, Ticket, Workers
+from quire.types import Plan, QuireError, StepOutput
+
+# How others than torch's own allocator say it: the CPU's, cuBLAS, Triton's launcher.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class Guarded:
+    """Workers that do what the inner ones do."""
+
+    def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None):
+        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own answer to
+        "have you finished", which after an illegal access or a failed launch is that same error, for ever."""
+        self._inner = inner
+        self._device = device
+        self._probe = probe or (lambda: _sign_of_life(device))
+        self._hoards = False  # memory ran out: give back what the allocator keeps, once the failed step is forgotten
+
+    def forward(self, plan: Plan) -> Any:
+        if self._hoards:
+            self._hoards = False
+            release_memory(self._device)
+        with self._translated():
+            return self._inner.forward(plan)
+
+    def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
+        with self._translated():
+            return _GuardedTicket(self, self._inner.sample(forward, masks))
+
+    def wait(self, ticket: Ticket) -> StepOutput:
+        with self._translated():
+            return ticket.wait()
+
+    def chores(self) -> Iterator[None]:
+        """A chore that fails is none: what it would have prepared is done, or fails, when it is needed."""
+        chores = self._inner.chores()
+        while True:
+            try:
+                with self._translated():
+                    next(chores)
+            except StopIteration:
+                return
+            except DeviceLost:
+                raise
+            except Exception as error:
+                warnings.warn(f"Something could not be prepared ahead ({first_line(error)}).", stacklevel=2)
+                return
+            yield
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._hoards = True
+                what = f"Memory ran out on {self._device} during a step ({first_line(error)})."
+                hint = "Lower max_batch_tokens, max_rows or cache_memory."
+                raise QuireError("out_of_memory", what, hint) from None
+            self._check_alive(error)
+            raise
+
+    def _check_alive(self, error: BaseException) -> None:
+        try:
+            self._probe()
+        except Exception:
+            raise DeviceLost(f"{self._device} failed for good: {first_line(error)}") from error
+
+
+class _GuardedTicket:
+    def __init__(self, guard: Guarded, inner: Ticket):
+        self._guard, self._inner = guard, inner
+
+    def wait(self) -> StepOutput:
+        return self._guard.wait(self._inner)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
+def first_line(error: BaseException) -> str:
+    """CUDA's errors bring a page of advice along."""
+    text = str(error).strip().splitlines()
+    return text[0].rstrip(".") if text else type(error).__name__
+
+
+def release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _sign_of_life(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,60 @@
+"""Mixtures of experts: with ordinary attention, gpt-oss with its sinks, DeepSeek with its latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Dots1Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from tests.cpu.families.harness import TINY, Family, draw_wide
+
+QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GROUPS: dict[str, Any] = {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+                          "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
+LATENT: dict[str, Any] = {**TINY, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+                          "qk_nope_head_dim": 24, "v_head_dim": 20}  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+                        "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "truncate": False,
+                             "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+
+
+def draw_sharp(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Routers wide apart, so that no choice is a near tie; biases that change choices."""
+    draw_wide(name, parameter, generator)
+    if name.endswith(("gate.weight", "router.weight")):
+        parameter.mul_(4.0)
+
+
+FAMILIES = [
+    Family("qwen3_moe", lambda: Qwen3MoeConfig(**TINY, **QWEN, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]),
+           draw_sharp),
+    Family("qwen2_moe", lambda: Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=40), draw_sharp),
+    Family("mixtral", lambda: MixtralConfig(**TINY, num_local_experts=4), draw_sharp),
+    Family("olmoe", lambda: OlmoeConfig(**TINY, num_experts=8, num_experts_per_tok=3), draw_sharp),
+    Family("dots1", lambda: Dots1Config(**TINY, **GROUPS, head_dim=16, sliding_window=9, max_window_layers=1),
+           draw_sharp),
+    Family("glm4_moe", lambda: Glm4MoeConfig(**TINY, **GROUPS, head_dim=32, use_qk_norm=True, attention_bias=True),
+           draw_sharp),
+    Family("minimax_m2", lambda: MiniMaxM2Config(**TINY, num_local_experts=8, num_experts_per_tok=3, head_dim=32,
+                                                 rotary_dim=16), draw_sharp),
+    Family("gpt_oss", lambda: GptOssConfig(**TINY, num_local_experts=6, num_experts_per_tok=2, head_dim=16,
+                                           sliding_window=8, rope_parameters=STRETCHED), draw_sharp),
+    Family("deepseek_v2", lambda: DeepseekV2Config(**LATENT, **GROUPS, topk_method="group_limited_greedy",
+                                                   q_lora_rank=None, routed_scaling_factor=1.5, rope_parameters=YARN),
+           draw_sharp),
+    Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Gemma 1 to 4: scaled embeddings, norms around both blocks, soft caps, alternating windows, two ropes; in 4 heads of
+two sizes, keys and values shared between layers, inputs per layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, GemmaConfig
+
+from tests.cpu.families.harness import TINY, Family, draw_wide
+
+HEADS = {"head_dim": 16, "query_pre_attn_scalar": 20}
+LINEAR = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+SIX_LAYERS = {**TINY, "num_hidden_layers": 6}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "final_logit_softcapping": 5.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+
+
+def draw_around_zero(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Gemma keeps its norms less one."""
+    if "norm" in name:
+        parameter.normal_(0.0, 0.3, generator=generator)
+    else:
+        draw_wide(name, parameter, generator)
+
+
+FAMILIES = [
+    Family("gemma", lambda: GemmaConfig(**TINY, head_dim=16, hidden_act="gelu_pytorch_tanh"), draw_around_zero),
+    Family(
+        "gemma2",
+        lambda: Gemma2Config(
+            **TINY, **HEADS, sliding_window=11, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
+        ),
+        draw_around_zero,
+    ),
+    Family(
+        "gemma3",
+        lambda: Gemma3TextConfig(**SIX_LAYERS, **HEADS, sliding_window=9, rope_parameters=LINEAR),
+        draw_around_zero,
+    ),
+    Family(
+        "gemma4",
+        lambda: Gemma4TextConfig(
+            **SIX_LAYERS,
+            **GEMMA4,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            vocab_size_per_layer_input=256,
+            hidden_size_per_layer_input=8,
+        ),
+    ),
+    Family(
+        "gemma4 keys as values",
+        lambda: Gemma4TextConfig(
+            **SIX_LAYERS,
+            **GEMMA4,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            hidden_size_per_layer_input=0,
+        ),
+    ),
+]

@@ -1,0 +1,69 @@
+"""Mamba2 alone, and the hybrids that are built of it: Nemotron-H, Bamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.cpu.families.harness import TINY, Family, draw_wide
+
+
+def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Decays from slow to fast."""
+    draw_wide(name, parameter, generator)
+    if name.endswith("A_log"):
+        parameter.uniform_(-3.0, 1.0, generator=generator)
+    if name.endswith(("dt_bias", "conv1d.weight", "conv1d.bias", ".D")):
+        parameter.mul_(4.0)
+
+
+def mamba2() -> Any:
+    fields = {name: TINY[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+    return transformers.Mamba2Config(**fields, pad_token_id=0, num_hidden_layers=2, state_size=16, num_heads=8,
+                                     head_dim=16, expand=2, n_groups=2, chunk_size=16)  # fmt: skip
+
+
+def nemotron_h() -> Any:
+    fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"}
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    return transformers.NemotronHConfig(**{**fields, "pad_token_id": 0}, layers_block_type=kinds, head_dim=16,
+                                        ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, n_groups=4,
+                                        chunk_size=16)  # fmt: skip
+
+
+def nemotron_h_moe() -> Any:
+    """Experts in groups and in a narrower space; the older names of the layer types."""
+    fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"}
+    return transformers.NemotronHConfig(**{**fields, "pad_token_id": 0}, hybrid_override_pattern="ME*", head_dim=16,
+                                        ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, n_groups=4,
+                                        chunk_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=4,
+                                        topk_group=2, routed_scaling_factor=2.5, moe_intermediate_size=24,
+                                        moe_shared_expert_intermediate_size=40, moe_latent_size=32)  # fmt: skip
+
+
+def bamba() -> Any:
+    return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 2, "pad_token_id": 0}, attn_layer_indices=[1],
+                                    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
+                                    mamba_chunk_size=16)  # fmt: skip
+
+
+def granite() -> Any:
+    """With experts and all its scales; the one without rope."""
+    return transformers.GraniteMoeHybridConfig(
+        **{**TINY, "tie_word_embeddings": True}, layer_types=["linear_attention", "full_attention"],
+        num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40, mamba_n_heads=8, mamba_d_head=16,
+        mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=16, embedding_multiplier=3.0, logits_scaling=0.5,
+        residual_multiplier=0.6, attention_multiplier=0.2,
+    )  # fmt: skip
+
+
+FAMILIES = [
+    Family("mamba2", mamba2, draw=draw),
+    Family("nemotron_h", nemotron_h, draw=draw),
+    Family("nemotron_h experts", nemotron_h_moe, draw=draw),
+    Family("bamba", bamba, draw=draw),
+    Family("granitemoehybrid", granite, draw=draw),
+]

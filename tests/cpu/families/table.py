@@ -1,0 +1,84 @@
+"""Writes docs/models.md from the registry and from what the harness proves: `python -m tests.cpu.families.table`.
+
+`test_table` fails when the file is not what this would write, or when a model type in the registry is proved by no one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.models.registry import FAMILIES, GGUF_ARCHITECTURES
+from tests.cpu.families.harness import Family, all_families
+
+PATH = Path(__file__).parents[3] / "docs" / "models.md"
+COLUMNS = {  # what a reader asks for -> the checks that prove it
+    "logits": ("logits",),
+    "chunked prompts": ("chunks",),
+    "prefix reuse": ("warm prefix",),
+    "preemption": ("swap", "recompute", "depth 2, swap", "depth 2, recompute"),
+    "overlap": ("depth 2",),
+    "memory plan": ("memory",),
+    "float16 weights": ("float16",),
+}
+HEAD = """\
+# Models
+
+What runs, by the `model_type` of a config.json. Made by `python -m tests.cpu.families.table` from the registry
+(`quire/models/registry.py`) and the families in `tests/cpu/families`; a test fails when it is out of date.
+
+Each family is proved against `transformers` on a tiny random checkpoint in float32, all of it in the default test run:
+logits of every position to 1e-4 relative; 48 greedy tokens of a ragged batch, identical with prompts in chunks of
+7, over a warm prefix cache, pushed out by swap and by recompute, at depth 1 and at depth 2 on a device that finishes
+late; and `quire doctor`'s memory plan against what is allocated. A tick means that the check named passes.
+
+Quantization: float16 weights on a CPU (`--dtype float16`), FP8 weights on CUDA (`--quant fp8`; every linear layer, not
+experts, embeddings and convolutions), FP8 keys and values there (`--kv-dtype fp8`). LoRA comes later.
+"""
+OWN = "\n## Families with a file of their own\n\n"
+OTHER = """
+## Through transformers
+
+A model type not in this list, if an installed `transformers` (5 or later) knows it as a causal model, runs with its
+attention swapped for the paged one: slower, with everything else as above, without quantization. `quire` says so at
+start, and compares the model with its own attention once it is loaded; what would be wrong is refused. Refused by name
+are models with recurrent state or caches of their own, masks or biases of their own in attention, and rope that changes
+with the length of what it is given (longrope). Shown on:
+
+"""
+
+
+def render() -> str:
+    proved: dict[str, list[Family]] = {}
+    for family in all_families():
+        proved.setdefault(family.config().model_type, []).append(family)
+    own = sorted(kind for kind in proved if kind in FAMILIES)
+    others = sorted(kind for kind in proved if kind not in FAMILIES)
+    gguf = {kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if t == kind) for kind in own}
+    head = ["model_type", "proved as", *COLUMNS, "FP8 weights", "LoRA", "GGUF"]
+    rows = [
+        [kind, _names(proved[kind]), *_ticks(proved[kind]), "linears", "no", ", ".join(gguf[kind]) or "no"]
+        for kind in own
+    ]
+    fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no"] for kind in others]
+    count = f"\n{len(own)} model types with a file of their own, {len(others)} shown through transformers.\n"
+    return HEAD + count + OWN + _table(head, rows) + OTHER + _table(head, fallback_rows)
+
+
+def _ticks(families: list[Family]) -> list[str]:
+    """A check that some variant of a type leaves out is not ticked."""
+    left_out = {check for family in families for check in family.without}
+    return ["no" if left_out & set(checks) else "✓" for checks in COLUMNS.values()]
+
+
+def _names(families: list[Family]) -> str:
+    return ", ".join(family.name for family in families)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    PATH.write_text(render())
+    print(f"wrote {PATH}")

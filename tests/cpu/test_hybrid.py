@@ -1,0 +1,189 @@
+"""Recurrent hybrids beyond what every family is checked for: the work that a conversation spares, other layouts of a
+checkpoint, configs that can't be, and the recurrence itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.kernels import reference_recurrent as reference
+from quire.models.loader import build_model
+from quire.models.registry import find_family
+from quire.types import QuireError, SamplingParams
+from tests.cpu.families.harness import Case, all_families, check_logits, ragged_prompts, save_checkpoint
+from tests.cpu.rig import CPU, load, make_engine, run
+
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "nemotron_h", "mamba2", "bamba")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in all_families():
+        if family.name in HYBRIDS:
+            found[family.name] = tmp_path_factory.mktemp(family.name)
+            save_checkpoint(family, found[family.name])
+    assert set(found) == set(HYBRIDS)
+    return found
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a conversation spares
+
+
+def test_a_second_turn_computes_its_new_tokens_and_at_most_an_interval(folders: dict[str, Path]) -> None:
+    """With the interval as it is: 1,024."""
+    model = load(folders["qwen3_5_text"], page_tokens=16)
+    assert [spec.snapshot_tokens for spec in model.specs if spec.kind == "state"] == [1024]
+    knobs = {"page_tokens": 16, "max_len": 4096, "max_batch_tokens": 512, "num_pages": 400}
+    engine = make_engine(model, **knobs)
+    first = [(7 * i * i + 11) % 250 for i in range(1500)]
+    (answer,) = run(engine, [first], greedy(40), check=False)
+    new = [(5 * i + 3) % 250 for i in range(60)]
+    before = engine.scheduler.stats.computed_tokens
+    prompt = first + answer + new
+    (second,) = run(engine, [prompt], greedy(8), check=False)
+    computed = engine.scheduler.stats.computed_tokens - before
+    assert computed <= len(new) + 1024 + len(second)
+    assert computed == len(prompt) - 1488 + len(second) - 1, "it starts at the first prompt's last full page"
+    assert run(make_engine(model, **knobs, prefix_cache=False), [prompt], greedy(8), check=False) == [second]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_answers_longer_than_an_interval_are_not_computed_again(name: str, folders: dict[str, Path]) -> None:
+    model: Any = load(folders[name])
+    model.specs[:] = [replace(s, snapshot_tokens=16) if s.kind == "state" else s for s in model.specs]
+    engine = make_engine(model)
+    conversation: list[int] = []
+    for turn, new in enumerate(ragged_prompts()[2:6]):
+        conversation += new
+        before = engine.scheduler.stats.computed_tokens
+        (answer,) = run(engine, [conversation], greedy(35))
+        computed = engine.scheduler.stats.computed_tokens - before
+        assert turn == 0 or computed <= len(new) + len(answer) + 16
+        assert run(make_engine(model, prefix_cache=False), [conversation], greedy(35)) == [answer]
+        conversation += answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def test_what_rope_scales_is_only_what_turns(tmp_path: Path) -> None:
+    """Yarn also scales queries and keys; the elements that stay still must be left alone, after their norm."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    family = next(family for family in all_families() if family.name == "qwen3_5_text")
+
+    def config() -> Any:
+        made = family.config()
+        made.rope_parameters = {**made.rope_parameters, **yarn}
+        return made
+
+    check_logits(Case(replace(family, config=config), tmp_path))
+
+
+def test_experts_may_lie_in_one_tensor(folders: dict[str, Path], tmp_path: Path) -> None:
+    source = folders["qwen3_next"]
+    tensors = load_file(source / "model.safetensors")
+    for layer in (0, 2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = [[tensors.pop(f"{prefix}.{e}.{name}_proj.weight") for name in ("gate", "up", "down")] for e in range(4)]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in parts])
+        tensors[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in parts])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    prompts = ragged_prompts()[:3]
+    assert run(make_engine(load(tmp_path)), prompts, greedy(8)) == run(make_engine(load(source)), prompts, greedy(8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configs that can't be
+
+
+BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_next", {"layer_types": ["linear_attention", "sparse_attention", "full_attention"]}, "'sparse_attention'"),
+    ("qwen3_next", {"layer_types": ["linear_attention"]}, "names 1 layers"),
+    ("qwen3_next", {"linear_num_value_heads": 5}, "5 recurrent heads"),
+    ("qwen3_next", {"num_key_value_heads": 3}, "4 heads of 16 over 3"),
+    ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "24 of the 16 elements"),
+    ("qwen3_next", {"rope_parameters": {"rope_type": "spiral"}}, "'spiral'"),
+    ("qwen3_next", {"hidden_act": "mish"}, "'mish'"),
+    ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+    ("nemotron_h", {"layers_block_type": ["linear_attention", "convolution"]}, "'convolution'"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X*"}, "'X'"),
+    ("nemotron_h", {"mlp_hidden_act": "mish"}, "'mish'"),
+    ("nemotron_h", {"n_groups": 3}, "8 recurrent heads"),
+    ("mamba2", {"expand": 3}, "do not add up to 192"),
+    ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit"),
+    ("bamba", {"mamba_d_head": 24}, "do not add up to 128"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), BAD_CONFIGS, ids=lambda value: str(value)[:40])
+def test_a_config_that_can_not_be_is_named(
+    name: str, changes: dict[str, Any], said: str, folders: dict[str, Path]
+) -> None:
+    config = {**json.loads((folders[name] / "config.json").read_text()), **changes}
+    with pytest.raises(QuireError) as caught:
+        build_model(config, dtype="float32", device=CPU, page_tokens=16)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.code in ("bad_config", "unsupported_model")
+
+
+def test_a_missing_tensor_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(folders["nemotron_h"] / "model.safetensors")
+    del tensors["backbone.layers.0.mixer.A_log"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders["nemotron_h"] / "config.json").read_text())
+    with pytest.raises(QuireError, match=r"lacks tensor backbone\.layers\.0\.mixer\.A_log"):
+        load(tmp_path)
+
+
+def test_the_letters_of_a_pattern_mean_the_same(folders: dict[str, Path]) -> None:
+    config = json.loads((folders["nemotron_h"] / "config.json").read_text())
+    letters = {**config, "layers_block_type": None, "hybrid_override_pattern": "M-*M"}
+    family = find_family("nemotron_h")
+    assert family.read_config(letters) == family.read_config(config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recurrence itself
+
+
+def test_large_states_are_moved_on_where_they_lie(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = load(folders["qwen3_next"]), ragged_prompts()[:4]
+    expected = run(make_engine(model), prompts, greedy(12))
+    monkeypatch.setattr(reference, "LARGE_STATE", 0)
+    assert run(make_engine(model, chunk_tokens=7), prompts, greedy(12)) == expected
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_chunks_equal_the_recurrence_token_by_token(has_delta: bool) -> None:
+    """Also where all keys are the same, which is the worst case for the delta rule's triangular system."""
+    torch.manual_seed(3)
+    for num_tokens, same_keys in ((1, False), (31, False), (77, False), (77, True)):
+        keys = torch.randn(num_tokens, 2, 8, dtype=torch.float64)
+        keys = keys[:1].expand_as(keys) if same_keys else keys
+        inputs = reference.RecurrentInputs(
+            q=torch.randn(num_tokens, 2, 8, dtype=torch.float64),
+            k=torch.nn.functional.normalize(keys, dim=-1),
+            v=torch.randn(num_tokens, 4, 6, dtype=torch.float64),
+            decay=-torch.rand(num_tokens, 4, dtype=torch.float64) * 0.2,
+            beta=torch.rand(num_tokens, 4, dtype=torch.float64) if has_delta else None,
+        )
+        state = torch.randn(4, 6, 8, dtype=torch.float64)
+        out, after = reference.chunk_scan(inputs.expanded(slice(None)), state)
+        exact_out, exact_after = reference.exact_scan(inputs, state)
+        torch.testing.assert_close(out, exact_out)
+        torch.testing.assert_close(after, exact_after)

@@ -1,0 +1,194 @@
+"""Mixtures and latents beyond what the harness proves: forms, layouts of checkpoints, bad configs, memory on paper."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+
+from quire.assemble import memory_report
+from quire.config import Config
+from quire.config_build import override_config
+from quire.kernels.dequant import dequantize_mxfp4
+from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
+from quire.models.loader import build_model
+from quire.types import QuireError
+from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
+from tests.cpu.families.harness import TINY, Family, save_checkpoint
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.rig import load, make_engine
+
+TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
+
+
+def logits_of(model: Any) -> Tensor:
+    """All positions of one row, in pieces, over scattered pages."""
+    row = HarnessRow(list(TOKENS))
+    harness = PagedHarness(model, num_pages=40, seed=2)
+    return torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
+
+
+def assert_equal(folder: Path, reference: Any) -> None:
+    with torch.inference_mode():
+        want = reference(torch.tensor([TOKENS])).logits[0]
+    assert (logits_of(load(folder)) - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def qwen3_moe(folder: Path, **fields: Any) -> Any:
+    config = Qwen3MoeConfig(**{**TINY, **QWEN, "head_dim": 16, "norm_topk_prob": True, **fields})
+    return save_checkpoint(Family("qwen3_moe", lambda: config, draw_sharp), folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Latent attention
+
+VARIANTS = {
+    "v2 greedy, queries through a rank": DeepseekV2Config(**LATENT, **GROUPS, q_lora_rank=28, topk_method="greedy"),
+    "v3 yarn, halves": DeepseekV3Config(
+        **LATENT, **GROUPS, q_lora_rank=None, rope_interleave=False, rope_parameters=YARN
+    ),
+    "v3 biases": DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "naive"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_three_forms_are_one(variant: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = save_checkpoint(Family("deepseek", lambda: VARIANTS[variant], draw_sharp), tmp_path)
+    read = DeepSeekConfig.from_hf
+    monkeypatch.setattr(DeepSeekModel, "read_config", staticmethod(lambda config: replace(read(config), form=form)))
+    assert_equal(tmp_path, reference)
+    spec = load(tmp_path).specs[0]
+    assert (spec.planes, spec.shape) == ((2, (4, 40)) if form == "naive" else (1, (1, 48)))
+
+
+def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
+    config = DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28)
+    reference = save_checkpoint(Family("deepseek_v3", lambda: config, draw_sharp), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert_equal(tmp_path, reference)
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(QuireError, match=r"model\.layers\.3\.eh_proj\.weight, which this model has no place for"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def test_missing_experts_are_named(tmp_path: Path) -> None:
+    qwen3_moe(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = [n for n in tensors if ".layers.1.mlp.experts.3." in n or ".layers.1.mlp.experts.5.up_proj" in n]
+    save_file({n: t for n, t in tensors.items() if n not in gone}, tmp_path / "model.safetensors")
+    with pytest.raises(QuireError, match=r"lacks experts 3, 5 of model\.layers\.1\.mlp\."):
+        load(tmp_path)
+
+
+def test_stacked_experts_are_the_same(tmp_path: Path) -> None:
+    reference = qwen3_moe(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for matrix in ("gate_proj", "up_proj", "down_proj"):
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            parts = [tensors.pop(f"{prefix}.{e}.{matrix}.weight") for e in range(QWEN["num_experts"])]
+            tensors[f"{prefix}.{matrix}.weight"] = torch.stack(parts)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal(tmp_path, reference)
+
+
+def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:
+    config = GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rope_parameters=STRETCHED)
+    reference = save_checkpoint(Family("gpt_oss", lambda: config, draw_sharp), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (num, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 126, (num, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            reference.get_parameter(name).copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
+    save_file(tensors, tmp_path / "model.safetensors")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert_equal(tmp_path, reference)
+
+
+def test_mxfp4_numbers() -> None:
+    blocks = torch.tensor([[0x21, 0x7F, *[0] * 14]], dtype=torch.uint8)
+    got = dequantize_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))
+    assert got[:5].tolist() == [1.0, 2.0, -12.0, 12.0, 0.0] and got.shape == (32,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configs
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"hidden_act": "mish"}, "Activation 'mish'"),
+    "rope": ({"rope_parameters": {"rope_type": "spiral"}}, "Rope scaling 'spiral'"),
+    "layer type": ({"layer_types": ["full_attention", "round_attention"]}, "round_attention"),
+    "too many experts a token": ({"num_experts_per_tok": 9}, "9 experts a token can't be chosen from 8"),
+    "no experts": ({"num_local_experts": 0}, "num_local_experts=0"),
+    "heads": ({"num_attention_heads": 3}, "3 heads of 16 over 2"),
+    "dense layers": ({"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
+}
+BAD_LATENT: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({"n_group": 5}, "12 experts do not make 5 groups"),
+    "few groups": ({"num_experts_per_tok": 7}, "2 of 4 groups of 3 experts do not hold the 7"),
+    "small groups": ({"n_group": 12, "topk_group": 6}, "groups of 1 are judged by their best 2"),
+    "method": ({"topk_method": "lottery"}, "topk_method='lottery'"),
+    "odd rope": ({"qk_rope_head_dim": 15}, "qk_rope_head_dim=15"),
+    "dense layers": ({"first_k_dense_replace": 9}, "first_k_dense_replace=9"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_configs_name_the_field(name: str) -> None:
+    fields, message = BAD[name]
+    config = Qwen3MoeConfig(**TINY, **QWEN, head_dim=16).to_dict()
+    with pytest.raises(QuireError, match=message):
+        build_model({**config, **fields}, dtype="float32", device=torch.device("cpu"), page_tokens=16)
+
+
+@pytest.mark.parametrize("name", BAD_LATENT)
+def test_bad_latent_configs_name_the_field(name: str) -> None:
+    fields, message = BAD_LATENT[name]
+    config = DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28).to_dict()
+    with pytest.raises(QuireError, match=message):
+        build_model({**config, **fields}, dtype="float32", device=torch.device("cpu"), page_tokens=16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28),
+        GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rope_parameters=STRETCHED),
+        MixtralConfig(**TINY, num_local_experts=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_memory_plan_is_what_is_allocated(config: Any, tmp_path: Path) -> None:
+    """What `quire doctor` says of weights and pools, against the tensors that are there."""
+    save_checkpoint(Family(config.model_type, lambda: config, draw_sharp), tmp_path)
+    knobs = {"model": str(tmp_path), "cache_memory": 8 << 20, "max_model_len": 256, "max_rows": 4, "device": "cpu"}
+    plan = memory_report(override_config(Config(), knobs))
+    model: Any = load(tmp_path, page_tokens=16)
+    assert plan.weights == sum(p.nbytes for p in model.parameters())
+    engine = make_engine(model, max_len=256, max_rows=4, page_tokens=16, num_pages=plan.num_units[0])
+    allocated = sum(tensor.nbytes for tensor in engine.workers._inner._store.tensors.values())
+    assert abs(plan.cache - allocated) <= 0.02 * allocated
+    assert abs(plan.cache - (8 << 20)) <= 0.02 * (8 << 20)

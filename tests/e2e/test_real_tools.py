@@ -1,0 +1,156 @@
+"""Tool calls that are enforced, by the real small model through both clients: it knows no tools, so whatever is right
+about its calls is the grammar's doing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import KEY, Started, need
+
+jsonschema = pytest.importorskip("jsonschema")
+
+MODEL = "smollm2"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+FIND = {"type": "object", "properties": {"in": {"enum": ["France", "Italy"]}}, "required": ["in"],
+        "additionalProperties": False}  # fmt: skip
+CLOCK = {"type": "object", "properties": {"zone": {"type": "string", "pattern": "^[A-Z]{3}$"}}, "required": ["zone"],
+         "additionalProperties": False}  # fmt: skip
+SCHEMAS = {"find": FIND, "clock": CLOCK}
+
+
+def tools_for(api: str, **options: Any) -> list[Any]:
+    if api == "chat":
+        return [{"type": "function", "function": {"name": name, "parameters": schema, **options}}
+                for name, schema in SCHEMAS.items()]  # fmt: skip
+    if api == "responses":
+        return [{"type": "function", "name": name, "parameters": schema, **options} for name, schema in SCHEMAS.items()]
+    return [{"name": name, "input_schema": schema, **options} for name, schema in SCHEMAS.items()]
+
+
+def check(name: str, arguments: Any) -> None:
+    jsonschema.validate(json.loads(arguments) if isinstance(arguments, str) else arguments, SCHEMAS[name])
+
+
+@pytest.fixture(scope="module")
+def openai(real: Started):  # type: ignore[no-untyped-def]
+    need("openai")
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{real.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def anthropic(real: Started):  # type: ignore[no-untyped-def]
+    need("anthropic")
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=real.url, api_key=KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def bias(real: Started) -> Callable[..., dict[str, float]]:
+    import httpx
+
+    def towards(*texts: str) -> dict[str, float]:
+        bodies = [{"prompt": text, "add_special_tokens": False} for text in texts]
+        replies = [httpx.post(f"{real.url}/tokenize", json=body, headers={"x-api-key": KEY}) for body in bodies]
+        return {str(reply.json()["tokens"][0]): 100.0 for reply in replies}
+
+    return towards
+
+
+@pytest.fixture(scope="module")
+def brace(bias: Callable[..., dict[str, float]]) -> dict[str, float]:
+    """The model begins like a call: with `auto` it would rather talk."""
+    return bias("{", '{"')
+
+
+def chat(openai: Any, **options: Any) -> Any:
+    kept: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 64, "temperature": 0}
+    return openai.chat.completions.create(**{**kept, **options})
+
+
+def test_a_named_tool(openai: Any) -> None:
+    choice = {"type": "function", "function": {"name": "clock"}}
+    reply = chat(openai, tools=tools_for("chat"), tool_choice=choice, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in reply.message.tool_calls] == ["clock"]
+    assert reply.finish_reason == "tool_calls" and reply.message.content is None
+    check("clock", reply.message.tool_calls[0].function.arguments)
+
+
+def test_a_named_tool_streamed(openai: Any) -> None:
+    choice = {"type": "function", "function": {"name": "find"}}
+    chunks = list(chat(openai, tools=tools_for("chat"), tool_choice=choice, parallel_tool_calls=False, stream=True))
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert parts[0].function.name == "find" and parts[0].id and len(parts) > 3, "arguments as they arrive"
+    check("find", "".join(part.function.arguments or "" for part in parts))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_required_and_parallel(openai: Any, bias: Callable[..., dict[str, float]]) -> None:
+    """Biased towards a list with commas, as a model would be that was asked for two things."""
+    options = {"tools": tools_for("chat"), "tool_choice": "required", "max_tokens": 120, "logit_bias": bias("[", ",")}
+    calls = chat(openai, **options).choices[0].message.tool_calls
+    assert len(calls) >= 2 and len({call.id for call in calls}) == len(calls)
+    for call in calls[:-1]:  # the last one may be cut short
+        check(call.function.name, call.function.arguments)
+    (call,) = chat(openai, **options, parallel_tool_calls=False).choices[0].message.tool_calls
+    check(call.function.name, call.function.arguments)
+
+
+def test_strict_binds_the_arguments_where_calling_is_free(openai: Any, brace: dict[str, float]) -> None:
+    talk = chat(openai, tools=tools_for("chat", strict=True), max_tokens=12).choices[0]
+    assert talk.message.tool_calls is None and talk.message.content, "it may still just answer"
+    reply = chat(openai, tools=tools_for("chat", strict=True), logit_bias=brace, parallel_tool_calls=False).choices[0]
+    (call,) = reply.message.tool_calls
+    check(call.function.name, call.function.arguments)
+
+
+def test_a_schema_and_tools_together(openai: Any, brace: dict[str, float]) -> None:
+    schema = {"type": "object", "properties": {"big": {"type": "boolean"}}, "required": ["big"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = chat(openai, tools=tools_for("chat"), response_format=form, logit_bias=brace).choices[0]
+    if reply.message.tool_calls:
+        check(reply.message.tool_calls[0].function.name, reply.message.tool_calls[0].function.arguments)
+    else:
+        assert isinstance(json.loads(reply.message.content)["big"], bool)
+
+
+def test_responses(openai: Any) -> None:
+    tools = tools_for("responses", strict=True)
+    reply = openai.responses.create(model=MODEL, input=QUESTION[0]["content"], tools=tools,
+                                    tool_choice={"type": "function", "name": "find"}, max_output_tokens=64,
+                                    temperature=0, store=False, parallel_tool_calls=False)  # fmt: skip
+    (call,) = reply.output
+    assert (call.type, call.name) == ("function_call", "find")
+    check(call.name, call.arguments)
+
+
+@pytest.mark.parametrize("choice,streamed", [({"type": "tool", "name": "find"}, True), ({"type": "any"}, False)])
+def test_anthropics_choices(anthropic: Any, choice: dict[str, Any], streamed: bool) -> None:
+    choice = {**choice, "disable_parallel_tool_use": True}
+    options: Any = {"model": MODEL, "max_tokens": 64, "messages": QUESTION, "tools": tools_for("messages"),
+                    "tool_choice": choice, "extra_body": {"temperature": 0}}  # fmt: skip
+    if streamed:
+        with anthropic.messages.stream(**options) as stream:
+            reply = stream.get_final_message()
+    else:
+        reply = anthropic.messages.create(**options)
+    assert reply.stop_reason == "tool_use"
+    (block,) = reply.content
+    assert block.type == "tool_use" and block.name == choice.get("name", block.name)
+    check(block.name, block.input)
+
+
+def test_anthropics_strict_tools(anthropic: Any, brace: dict[str, float]) -> None:
+    reply = anthropic.messages.create(model=MODEL, max_tokens=64, messages=QUESTION,
+                                      tools=tools_for("messages", strict=True),
+                                      tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+                                      extra_body={"logit_bias": brace, "temperature": 0})  # fmt: skip
+    (block,) = reply.content
+    check(block.name, block.input)

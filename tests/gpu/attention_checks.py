@@ -1,0 +1,91 @@
+"""Attention that some families need, against float64: sinks, and latents. Run as `kernel_checks` are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels import reference_latent
+from quire.kernels.angles import Angles, angle_tables
+from tests.gpu.kernel_checks import Paged, Where, close
+
+
+def check_sinks(where: Where) -> None:
+    """Decodes, split and whole, and catch-ups, with and without a window."""
+    from quire.kernels.triton import attention
+
+    shape = (64, 8, 64) if where.large else (6, 2, 16)
+    lens = [5000, 3, 700, 129] if where.large else [300, 3, 20]
+    for dtype in where.dtypes:
+        for counts in ([1] * len(lens), [min(n, 33) for n in lens]):
+            for window in (None, 100 if where.large else 11):
+                batch = Paged.make(where, dtype, counts, lens, *shape, 16)
+                sinks = where.normal(shape[0], dtype=dtype) * 2
+                plan = attention.plan_attention(batch.page_table, batch.positions, counts, lens, 16, window, dtype)
+                where.poison()
+                out = attention.paged_attention(batch.q, batch.k_cache, batch.v_cache, plan, 0.2, sinks=sinks)
+                close(out, batch.expected(0.2, window, None, sinks), dtype, f"sinks, window {window}, counts {counts}")
+
+
+def check_latent_write(where: Where) -> None:
+    from quire.kernels.triton.latent import latent_write
+
+    heads, nope, rope_dim, rank, page = (128, 128, 64, 512, 16) if where.large else (5, 8, 12, 24, 8)
+    for dtype in where.dtypes:
+        for tokens in (1, 300) if where.large else (3,):
+            for interleaved in (False, True):
+                q = where.normal(tokens, heads, nope + rope_dim, dtype=dtype)
+                entry = where.normal(tokens, 40 + rank + rope_dim, dtype=dtype)[:, 40:]
+                norm = where.normal(rank, dtype=dtype) + 1
+                positions = torch.randint(0, 3000, (tokens,), device=where.device)
+                frequencies = torch.rand(rope_dim // 2, device=where.device)
+                num_pages = tokens // page + 2
+                slots = torch.randperm(num_pages * page, device=where.device)[:tokens]
+                tables = angle_tables(positions, frequencies, 1.3, torch.float64)
+                caches = [torch.zeros(num_pages, page, 1, rank + rope_dim, dtype=kind, device=where.device)
+                          for kind in (torch.float64, dtype)]  # fmt: skip
+                want = reference_latent.latent_write(
+                    q.double(), entry.double(), norm.double(), 1e-6, tables, caches[0], slots, interleaved
+                )
+                where.settle()
+                where.poison()
+                angles = Angles(positions, frequencies, 1.3)
+                got = latent_write(q, entry, norm, 1e-6, angles, caches[1], slots, interleaved)
+                close(got, want, dtype, f"latent_write: queries, interleaved {interleaved}")
+                close(caches[1], caches[0], dtype, f"latent_write: cache, interleaved {interleaved}")
+
+
+def check_latent(where: Where) -> None:
+    """Decodes, split and whole, catch-ups, and both in one step; heads that fill a program and heads that do not."""
+    from quire.kernels.triton import attention
+    from quire.kernels.triton.latent import latent_attention
+
+    page = 16
+    shapes = [(128, 512, 64), (16, 512, 64), (40, 256, 32)] if where.large else [(5, 32, 8), (66, 16, 16)]
+    lens = [3000, 1, 700, 129, 64] if where.large else [130, 1, 9]
+    mixes = [
+        [1] * len(lens),
+        [min(n, 33 if where.large else 3) for n in lens],
+        [1 if i % 2 else min(n, 50 if where.large else 5) for i, n in enumerate(lens)],
+    ]
+    for dtype in where.dtypes:
+        for heads, rank, rope_dim in shapes:
+            for counts in mixes if where.large or (dtype == torch.float32 and heads == 5) else mixes[2:]:
+                batch = Paged.make(where, dtype, counts, lens, heads, 1, rank + rope_dim, page)
+                q_latent = batch.q[..., :rank].transpose(0, 1).contiguous()
+                q_rope = batch.q[..., rank:].contiguous()
+                plan = attention.plan_attention(batch.page_table, batch.positions, counts, lens, page, None, dtype)
+                batch.v_cache = batch.k_cache
+                want = batch.expected(0.05, None, None).view(-1, heads, rank + rope_dim)[..., :rank].transpose(0, 1)
+                for _ in range(2 if where.large else 1):
+                    where.poison()
+                    out = latent_attention(q_latent, q_rope, batch.k_cache, plan, 0.05)
+                    close(out, want, dtype, f"latent attention {heads} heads of {rank} + {rope_dim}, counts {counts}")
+
+
+CHECKS: dict[str, Callable[[Where], None]] = {
+    "sinks": check_sinks,
+    "latent_write": check_latent_write,
+    "latent": check_latent,
+}

@@ -1,0 +1,107 @@
+"""The kernels of a mixture of experts against their reference in float64; run as `kernel_checks` are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from quire.kernels import reference, reference_experts
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from tests.gpu.kernel_checks import Where, close
+
+ROUTINGS = (
+    Routing(8, 2),
+    Routing(60, 4, normalise=False),
+    Routing(160, 6, num_groups=8, top_groups=3, scale=16.0, normalise=False),
+    Routing(32, 5, "sigmoid", True, 2.5, 4, 2, 2),
+    Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2),
+)
+
+
+def check_route(where: Where) -> None:
+    from quire.kernels.triton import route
+
+    for routing in ROUTINGS if where.large else ROUTINGS[:4]:
+        for biased in (False, True):
+            bias = where.normal(routing.num_experts) * 0.1 if biased else None
+            width = 2048 if where.large else 72
+            for tokens in (1, 16, 17, 3000) if where.large else (3, 17 if routing.num_experts == 8 else 1):
+                stream = where.normal(tokens, width)
+                norm = where.normal(width) + 1
+                router = where.normal(routing.num_experts, width) * width**-0.5
+                router_bias = where.normal(routing.num_experts) if biased else None
+                where.settle()
+                where.poison()
+                x, chosen, weights = route.norm_route(stream, norm, 1e-6, router, router_bias, bias, routing)
+                normed = reference.rms_norm(stream.double(), norm.double(), 1e-6)
+                close(x, normed, torch.float32, "norm_route: the norm")
+                # By what the kernel normed itself: near ties may fall otherwise after another order of sums.
+                logits = x @ router.T if router_bias is None else x @ router.T + router_bias
+                want, want_weights = reference_experts.route(logits, bias, routing)
+                same = (chosen.long() == want).all(1)
+                assert same.float().mean() >= (1.0 if tokens < 100 else 0.995), f"{routing}: other experts"
+                close(weights[same], want_weights[same], torch.float32, f"{routing}: weights")
+
+
+def check_sort(where: Where) -> None:
+    """Every pair once, expert by expert, in tiles that hold pairs of one expert only."""
+    from quire.kernels.triton import route
+
+    cases = [(8, 1, 2, 16), (60, 5, 4, 16), (128, 40, 8, 16), (128, 700, 8, 32), (5, 300, 2, 64)]
+    for experts, tokens, top_k, rows in [*cases, (512, 5000, 10, 128), (128, 8192, 8, 128)] if where.large else cases:
+        skew = torch.linspace(0, 3, experts, device=where.device)  # some experts get much more than others
+        chosen = (where.normal(tokens, experts) + skew).topk(top_k).indices.int()
+        where.poison()
+        pairs = route.sort_by_expert(chosen, experts, rows)
+        order = chosen.flatten().argsort(stable=True)
+        assert (pairs.order.long() == order).all()
+        by_place, seen = chosen.flatten()[order].tolist(), 0
+        for expert, first, end, _ in pairs.tiles.tolist():
+            if expert >= 0:
+                assert first == seen and 0 < end - first <= rows and set(by_place[first:end]) == {expert}
+                seen = end
+        assert seen == tokens * top_k
+
+
+def check_experts(where: Where) -> None:
+    from quire.kernels.triton.experts import run_experts
+
+    small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,))]
+    large = [(128, 8, 2048, 768, (1, 2, 8, 16, 100, 256, 1000, 4000)), (32, 4, 2880, 2880, (1, 8, 300)),
+             (60, 4, 2048, 1408, (1, 33, 2000)), (8, 2, 4096, 14336, (1, 40))]  # fmt: skip
+    for dtype in where.dtypes:
+        for num, top_k, width, inner, token_counts in large if where.large else small:
+            gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5
+            down = where.normal(num, width, inner, dtype=dtype) * inner**-0.5
+            biases = where.normal(num, 2 * inner, dtype=dtype), where.normal(num, width, dtype=dtype)
+            plain = ExpertWeights(gate_up, down)
+            clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
+            where.settle()
+            for tokens in token_counts:
+                for experts in (plain, clamped):
+                    _check_experts(where, dtype, experts, tokens, top_k, run_experts)
+
+
+def _check_experts(where, dtype, experts, tokens, top_k, run_experts):  # type: ignore[no-untyped-def]
+    num, width, inner = experts.down.shape
+    x, residual = where.normal(tokens, width, dtype=dtype), where.normal(tokens, width, dtype=dtype)
+    chosen = where.normal(tokens, num).topk(top_k).indices
+    weights = torch.rand(tokens, top_k, device=where.device)
+    where.poison()
+    wide = replace(
+        experts,
+        gate_up=experts.gate_up.double(),
+        down=experts.down.double(),
+        gate_up_bias=None if experts.gate_up_bias is None else experts.gate_up_bias.double(),
+        down_bias=None if experts.down_bias is None else experts.down_bias.double(),
+    )
+    expected = reference_experts.run_experts(x.double(), wide, chosen, weights.double(), residual.double())
+    name = f"run_experts {num} of {width} x {inner}, {tokens} tokens, {experts.activation}"
+    for last in (residual, None) if where.large else (residual if experts.down_bias is None else None,):
+        out = run_experts(x, experts, chosen.int(), weights, last)
+        close(out, expected if last is not None else expected - residual.double(), dtype, name)
+
+
+CHECKS: dict[str, Callable[[Where], None]] = {"route": check_route, "sort": check_sort, "experts": check_experts}

@@ -1,0 +1,67 @@
+"""Recurrent layers' Triton kernels against the exact recurrence in float64: mixed steps, over and over, from the state
+that the steps before left. Called by `kernel_checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference_recurrent as reference
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+
+STEPS = [[40, 1, 1, 7], [1, 1, 1, 1], [1, 90, 3, 1]]  # tokens per row
+STEPS_SMALL = [[19, *[1] * 7], [1, 70, *[1] * 6]]  # eight rows: enough for small blocks
+
+
+def weights_of(where: Any, shape: RecurrentShape, dtype: torch.dtype, delta: bool) -> DeltaWeights | MambaWeights:
+    heads = shape.num_heads
+    conv = where.normal(shape.channels, 1, shape.conv_len, dtype=dtype) * 0.5
+    a_log, dt_bias = where.normal(heads) - 1.0, where.normal(heads)
+    if delta:
+        return DeltaWeights(conv, a_log, dt_bias, where.normal(shape.value_dim, dtype=dtype) + 1.0, 1e-6)
+    return MambaWeights(conv, where.normal(shape.channels, dtype=dtype), a_log, dt_bias, where.normal(heads),
+                        where.normal(shape.values, dtype=dtype) + 1.0, 1e-5, shape.num_groups, 0.01, 5.0)  # fmt: skip
+
+
+def doubled(weights: Any) -> Any:
+    """The same weights in float64, for the reference."""
+    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    return replace(weights, **{name: value.double() for name, value in tensors.items() if isinstance(value, Tensor)})
+
+
+def check_recurrent(
+    where: Any, close: Any, shapes: list[RecurrentShape], delta: bool, bounds: dict[Any, float]
+) -> None:
+    from quire.kernels.triton import recurrent
+
+    for dtype in where.dtypes:
+        for shape in shapes:
+            weights = weights_of(where, shape, dtype, delta)
+            steps = STEPS if where.large else STEPS_SMALL
+            num_rows = len(steps[0])
+            slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
+            state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
+            exact = state.clone().double()
+            lens = [0] * num_rows
+            width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
+            for counts in steps:
+                ends = [n + c for n, c in zip(lens, counts, strict=True)]
+                spans = [torch.arange(n, end, device=where.device) for n, end in zip(lens, ends, strict=True)]
+                positions = torch.cat(spans)
+                x = where.normal(sum(counts), width + 5, dtype=dtype)[:, :width]
+                where.settle()
+                where.poison()
+                op, plain = ((recurrent.gated_delta_net, reference.gated_delta_net) if delta else
+                             (recurrent.mamba2, reference.mamba2))  # fmt: skip
+                out = op(x, weights, shape, state, recurrent.plan_recurrent(slots, positions, counts))
+                plan = reference.plan_recurrent(slots, positions, counts)
+                expected = plain(x.double(), doubled(weights), shape, exact, plan)
+                name = f"{'delta' if delta else 'mamba'} {shape.num_heads}/{shape.num_groups} heads, {counts}"
+                close(out, expected, dtype, name, bounds[dtype])
+                close(shape.rings(state), shape.rings(exact), dtype, f"{name}: rings", 1e-6)
+                close(shape.matrices(state), shape.matrices(exact), dtype, f"{name}: state", bounds[dtype])
+                lens = ends

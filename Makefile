@@ -1,7 +1,7 @@
 # What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
 PYTHON ?= python
 
-.PHONY: check format lint types imports fast test slow native
+.PHONY: check format lint types imports fast test slow native fuzz chaos
 
 check: lint types imports fast
 
@@ -30,3 +30,9 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+fuzz:
+	$(PYTHON) -m tests.fuzz --cases $(or $(CASES),20000)
+
+chaos:
+	$(PYTHON) -m quire chaos --model tiny --deterministic

@@ -23,7 +23,15 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
-from quire.kernels.table import Ops, select_choice, select_ops, select_row_ops, select_sampling
+from quire.kernels.selftest import check_ops
+from quire.kernels.table import (
+    Ops,
+    select_choice,
+    select_fixed_ops,
+    select_ops,
+    select_row_ops,
+    select_sampling,
+)
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
 from quire.models.loader import build_model, load_model, read_config
@@ -61,6 +69,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
+        check_ops(select_fixed_ops("cpu") if config.engine.deterministic else select_ops("cpu"), device)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
@@ -73,6 +82,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         random_weights=config.model.random_weights,
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        deterministic=config.engine.deterministic,
         kernels=config.engine.kernels,
         strict_kernels=config.engine.strict_kernels,
         progress=progress or QuietProgress(),
@@ -100,7 +110,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     """An engine around a model that is already loaded."""
     limits = resolve_limits(config, device)
     memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
-    store, memory = allocate_cache(memory, device)
+    checksums = config.cache.swap_checksums
+    store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
@@ -118,14 +129,14 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     return engine, memory
 
 
-def allocate_cache(memory: MemoryPlan, device: torch.device) -> tuple[CacheStore, MemoryPlan]:
+def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
     """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
     has to do, and the plan says so."""
     wanted = memory
     while True:
         host = list(memory.num_host_units) if memory.num_host_units else None
         try:
-            store = CacheStore(list(memory.specs), list(memory.num_units), host, device)
+            store = CacheStore(list(memory.specs), list(memory.num_units), host, device, checksums=checksums)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -47,6 +47,7 @@ class CacheConfig:
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
     num_slots: int | None = knob(None, "exact number of recurrent state slots, likewise", low=3)
     host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
+    swap_checksums: bool | None = knob(None, "checksums of preempted requests' pages on the host (default: on a CPU)")
     kv_dtype: str = knob("auto", "what keys and values are kept in (fp8: CUDA)", choices=("auto", "fp8"))
     prefix_cache: bool = knob(True, "reuse the state of prompts that begin alike")
 
@@ -68,6 +69,7 @@ class EngineConfig:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
+    deterministic: bool = knob(False, "same bits for a row whatever surrounds it, at some cost (CPU)")
     kernels: str = knob("auto", "what computes: torch, triton (GPU), or one native instruction set (CPU)",
                         choices=("auto", "triton", "torch", "avx512", "avx2", "portable"))  # fmt: skip
     strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
@@ -81,6 +83,7 @@ class ServerConfig:
     port: int = knob(8000, "port to listen on (0: any free one)", low=0, high=65535)
     api_key: str | None = knob(None, "key clients must send; several are separated by commas", secret=True)
     admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
+    share_prefixes: bool = knob(False, "let all keys share cached prompts; their timing then tells of each other")
     served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
     cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
     request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
@@ -94,6 +97,15 @@ class ServerConfig:
     keep_alive: float = knob(10.0, "seconds of silence after which a stream gets a sign of life", low=0.05, high=3600)
     drain_timeout: float = knob(60.0, "seconds open requests get to finish after SIGTERM", low=0.0, high=86400)
     stall_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is ill", low=1.0)
+    hang_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is replaced", low=0.2)
+    start_timeout: float = knob(1800.0, "seconds the engine may take to load", low=1.0)
+    max_restarts: int = knob(5, "times the engine is started again within restart_window", low=0, high=1000)
+    restart_window: float = knob(60.0, "seconds over which restarts are counted", low=1.0)
+    engine_memory: int | None = knob(None, "bytes the engine process may hold before it is replaced", low=1 << 20,
+                                     unit="bytes")  # fmt: skip
+    out_of_memory: str = knob("same", "the next engine after one ran out of memory", choices=("same", "shrink",
+                              "precision"))  # fmt: skip
+    send_timeout: float = knob(60.0, "seconds a client may take to read what was sent before it is cut off", low=0.1)
     response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
     max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)
     tool_format: str | None = knob(None, "how the model writes tool calls (default: read from its chat template)")

@@ -66,6 +66,16 @@ def read_machine(root: Path = Path("/")) -> Machine:
     )
 
 
+def num_memory_kills(root: Path = Path("/")) -> int:
+    """How many processes of our control group the system has ended for lack of memory; 0 where it does not say."""
+    for folder in _cgroup_folders(root):
+        for line in _read(folder / "memory.events").splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.isdigit():
+                return int(value)
+    return 0
+
+
 def installed_version(name: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 

@@ -287,6 +287,8 @@ class Request:
     salt: bytes = b""  # requests share prefixes only within one salt
     adapter: str | None = None
     grammar: Any = None
+    resumed: bool = False  # goes on from an engine that died: it was taken once and is not refused now
+    suspect: bool = False  # was in the step that died: runs alone until it is past that point
     # -- moved by the scheduler
     planned: int = 0  # tokens whose state some planned step computes
     computed: int = 0  # tokens whose state is in the cache for sure

@@ -20,7 +20,7 @@ import quire
 from quire.bench.offline import load_average
 from quire.bench.stats import Bar, Report
 from quire.config import Config
-from quire.engine.client import engine_settings
+from quire.engine.supervisor import engine_settings
 from quire.types import QuireError
 
 PHASES = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")

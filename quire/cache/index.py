@@ -291,6 +291,12 @@ class CacheIndex:
             _, on_host, group, unit = limbo.popleft()
             self._drop(on_host, group, unit)
 
+    def num_unreachable(self) -> int:
+        """Units that are neither free nor the prefix tree's alone: with no request left, they have leaked."""
+        on_device = sum(pool.num_units - 1 - self.available(group) for group, pool in enumerate(self.pools))
+        on_host = sum(pool.num_units - 1 - pool.num_free for pool in self.host_pools)
+        return on_device + on_host
+
     def check(self) -> None:
         """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
         self.tree.check()

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "hold a conversation",
     "pull": "fetch a model",
     "bench": "measure speed",
+    "chaos": "disturb a server in every way and prove that nothing is lost",
     "doctor": "show what this machine has and what is missing",
 }
 # Codes that begin so mean that what was asked can't be done as asked; any other is a failure of the work itself.

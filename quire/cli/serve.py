@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 from quire import __version__
 from quire.cli.output import print_note, waiting
 from quire.cli.run import short_name
+from quire.config import Config
 from quire.config_build import add_config_flags, config_from_args
-from quire.files.source import resolve_model
+from quire.files.source import ModelFiles, resolve_model
+from quire.text.loading import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.cli.serve_engine")
@@ -35,7 +39,12 @@ def run(args: Namespace) -> int:
         if hasattr(args, "model"):
             raise QuireError("usage", "The model is named twice.", "Give MODEL or --model, not both.")
         args.model = args.positional_model
-    config = config_from_args(args)
+    return serve_config(config_from_args(args))
+
+
+def serve_config(config: Config, engine_command: Sequence[str] | None = None,
+                 load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer) -> int:  # fmt: skip
+    """Until told to stop. Tests and the chaos gate bring an engine command or a tokenizer of their own."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         what = f"The Python package {missing[0]} is not installed."
@@ -61,4 +70,4 @@ def run(args: Namespace) -> int:
             loading.close()
             print(f"Quire serves {short_name(config)} at {url}", flush=True)
 
-        return uvloop.run(serve(config, files, ENGINE_COMMAND, ready, __version__))
+        return uvloop.run(serve(config, files, engine_command or ENGINE_COMMAND, ready, __version__, load))

@@ -1,41 +1,44 @@
-"""The engine as the HTTP process sees it: starts the engine process, submits requests, hands out their deltas.
+"""The engine as the HTTP process sees it: takes requests and hands out their deltas, whichever process computes them.
 
-Everything runs on one event loop. The client knows every live request with its prompt and the tokens delivered so far.
-When the engine process ends, each of them gets a typed error, and later requests are refused.
+Everything runs on one event loop. The client knows every live request with its prompt and the tokens delivered so far;
+that is the whole truth about it. The supervisor gives it a link to an engine that is ready, and takes it away when that
+engine is lost; with the next link every live request goes on from what was delivered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-import zmq
-import zmq.asyncio
-
-from quire.config import Config, knobs
 from quire.engine import wire
-from quire.types import Delta, FinishReason, QuireError, Request
+from quire.engine.link import EngineLink
+from quire.engine.pace import Pace
+from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused
-GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
+MAX_STRIKES = 2  # deaths of the engine a request may be aboard of at one and the same token
+OVERDUE_SECONDS = 5.0  # past its deadline, the engine is not waited for any longer
 
 
 @dataclass(slots=True)
 class Live:
-    """One request under way: what would be needed to replay it elsewhere, and where its deltas go."""
+    """One request under way: what is needed to go on with it elsewhere, and where its deltas go."""
 
     request: Request
     ticket: Ticket
     delivered: list[int] = field(default_factory=list)
+    prompt_scored: int = 0  # prompt logprobs delivered
+    first_token_at: float = 0.0
+    cancelled: bool = False
+    num_lives: int = 0  # engines it was given to
+    strikes: int = 0  # engines that died with it aboard, without a token of it in between
+    struck_at: int = -1  # how many tokens were delivered then
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.strikes > 0 and self.struck_at == len(self.delivered)
 
 
 class Closed(Exception):
@@ -102,112 +105,109 @@ class Ticket:
 
 
 class EngineClient:
-    """Use `EngineClient.start`; afterwards `ready` describes the engine and `beat` is its last sign of life."""
+    """`ready` describes the engine once there is one; `beat` is its last sign of life."""
 
-    def __init__(self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket,
-                 process: subprocess.Popen[bytes], clock: Callable[[], float] = time.monotonic):  # fmt: skip
-        self._folder, self._context, self._socket, self._process = folder, context, socket, process
+    ready: wire.Ready
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self.ready: wire.Ready
+        self._link: EngineLink | None = None
         self.beat = wire.Beat()
-        self.failure: QuireError | None = None
+        self.failure: QuireError | None = None  # there is no engine and there will be none
         self.live: dict[str, Live] = {}
         self.num_waiting_tokens = 0  # prompt tokens of live requests that have no token yet
+        self.pace = Pace()
+        self.num_resumed = 0  # requests that went on with another engine
         self._beat_at = self._progress_at = clock()
-        self._unsent: set[asyncio.Future[Any]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-        self.on_failure: Callable[[QuireError], None] = lambda error: None
+        self.on_error: Callable[[str, str, str], None] = lambda request_id, code, what: None  # a request failed
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- engines come and go --------------------------------------------------------------------------------------
 
-    @classmethod
-    async def start(cls, command: Sequence[str], config: Config) -> EngineClient:
-        """`command` gets the socket's address as one more argument. Raises the engine's own error if it fails."""
-        folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only its owner can enter
-        address = f"ipc://{folder}/engine"
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.PAIR)
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address)
-        # A session of its own: Ctrl-C is for us, and we tell the engine when we are done with it.
-        process = subprocess.Popen([*command, address], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
-        client = cls(folder, context, socket, process)
-        try:
-            await client._begin(config)
-        except BaseException:
-            await client.stop(at_once=True)
-            raise
-        return client
-
-    async def _begin(self, config: Config) -> None:
-        await self._socket.send(wire.encode(wire.Start(engine_settings(config))))
-        gone = asyncio.create_task(self._exited())
-        while True:
-            frame = asyncio.ensure_future(self._socket.recv())
-            await asyncio.wait({frame, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not frame.done():
-                await asyncio.wait({frame}, timeout=0.5)  # its last words may still be on the way
-            if not frame.done():
-                frame.cancel()
-                raise _exit_error(self._process.returncode)
-            message = wire.decode_from_engine(frame.result())
-            if isinstance(message, wire.Failed):
-                raise message.error()
-            if isinstance(message, wire.Ready):
-                self.ready = message
-                break
+    def attach(self, link: EngineLink) -> None:
+        """An engine is ready: it gets every live request, the oldest first, each from where it stands."""
+        self._link, self.ready = link, link.ready
         self._beat_at = self._progress_at = self._clock()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(gone))]
+        self.beat = wire.Beat()
+        for live in sorted(self.live.values(), key=lambda live: live.request.arrival):
+            link.send(wire.submit_message([self._as_it_stands(live)]))
+            self.num_resumed += live.num_lives > 0
+            live.num_lives += 1
 
-    async def stop(self, *, at_once: bool = False) -> None:
-        """Ask the engine to stop, wait a little, then end it."""
-        self.failure = self.failure or QuireError("engine_closed", "The server is shutting down.")
-        if self._process.poll() is None and not at_once:
-            self._send(wire.StopEngine())
-            deadline = self._clock() + GRACE_SECONDS
-            while self._process.poll() is None and self._clock() < deadline:
-                await asyncio.sleep(0.02)
-        for task in self._tasks:
-            task.cancel()
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def detach(self, aboard: set[str]) -> list[str]:
+        """The engine is lost. `aboard`: who was in its last steps. Returns those who will not be tried again."""
+        self._link = None
+        quarantined = []
+        for name, live in list(self.live.items()):
+            if live.cancelled:
+                self._end(name, FinishReason.CANCELLED)
+            elif name in aboard:
+                live.strikes = live.strikes + 1 if live.struck_at == len(live.delivered) else 1
+                live.struck_at = len(live.delivered)
+                if live.strikes >= MAX_STRIKES:
+                    what = f"The engine died {live.strikes} times while it computed this request."
+                    error = QuireError("quarantined", what, "It is not tried again; please report it.")
+                    self._end(name, FinishReason.ERROR, error)
+                    quarantined.append(name)
+        return quarantined
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def fail(self, error: QuireError) -> None:
+        """No engine will come any more: everyone who waits is told, and whoever comes later."""
+        self.failure = self.failure or error
+        self._link = None
+        for name in list(self.live):
+            self._end(name, FinishReason.ERROR, error)
+
+    def expire(self) -> None:
+        """End what is past its deadline and was not ended by the engine, which may be dead or stuck."""
+        overdue = self._clock() - (OVERDUE_SECONDS if self._link is not None else 0.0)
+        for name, live in list(self.live.items()):
+            if live.request.deadline is not None and live.request.deadline < overdue:
+                if self._link is not None:
+                    self._link.send(wire.CancelMany([name]))
+                self._end(name, FinishReason.DEADLINE)
+
+    def take(self, message: wire.Deltas | wire.Beat) -> None:
+        """What the engine says about requests and itself."""
+        if isinstance(message, wire.Beat):
+            self._take_beat(message)
+            return
+        for news in message.news:
+            self._deliver(wire.delta_of(news))
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, prompts: Sequence[Sequence[Request]]) -> Ticket:
-        """For each prompt its requests, which differ in id and sample index only. All are taken or none."""
+        """For each prompt its requests, which differ in id and sample index only. All are taken or none. Without an
+        engine they wait for the next one."""
         if self.failure is not None:
             raise self.failure
-        if len(self._unsent) > MAX_UNSENT:
+        if self._link is not None and self._link.num_unsent > MAX_UNSENT:
             raise QuireError("queue_full", "The engine does not take in requests fast enough.", "Try again later.")
         requests = [request for samples in prompts for request in samples]
         for request in requests:
             if request.id in self.live:
                 raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.")
-        frames = [wire.encode(wire.submit_message(samples)) for samples in prompts]
+        payloads = [wire.encode(wire.submit_message(samples)) for samples in prompts]
         ticket = Ticket(self, [request.id for request in requests])
         for request in requests:
-            self.live[request.id] = Live(request, ticket)
+            self.live[request.id] = Live(request, ticket, num_lives=int(self._link is not None))
             self.num_waiting_tokens += request.prompt_len
-        for frame in frames:
-            self._send_frame(frame)
+        if self._link is not None:
+            for payload in payloads:
+                self._link.send_payload(payload)
         return ticket
 
     def cancel(self, ids: Sequence[str]) -> None:
         """Their last deltas still come."""
         open_ids = [name for name in ids if name in self.live]
-        if open_ids and self.failure is None:
-            self._send(wire.CancelMany(open_ids))
+        for name in open_ids:
+            self.live[name].cancelled = True
+        if self._link is not None:
+            if open_ids:
+                self._link.send(wire.CancelMany(open_ids))
+            return
+        for name in open_ids:
+            self._end(name, FinishReason.CANCELLED)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Cancel, and drop whatever still comes of them."""
@@ -215,55 +215,88 @@ class EngineClient:
         for name in ids:
             self._drop(name)
 
+    def shed(self, priority: int, num_requests: int) -> bool:
+        """Make room for so many requests of this priority: that many less important ones that have no token yet are
+        told to come again, the least important and newest first. All or none."""
+        waiting = [live for live in self.live.values() if not live.delivered and live.request.priority > priority]
+        if len(waiting) < num_requests:
+            return False
+        waiting.sort(key=lambda live: (live.request.priority, live.request.arrival))
+        what = "The queue is full, and a request of higher priority took this one's place."
+        for live in waiting[len(waiting) - num_requests :]:
+            name = live.request.id
+            if self._link is not None:
+                self._link.send(wire.CancelMany([name]))
+            self._end(name, FinishReason.ERROR, QuireError("queue_full", what, "Try again a little later."))
+        return True
+
     # -- health ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_attached(self) -> bool:
+        return self._link is not None
+
+    @property
+    def num_suspects(self) -> int:
+        """Requests that were aboard a lost engine and have not got past that point since."""
+        return sum(live.is_suspect for live in self.live.values())
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._link is None else self._link.pid
+
     def beat_age(self) -> float:
-        """Seconds since the loop last said something between two steps."""
-        return self._clock() - self._beat_at
+        """Seconds since the loop last said something between two steps; 0 while there is no engine."""
+        return self._clock() - self._beat_at if self._link is not None else 0.0
 
     def progress_age(self) -> float:
         """Seconds since a token was computed while there was work; 0 while there is none."""
-        return self._clock() - self._progress_at if self.live else 0.0
+        return self._clock() - self._progress_at if self.live and self._link is not None else 0.0
 
     # -- underneath -----------------------------------------------------------------------------------------------
 
-    def _send(self, message: wire.ToEngine) -> None:
-        self._send_frame(wire.encode(message))
-
-    def _send_frame(self, frame: bytes) -> None:
-        sending: Any = self._socket.send(frame)  # a future that is done at once unless the engine does not read
-        if not sending.done():
-            self._unsent.add(sending)
-            sending.add_done_callback(self._unsent.discard)
-
-    async def _read(self) -> None:
-        while True:
-            try:
-                message = wire.decode_from_engine(await self._socket.recv())
-            except QuireError as error:
-                self._fail(error)
-                return
-            if isinstance(message, wire.Deltas):
-                for news in message.news:
-                    self._deliver(wire.delta_of(news))
-            elif isinstance(message, wire.Beat):
-                self._take_beat(message)
-            elif isinstance(message, wire.Failed):
-                self._fail(message.error())
-                return
+    def _as_it_stands(self, live: Live) -> Request:
+        request = live.request
+        return replace(
+            request,
+            tokens=request.tokens[: request.prompt_len] + live.delivered,
+            prompt_scored=live.prompt_scored,
+            resumed=live.num_lives > 0,
+            suspect=live.is_suspect,
+        )
 
     def _deliver(self, delta: Delta) -> None:
         live = self.live.get(delta.request_id)
         if live is None:
             return  # nobody waits for it any more
+        if delta.prompt_logprobs:
+            live.prompt_scored += len(delta.prompt_logprobs)
         if delta.token_ids:
             if not live.delivered:
                 self.num_waiting_tokens -= live.request.prompt_len
+                live.first_token_at = self._clock()
             live.delivered += delta.token_ids
             self._progress_at = self._clock()
         if delta.finish_reason is not None:
+            if live.num_lives > 1 and delta.timing is not None and live.first_token_at:
+                first = live.first_token_at - live.request.arrival  # the last engine knows of its own life only
+                delta.timing = replace(delta.timing, first_token=first, queue=min(delta.timing.queue, first))
             self._drop(delta.request_id)
+            if delta.finish_reason is FinishReason.ERROR:
+                self.on_error(delta.request_id, delta.error_code or "", delta.error or "")
         live.ticket.put(delta)
+
+    def _end(self, request_id: str, reason: FinishReason, error: QuireError | None = None) -> None:
+        """End a request here, without the engine."""
+        live = self.live[request_id]
+        request = live.request
+        usage = Usage(request.prompt_len, 0, len(live.delivered))
+        first = live.first_token_at - request.arrival if live.first_token_at else 0.0
+        timing = Timing(queue=first, first_token=first, total=self._clock() - request.arrival)
+        delta = Delta(request_id, finish_reason=reason, usage=usage, timing=timing)
+        if error is not None:
+            delta.error, delta.error_code = str(error), error.code
+        self._deliver(delta)
 
     def _drop(self, request_id: str) -> None:
         live = self.live.pop(request_id, None)
@@ -272,50 +305,7 @@ class EngineClient:
 
     def _take_beat(self, beat: wire.Beat) -> None:
         self._beat_at = self._clock()
+        self.pace.note(beat.busy_seconds, beat.ended)
         if beat.computed_tokens != self.beat.computed_tokens or not beat.running + beat.waiting + beat.held:
             self._progress_at = self._beat_at
         self.beat = beat
-
-    async def _exited(self) -> None:
-        """A thread waits, so that no signal handling of the event loop is needed."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def tell() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def wait() -> None:
-            self._process.wait()
-            with suppress(RuntimeError):  # the loop may be gone by then
-                loop.call_soon_threadsafe(tell)
-
-        threading.Thread(target=wait, name="quire-engine-exit", daemon=True).start()
-        await ended
-
-    async def _watch(self, gone: asyncio.Task[None]) -> None:
-        await gone
-        await asyncio.sleep(0.1)  # let its last words be read first
-        self._fail(_exit_error(self._process.returncode))
-
-    def _fail(self, error: QuireError) -> None:
-        """The engine is lost: everyone who waits is told."""
-        if self.failure is not None:
-            return
-        self.failure = error
-        lost, self.live = self.live, {}
-        self.num_waiting_tokens = 0
-        for name, live in lost.items():
-            live.ticket.put(Delta(name, finish_reason=FinishReason.ERROR, error=str(error), error_code=error.code))
-        self.on_failure(error)
-
-
-def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings the engine process builds itself from: all that differ from their defaults, the server's own not."""
-    values = {name: item.read(config) for name, item in knobs().items() if item.table != "server"}
-    return {name: value for name, value in values.items() if value != knobs()[name].default}
-
-
-def _exit_error(code: int | None) -> QuireError:
-    how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return QuireError("engine_lost", f"The engine process {how}.", "Its last words are on stderr; start it again.")

@@ -1,18 +1,19 @@
 """The one loop around an engine: take in messages, turn, send the news. A mailbox says where both come from and go to.
 
-`EngineThread` drives it with a queue inside one process, `process` with a socket. If the engine itself breaks, every
-open request is told so and later ones are refused: nothing hangs.
+`EngineThread` drives it with a queue inside one process, `process` with a socket. What goes wrong with one request ends
+that one. If the engine itself breaks, the mailbox is told who was open: one tells them, the other leaves them to the
+next engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.engine.grammar_desk import GrammarDesk
-from quire.engine.loop import Engine
-from quire.engine.workers import DeviceLost
+from quire.engine.loop import Engine, StepFault, is_out_of_memory
 from quire.types import Delta, FinishReason, QuireError, Request, Usage
 
 DESK_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
@@ -27,7 +28,23 @@ class Stop:
     """Stop after the turn under way; what is open then ends as cancelled."""
 
 
-Message = Request | Cancel | Stop
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Look whether all is accounted for."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    number: int
+    problem: str | None
+    num_requests: int
+    num_leaked: int
+
+
+Message = Request | Cancel | Stop | Check
+Report = StepFault | Checked
 
 
 class Mailbox(Protocol):
@@ -36,6 +53,14 @@ class Mailbox(Protocol):
         ...
 
     def send(self, deltas: list[Delta]) -> None: ...
+
+    def report(self, report: Report) -> None:
+        """For operators: nobody's request depends on it."""
+        ...
+
+    def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
+        """The engine broke while these were open."""
+        ...
 
 
 class EngineDriver:
@@ -54,22 +79,26 @@ class EngineDriver:
                 self._admit_compiled()
                 if self._engine.has_work:
                     self._send(self._engine.turn())
+                    for fault in self._engine.take_faults():
+                        self._mailbox.report(fault)
                 elif self._desk is not None and len(self._desk):
                     self._desk.wait(DESK_SECONDS)
                 else:
                     self._engine.do_chore()  # a moment with nobody to wait for it
-            self._end_all(FinishReason.CANCELLED, None)
+            self._cancel_all()
         except BaseException as error:
-            self.failure = error if isinstance(error, DeviceLost) else _stopped_by(error)
-            self._end_all(FinishReason.ERROR, self.failure)
+            self.failure = _failure(error)
+            open_ids, self._open = sorted(self._open), set()
+            self._mailbox.abandon(open_ids, self.failure)
             if not isinstance(error, Exception):
                 raise
         finally:
             self.failure = self.failure or QuireError("engine_closed", "The engine was closed.")
             self._engine.close()
-            for message in self._mailbox.receive(block=False):  # who came at the last moment must not wait for ever
-                if isinstance(message, Request):
-                    self._refuse(message, self.failure)
+            with suppress(QuireError):
+                for message in self._mailbox.receive(block=False):  # who came at the last moment must not wait for ever
+                    if isinstance(message, Request):
+                        self._mailbox.abandon([message.id], self.failure)
 
     def _accept(self) -> bool:
         """Take in what has arrived, waiting only if there is nothing to do, not even ahead; False: time to stop."""
@@ -79,6 +108,8 @@ class EngineDriver:
                 return False
             if isinstance(message, Cancel):
                 self._cancel(message.request_id)
+            elif isinstance(message, Check):
+                self._mailbox.report(check_engine(self._engine, message.number))
             else:
                 self._take(message)
         return True
@@ -97,6 +128,9 @@ class EngineDriver:
                 self._engine.add(request)
         except QuireError as error:
             self._refuse(request, error)
+        except Exception as error:  # ours, but only this request's: nothing of it is in the engine yet
+            what = f"The request could not be prepared ({type(error).__name__}: {error})."
+            self._refuse(request, QuireError("prepare_failed", what, "Other requests were not affected."))
 
     def _admit_compiled(self) -> None:
         """Whoever waited for a grammar and has it now, or learns why there is none."""
@@ -126,13 +160,35 @@ class EngineDriver:
         if deltas:
             self._mailbox.send(deltas)
 
-    def _end_all(self, reason: FinishReason, error: QuireError | None) -> None:
-        what, code = (str(error), error.code) if error else (None, None)
-        ends = [Delta(i, finish_reason=reason, error=what, error_code=code) for i in sorted(self._open)]
+    def _cancel_all(self) -> None:
+        ends = [Delta(name, finish_reason=FinishReason.CANCELLED) for name in sorted(self._open)]
         self._open.clear()
         self._mailbox.send(ends)
 
 
-def _stopped_by(error: BaseException) -> QuireError:
+def _failure(error: BaseException) -> QuireError:
+    if isinstance(error, QuireError):
+        return error
+    code = "out_of_memory" if is_out_of_memory(error) else "engine_failed"
     what = f"The engine stopped: {type(error).__name__}: {error}."
-    return QuireError("engine_failed", what, "Start it again; QUIRE_DEBUG=1 shows where it failed.")
+    return QuireError(code, what, "Start it again; QUIRE_DEBUG=1 shows where it failed.")
+
+
+def tell_all(open_ids: Sequence[str], failure: QuireError) -> list[Delta]:
+    """The last news of requests whose engine broke and who have no other."""
+    what, code = str(failure), failure.code
+    return [Delta(name, finish_reason=FinishReason.ERROR, error=what, error_code=code) for name in open_ids]
+
+
+def check_engine(engine: Engine, number: int = 0) -> Checked:
+    """Prove that every row, page and lease is accounted for; between turns only."""
+    scheduler = engine.scheduler
+    problem = None
+    try:
+        scheduler.check()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    leaked = 0 if scheduler.requests or engine.num_inflight else scheduler.cache.num_unreachable()
+    if leaked and problem is None:
+        problem = f"{leaked} units are held by nobody."
+    return Checked(number, problem, len(scheduler.requests), leaked)

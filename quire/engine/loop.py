@@ -8,15 +8,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.recovery import Bisection
 from quire.engine.scheduler import Scheduler
+from quire.engine.states import LOOP_TRANSITIONS, LoopState, StateMachine
 from quire.engine.trace import NO_TRACE, Tracer
 from quire.engine.workers import DeviceLost, Ticket, Workers
 from quire.types import Delta, Plan, QuireError, Request
 
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
+MAX_NOTED = 64  # suspects named in a note
+_MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate", "not enough memory")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFault:
+    """A step failed as a whole and was dealt with; `culprit`: the request that ended for it, once it is found."""
+
+    code: str
+    what: str
+    suspects: tuple[str, ...]
+    culprit: str | None
+
+
+class EngineBroken(Exception):
+    """The scheduler's own books may be wrong: no retry in this process can be trusted."""
 
 
 class Engine:
@@ -32,6 +50,15 @@ class Engine:
         self._chores: Iterator[None] | None = None
         self.has_chores = True  # as far as is known
         self._last_done = 0.0  # when the step before the oldest one in flight was done
+        self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
+        self._faults: list[StepFault] = []
+
+    def wrap(self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
+             ) -> None:  # fmt: skip
+        """Put something between the loop and whoever computes, to watch or to disturb. Only while nothing runs."""
+        self.workers = workers(self.workers)
+        if fill_masks is not None:
+            self._fill_masks = fill_masks(self._fill_masks)
 
     @property
     def has_work(self) -> bool:
@@ -41,9 +68,17 @@ class Engine:
     def num_inflight(self) -> int:
         return len(self._inflight)
 
+    @property
+    def num_suspects(self) -> int:
+        """Groups of requests that run by themselves, because a step with them in it failed or killed an engine."""
+        return len(self._bisection)
+
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.tracer.begin_request(request)
+        if request.suspect:
+            self._bisection.isolate(request.id, len(request.tokens))
+            self.scheduler.restrict(self._bisection.group)
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
@@ -52,6 +87,7 @@ class Engine:
         """One turn of the loop: at most one step started, at most one committed."""
         current: Plan | None = None
         deltas: list[Delta] = []
+        self.states.move("turn")
         try:
             depth = 1 if self._bisection.active else self._depth
             clock, span = self.scheduler.clock, self.tracer.span
@@ -80,10 +116,14 @@ class Engine:
                     with span("sample", current):
                         ticket = self.workers.sample(forward, masks)
                 self._inflight.append((current, ticket, started))
-        except (DeviceLost, KeyboardInterrupt, SystemExit):
+            self.states.move("rest")
+        except (DeviceLost, EngineBroken, KeyboardInterrupt, SystemExit):
+            self.states.move("fail")
             raise
         except Exception as error:
+            self.states.move("fail")
             self._recover(current, error)  # what was committed before stays, and is sent
+            self.states.move("rolled_back")
         deltas += self.scheduler.take_ended()
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -92,14 +132,19 @@ class Engine:
 
     def _commit_oldest(self) -> list[Delta]:
         plan, ticket, started = self._inflight[0]
+        self.states.move("wait")
         with self.tracer.span("wait", plan):
             output = ticket.wait()
+        self.states.move("commit")
         self._inflight.popleft()
         done = self.scheduler.clock()
         self.scheduler.observe(plan, done - max(started, self._last_done))  # it ran when the one before was done
         self._last_done = done
-        with self.tracer.span("commit", plan):
-            deltas = self.scheduler.commit(plan, output)
+        try:
+            with self.tracer.span("commit", plan):
+                deltas = self.scheduler.commit(plan, output)
+        except Exception as error:  # half committed: some tokens are in the books and in nobody's news
+            raise EngineBroken(f"committing a step failed: {type(error).__name__}: {error}") from error
         if self._bisection.active:
             self._bisection.passed({r.id: r.computed for r in self.scheduler.requests.values()})
             self.scheduler.restrict(self._bisection.group)
@@ -116,12 +161,21 @@ class Engine:
         out_of_memory = isinstance(error, QuireError) and error.code == "out_of_memory"
         if out_of_memory and not self._bisection.active and self.scheduler.shrink_steps(plans):
             self.tracer.note("memory ran out", error=str(error), max_tokens=self.scheduler.step_cap)
+            self._faults.append(StepFault("out_of_memory", str(error)[:1000], tuple(sorted(touched))[:MAX_NOTED], None))
             return  # nobody is to blame: smaller steps may do
         culprit = self._bisection.failed(touched) if touched else None
         self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
+        code = "out_of_memory" if out_of_memory or is_out_of_memory(error) else "step_failed"
+        what = f"{type(error).__name__}: {error}"[:1000]
+        self._faults.append(StepFault(code, what, tuple(sorted(touched))[:MAX_NOTED], culprit))
         if culprit is not None:
             self.scheduler.fail(culprit, _blame(error))
         self.scheduler.restrict(self._bisection.group)
+
+    def take_faults(self) -> list[StepFault]:
+        """Steps that failed since the last call."""
+        faults, self._faults = self._faults, []
+        return faults
 
     def run_until_idle(self) -> list[Delta]:
         deltas: list[Delta] = []
@@ -149,6 +203,12 @@ class Engine:
     def close(self) -> None:
         self.workers.close()
         self.tracer.close()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also torch's, which this room does not know by name."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS)
 
 
 def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:

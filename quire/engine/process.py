@@ -10,23 +10,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine import wire
-from quire.engine.driver import Cancel, EngineDriver, Message, Stop
+from quire.engine.driver import Cancel, Check, EngineDriver, Message, Report, Stop, check_engine
+from quire.engine.flight import FlightRecorder, RecordedWorkers, flight_path
 from quire.engine.grammar_desk import GrammarDesk
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, StepFault
 from quire.types import Delta, QuireError
 
 BEAT_SECONDS = 0.25  # at most this often while steps run
 IDLE_SECONDS = 1.0  # and at least this often while nothing does
 START_SECONDS = 60.0
+CHECK_AFTER_SECONDS = 5.0  # of idleness, once: is everything accounted for?
 SEND_SECONDS = 60.0  # the HTTP process reads all the time; one that does not for this long is lost
 
 
@@ -42,18 +44,29 @@ class Built:
 Build = Callable[[Config], Built]
 
 
-def run_engine_process(address: str, build: Build) -> int:
+class Socket(Protocol):
+    """What is used of a zmq socket; a test or the chaos gate may put its own around the real one."""
+
+    def send(self, frame: bytes) -> Any: ...
+    def recv(self, flags: int = 0) -> bytes: ...
+    def poll(self, timeout: int) -> int: ...
+
+
+def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], Socket] = lambda socket: socket) -> int:
     """The whole life of the engine process; returns its exit code."""
     _leave_with_parent()
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
-    socket.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
-    socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(address)
+    raw = context.socket(zmq.PAIR)
+    raw.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
+    raw.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+    raw.setsockopt(zmq.LINGER, 2000)
+    raw.connect(address)
+    socket = Channel(wrap_socket(raw))
     try:
         built = build(_first_config(socket))
-        socket.send(wire.encode(built.ready))
+        recorder = FlightRecorder(flight_path(address), 4 * built.engine.scheduler.limits.max_rows)
+        built.engine.wrap(lambda workers: RecordedWorkers(workers, recorder))
+        socket.send(built.ready)
         driver = EngineDriver(built.engine, SocketMailbox(socket, built.engine), built.desk)
         driver.run()
         if driver.failure is not None and driver.failure.code != "engine_closed":
@@ -81,43 +94,92 @@ def ready_message(engine: Engine, *, vocab_size: int, max_len: int, eos_ids: tup
     return wire.Ready(vocab_size, max_len, list(eos_ids), dict(defaults), model, dtype, dict(memory), limits)
 
 
+class Channel:
+    """Messages over the socket: numbered and checked frames in both directions."""
+
+    def __init__(self, socket: Socket):
+        self._socket = socket
+        self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
+
+    def send(self, message: wire.FromEngine) -> None:
+        self._socket.send(self._writer.frame(wire.encode(message)))
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self._socket.poll(int(seconds * 1000)))
+
+    def receive(self) -> wire.ToEngine | None:
+        """The next message if there is one. Raises when a frame is damaged or missing: this life is over then."""
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            payload = self._reader.open(frame)
+            if payload is None:
+                self.send(wire.Fault("foreign_frame", f"A frame of {len(frame)} bytes was not ours and was dropped."))
+                continue
+            return wire.decode_to_engine(payload)
+
+
 class SocketMailbox:
     """Messages of the HTTP process as the driver wants them, and a beat between steps."""
 
-    def __init__(self, socket: zmq.Socket[bytes], engine: Engine, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, socket: Channel, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self._socket = socket
         self._engine = engine
         self._clock = clock
         self._next_beat = 0.0
         self._busy_since: float | None = None
         self._busy_seconds = 0.0
+        self._check_at: float | None = None
 
     def receive(self, block: bool) -> list[Message]:
         self._beat(idle=block)
+        self._check_when_idle(block)
         if block:
-            self._socket.poll(int(IDLE_SECONDS * 1000))
+            self._socket.wait(IDLE_SECONDS)
         messages: list[Message] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            messages += self._open(frame)
+        while (message := self._socket.receive()) is not None:
+            messages += self._open(message)
+        return messages
 
-    def _open(self, frame: bytes) -> list[Message]:
-        message = wire.decode_to_engine(frame)
+    def _check_when_idle(self, idle: bool) -> None:
+        """Once after every stretch of work; books that do not balance end this life before they give wrong answers."""
+        if not idle:
+            self._check_at = self._clock() + CHECK_AFTER_SECONDS
+        elif self._check_at is not None and self._clock() > self._check_at:
+            self._check_at = None
+            problem = check_engine(self._engine).problem
+            if problem is not None:
+                raise QuireError("check_failed", f"The engine's books do not balance: {problem}.")
+
+    def _open(self, message: wire.ToEngine) -> list[Message]:
         if isinstance(message, wire.Submit):
             return list(wire.submitted_requests(message))
         if isinstance(message, wire.CancelMany):
             return [Cancel(name) for name in message.ids]
         if isinstance(message, wire.StopEngine):
             return [Stop()]
+        if isinstance(message, wire.Check):
+            return [Check(message.number)]
         raise QuireError("bad_message", "The engine was told to start a second time.")
 
     def send(self, deltas: list[Delta]) -> None:
         for first in range(0, len(deltas), wire.MAX_BATCH):
             batch = deltas[first : first + wire.MAX_BATCH]
-            self._socket.send(wire.encode(wire.Deltas([wire.news_of(delta) for delta in batch])))
+            self._socket.send(wire.Deltas([wire.news_of(delta) for delta in batch]))
+
+    def report(self, report: Report) -> None:
+        if isinstance(report, StepFault):
+            ids = [report.culprit] if report.culprit is not None else list(report.suspects)
+            kind = "step_failed" if report.culprit is not None else "step_split"
+            self._socket.send(wire.Fault(kind, f"{report.code}: {report.what}", ids))
+        else:
+            problem = None if report.problem is None else report.problem[: wire.MAX_TEXT]
+            self._socket.send(wire.Checked(report.number, problem, report.num_requests, report.num_leaked))
+
+    def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
+        """Nothing to tell: the other process sees us end, and goes on with them in the next engine."""
 
     def _beat(self, idle: bool) -> None:
         """`idle`: the loop is about to wait. Going idle is news, so it is told at once."""
@@ -128,7 +190,7 @@ class SocketMailbox:
         self._busy_since = None if idle else now
         if now >= self._next_beat or went_idle:
             self._next_beat = now + (IDLE_SECONDS / 2 if idle else BEAT_SECONDS)
-            self._socket.send(wire.encode(beat_of(self._engine, self._busy_seconds)))
+            self._socket.send(beat_of(self._engine, self._busy_seconds))
 
 
 def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
@@ -156,21 +218,25 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         prompt_rows=stats.prompt_rows,
         prompt_tokens=stats.prompt_tokens,
         recent=list(stats.recent),
+        suspects=engine.num_suspects,
+        state=engine.states.state.value,
+        transitions=dict(engine.states.counts),
     )
 
 
-def _first_config(socket: zmq.Socket[bytes]) -> Config:
-    if not socket.poll(int(START_SECONDS * 1000)):
+def _first_config(socket: Channel) -> Config:
+    socket.wait(START_SECONDS)
+    message = socket.receive()
+    if message is None:
         raise QuireError("engine_failed", f"Nobody told the engine what to run within {START_SECONDS:.0f} s.")
-    message = wire.decode_to_engine(socket.recv())
     if not isinstance(message, wire.Start):
         raise QuireError("bad_message", "The engine's first message was not the one that starts it.")
     return override_config(Config(), message.settings)
 
 
-def _say_failed(socket: zmq.Socket[bytes], error: QuireError) -> None:
+def _say_failed(socket: Channel, error: QuireError) -> None:
     try:
-        socket.send(wire.encode(wire.Failed(error.code, error.what[: wire.MAX_TEXT], error.hint, error.param)))
+        socket.send(wire.Failed(error.code, error.what[: wire.MAX_TEXT], error.hint, error.param))
     except zmq.ZMQError:  # nobody listens any more; the exit code still tells
         print(f"quire engine: {error}", file=sys.stderr)
 

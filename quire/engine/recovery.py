@@ -2,7 +2,7 @@
 
 After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
 a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
-fails is the culprit.
+fails twice is the culprit. Who was in a step that killed the process is alone from the start.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ class Bisection:
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
         self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
+        self._failed_alone: set[str] = set()  # once: it may have been bad luck
+
+    def __len__(self) -> int:
+        return len(self._groups)
 
     @property
     def active(self) -> bool:
@@ -25,6 +29,11 @@ class Bisection:
         """Who may run now; None: everyone."""
         return set(self._groups[0]) if self._groups else None
 
+    def isolate(self, suspect: str, target: int) -> None:
+        """Someone who was in a step that took a whole engine down runs alone until it is past that point."""
+        self._targets[suspect] = target
+        self._groups.append([suspect])
+
     def failed(self, touched: Mapping[str, int]) -> str | None:
         """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""
         suspects = sorted(touched)
@@ -33,11 +42,20 @@ class Bisection:
         for suspect in suspects:
             self._targets[suspect] = max(touched[suspect], self._targets.get(suspect, 0))
         if len(suspects) == 1:
-            self._targets.pop(suspects[0])
-            return suspects[0]
+            return self._judge(suspects[0])
         half = len(suspects) // 2
         self._groups.extendleft(part for part in (suspects[half:], suspects[:half]) if part)
         return None
+
+    def _judge(self, suspect: str) -> str | None:
+        """Alone in a step that failed. A fault that passes can hit anyone once; whoever fails alone twice is it."""
+        if suspect not in self._failed_alone:
+            self._failed_alone.add(suspect)
+            self._groups.appendleft([suspect])
+            return None
+        self._failed_alone.discard(suspect)
+        self._targets.pop(suspect)
+        return suspect
 
     def passed(self, computed: Mapping[str, int]) -> None:
         """A step committed; `computed` says how far everyone who has not ended is now."""
@@ -51,3 +69,4 @@ class Bisection:
         if self._groups:
             for suspect in self._groups.popleft():
                 self._targets.pop(suspect, None)
+                self._failed_alone.discard(suspect)

@@ -73,7 +73,8 @@ class Scheduler:
                 f"The prompt has {len(request.tokens)} tokens, the cache holds {self.cache.capacity_tokens}.",
                 "Shorten the prompt, or give the cache more memory.",
             )
-        self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
+        if not request.resumed:
+            self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
         request.lease = Lease.empty(request.salt, self.cache.page_tokens, len(self.cache.specs))
         self.requests[request.id] = request
@@ -225,10 +226,11 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            if not self._free_rows and not any(r.priority > request.priority for r in self.running):
+            if not self._free_rows and not any(self._gives_way(r, request) for r in self.running):
                 return  # no row and nobody to push out: don't match its prompt again at every step
             if self._is_still_too_large(request):
-                self._push_out_for(request, plan)
+                if self._push_out_for(request, plan):
+                    continue
                 return
             if request.status is Status.WAITING and self._hold(request):
                 continue
@@ -237,7 +239,8 @@ class Scheduler:
             if not self._free_rows or not take(request, plan, margin):
                 if self._free_rows:
                     self._refused = (request, len(self.running), self._room())
-                self._push_out_for(request, plan)
+                if self._push_out_for(request, plan):
+                    continue
                 return
             self._refused = None
             self.waiting.remove(request)
@@ -264,12 +267,20 @@ class Scheduler:
             return self.waiting.peek()
         return min((r for r in self.waiting if r.id in self._only), key=self._order, default=None)
 
-    def _push_out_for(self, request: Request, plan: Plan) -> None:
-        """No room for the next in line: one of strictly lower priority gives way, an equal never does."""
-        lower = [r for r in self.running if r.status is Status.RUNNING and r.priority > request.priority]
-        victim = self._victims.choose(lower, request)
-        if victim is not None:
-            self._preempt(victim, plan)
+    def _gives_way(self, running: Request, request: Request) -> bool:
+        """To the next in line one of strictly lower priority gives way, an equal never does; while a failed step is
+        bisected, everyone does who may not run anyway."""
+        return running.priority > request.priority or (self._only is not None and running.id not in self._only)
+
+    def _push_out_for(self, request: Request, plan: Plan) -> bool:
+        """No room for the next in line: one gives way. True: it is gone already, and this plan may go on with that."""
+        givers = [r for r in self.running if r.status is Status.RUNNING and self._gives_way(r, request)]
+        barred = [r for r in givers if self._only is not None and r.id not in self._only]
+        victim = max(barred, key=self._order) if barred else self._victims.choose(givers, request)
+        if victim is None:
+            return False
+        self._preempt(victim, plan)
+        return self._only is not None and victim.status is not Status.DRAINING and bool(self._free_rows)
 
     def _hold(self, request: Request) -> bool:
         """Put a request aside while another computes the same prompt."""
@@ -297,7 +308,7 @@ class Scheduler:
         request.status = Status.RUNNING
         if not request.admitted_at:
             request.admitted_at = self.clock()
-            request.cached_len = request.computed
+            request.cached_len = min(request.computed, request.prompt_len)
         insort(self.running, request, key=self._order)
         plan.added.append(
             RowInit(request.id, request.row, list(request.tokens), request.prompt_len, request.computed,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from quire.engine.driver import Cancel, EngineDriver, Message, Stop
+from quire.engine.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.grammar_desk import GrammarDesk
 from quire.engine.loop import Engine
-from quire.types import Delta, Request
+from quire.types import Delta, QuireError, Request
 
 Outbox = Callable[[list[Delta]], None]
 
@@ -49,3 +49,9 @@ class _QueueMailbox:
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
+
+    def report(self, report: Report) -> None:
+        """The trace has it already; there is no operator here."""
+
+    def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
+        self.send(tell_all(open_ids, failure))

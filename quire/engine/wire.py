@@ -1,12 +1,14 @@
 """What the HTTP process and the engine process say to each other: typed, bounded, versioned messages, never pickle.
 
-A frame is a mark, the version of this file and one msgpack message. `process` and `client` are the only callers. Both
-ends check the version of every frame and the length of every list, so a wrong peer is a clear error and no message can
-make the other side allocate without bound.
+A frame is a mark, the version of this file, a running number, a checksum and one msgpack message. `process` and `link`
+are the only callers. Both ends check all of that and the length of every list: a wrong peer is a clear error, a frame
+that was lost, doubled or damaged is noticed, and no message can make the other side allocate without bound.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +28,7 @@ from quire.types import (
     Usage,
 )
 
-VERSION = 1
+VERSION = 2
 MARK = b"Qr"
 MAX_FRAME = 256 << 20
 MAX_TOKENS = 1 << 24
@@ -51,7 +53,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     """The samples of one prompt; the prompt is sent once. Times are on the machine's monotonic clock, which all
-    processes share."""
+    processes share. One that goes on from an engine that died brings the tokens it has sampled already."""
 
     ids: Annotated[list[Id], Meta(min_length=1, max_length=MAX_SAMPLES)]
     tokens: TokenIds
@@ -66,6 +68,10 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     salt: Annotated[bytes, Meta(max_length=256)]
     adapter: Annotated[str, Meta(max_length=4096)] | None
     grammar: GrammarSpec | None
+    num_sampled: int = 0  # of `tokens`, those at the end that are not the prompt's
+    prompt_scored: int = 0  # prompt logprobs that were delivered
+    resumed: bool = False  # it was taken before, and is not refused now
+    suspect: bool = False  # it was in the step that died
 
 
 class CancelMany(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -76,7 +82,13 @@ class StopEngine(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     pass
 
 
-ToEngine = Start | Submit | CancelMany | StopEngine
+class Check(msgspec.Struct, tag="check", array_like=True, frozen=True):
+    """Look whether every page, row and lease is accounted for; `Checked` with the same number answers."""
+
+    number: int
+
+
+ToEngine = Start | Submit | CancelMany | StopEngine | Check
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the engine
@@ -157,9 +169,27 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     prompt_rows: int = 0
     prompt_tokens: int = 0
     recent: Annotated[list[StepShape], Meta(max_length=KEPT_STEPS)] = []  # the last steps, oldest first
+    suspects: int = 0  # groups that must run by themselves until it is clear who made a step fail
+    state: str = "idle"
+    transitions: dict[str, int] = {}
 
 
-FromEngine = Ready | Failed | Deltas | Beat
+class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):
+    """Something went wrong inside and was dealt with there; operators want to know."""
+
+    kind: Text
+    what: Text
+    ids: Annotated[list[Id], Meta(max_length=MAX_BATCH)] = []
+
+
+class Checked(msgspec.Struct, tag="checked", array_like=True, frozen=True):
+    number: int
+    problem: Text | None
+    num_requests: int
+    num_leaked: int  # units held by nobody's request and not by the prefix tree either
+
+
+FromEngine = Ready | Failed | Deltas | Beat | Fault | Checked
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Frames
@@ -168,42 +198,74 @@ M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_PREFIX = MARK + bytes([VERSION])
+_HEAD = struct.Struct("<2sBII")  # mark, version, number, checksum of the rest
+MAX_NUMBER = 1 << 32
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     try:
-        frame = _PREFIX + _encoder.encode(message)
+        payload = _encoder.encode(message)
     except UnicodeEncodeError:  # in a stop string or a pattern; the prompt itself is tokens by now
         raise QuireError("invalid_text", "A text holds half a surrogate pair.", "Send valid Unicode.") from None
-    if len(frame) > MAX_FRAME:
-        what = f"A message of {len(frame)} bytes is larger than the {MAX_FRAME} the engine takes."
+    if len(payload) > MAX_FRAME - _HEAD.size:
+        what = f"A message of {len(payload)} bytes is larger than the {MAX_FRAME} the engine takes."
         raise QuireError("message_too_large", what, "Send fewer tokens, or ask for fewer logprobs.")
-    return frame
+    return payload
 
 
-def decode_to_engine(frame: bytes) -> ToEngine:
-    return _decode(_to_engine, frame)
+def decode_to_engine(payload: bytes) -> ToEngine:
+    return _decode(_to_engine, payload)
 
 
-def decode_from_engine(frame: bytes) -> FromEngine:
-    return _decode(_from_engine, frame)
+def decode_from_engine(payload: bytes) -> FromEngine:
+    return _decode(_from_engine, payload)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:
-    if len(frame) > MAX_FRAME or frame[:2] != MARK:
-        raise QuireError("bad_message", "What came in on the engine's socket is no message of Quire's.")
-    if frame[2:3] != _PREFIX[2:]:
-        raise QuireError(
-            "version_mismatch",
-            f"The other process speaks version {frame[2] if len(frame) > 2 else '?'} of the wire format, "
-            f"this one version {VERSION}.",
-            "Run both from the same installation of Quire.",
-        )
+def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
     try:
-        return decoder.decode(memoryview(frame)[3:])
-    except msgspec.MsgspecError as error:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, QuireError, RecursionError, ValueError, OverflowError) as error:
         raise QuireError("bad_message", f"A message between the processes is malformed: {error}.") from None
+
+
+class FrameWriter:
+    """Numbers the frames of one direction."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def frame(self, payload: bytes) -> bytes:
+        self._number = (self._number + 1) % MAX_NUMBER
+        checksum = zlib.crc32(payload, self._number)
+        return _HEAD.pack(MARK, VERSION, self._number, checksum) + payload
+
+
+class FrameReader:
+    """Takes the frames of one direction, in order and each once."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def open(self, frame: bytes) -> bytes | None:
+        """The message inside; None: not meant for us, or a second time. Raises once nothing more can be trusted: a
+        frame is damaged or missing, or the other side is another version."""
+        if len(frame) < _HEAD.size or frame[:2] != MARK or len(frame) > MAX_FRAME:
+            return None
+        _, version, number, checksum = _HEAD.unpack_from(frame)
+        if version != VERSION:
+            what = f"The other process speaks version {version} of the wire format, this one version {VERSION}."
+            raise QuireError("version_mismatch", what, "Run both from the same installation of Quire.")
+        payload = frame[_HEAD.size :]
+        if zlib.crc32(payload, number) != checksum:
+            raise QuireError("frames_damaged", "A message between the processes arrived damaged.")
+        expected = (self._last + 1) % MAX_NUMBER
+        if number != expected:
+            if (expected - number) % MAX_NUMBER < MAX_NUMBER // 2:
+                return None  # it came before
+            what = f"Message {expected} between the processes is missing; {number} came instead."
+            raise QuireError("frames_lost", what)
+        self._last = number
+        return payload
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,6 +289,10 @@ def submit_message(requests: Sequence[Request]) -> Submit:
         salt=first.salt,
         adapter=first.adapter,
         grammar=first.grammar,
+        num_sampled=first.num_sampled,
+        prompt_scored=first.prompt_scored,
+        resumed=first.resumed,
+        suspect=first.suspect,
     )
 
 
@@ -235,7 +301,7 @@ def submitted_requests(message: Submit) -> list[Request]:
         Request(
             id=name,
             tokens=list(message.tokens),
-            prompt_len=len(message.tokens),
+            prompt_len=max(0, len(message.tokens) - message.num_sampled),
             params=message.params,
             max_len=message.max_len,
             stop_ids=frozenset(message.stop_ids),
@@ -247,6 +313,9 @@ def submitted_requests(message: Submit) -> list[Request]:
             salt=message.salt,
             adapter=message.adapter,
             grammar=message.grammar,
+            prompt_scored=message.prompt_scored,
+            resumed=message.resumed,
+            suspect=message.suspect,
         )
         for place, name in enumerate(message.ids)
     ]

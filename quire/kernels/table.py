@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention, reference_experts, reference_latent, reference_recurrent
+from quire.kernels import (
+    fixed,
+    reference,
+    reference_attention,
+    reference_experts,
+    reference_latent,
+    reference_recurrent,
+)
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.types import QuireError
 
@@ -67,6 +74,27 @@ REFERENCE = Ops(
     gated_delta_net=reference_recurrent.gated_delta_net,
     mamba2=reference_recurrent.mamba2,
 )
+
+
+# Same bits whatever surrounds a row; the loader gives it to some dense models only, other ops are not of that kind yet.
+FIXED = replace(
+    REFERENCE,
+    rms_norm=fixed.rms_norm,
+    silu_mul=fixed.silu_mul,
+    plan_angles=fixed.plan_angles,
+    qk_norm_rope_write=fixed.qk_norm_rope_write,
+    plan_attention=fixed.plan_attention,
+    paged_attention=fixed.paged_attention,
+    fused_linear=fixed.TiledLinear(),
+)
+
+
+def select_fixed_ops(device_type: str) -> Ops:
+    """The ops of the deterministic mode."""
+    if device_type != "cpu":
+        what = f"The deterministic mode has no kernels for {device_type} yet."
+        raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
+    return FIXED
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:

@@ -18,7 +18,7 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.table import FIXED, REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
@@ -38,6 +38,7 @@ from quire.models.sources import (
 from quire.models.text_part import TextPart, text_part
 from quire.types import QuireError
 
+FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -57,14 +58,17 @@ class LoadedModel:
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
                random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
-               strict_kernels: bool = False, progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+               strict_kernels: bool = False, deterministic: bool = False,
+               progress: Progress | None = None) -> LoadedModel:  # fmt: skip
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
-    ops = select_ops(device.type, kernels, strict_kernels)
+    if deterministic:
+        _check_deterministic(find_model_type(hf_config), dtype)
+    ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
@@ -176,10 +180,20 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
+def _check_deterministic(model_type: str, dtype: str) -> None:
+    """What has been shown to give the same bits whatever surrounds a row, and nothing else."""
+    if model_type not in FIXED_FAMILIES:
+        what = f"The deterministic mode does not cover {model_type} models yet, only {', '.join(FIXED_FAMILIES)}."
+        raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
+    if dtype != "float32":
+        what = f"The deterministic mode computes in float32 only, not in {dtype}."
+        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
+
+
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
     """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
     experts and models of other people's making are not tried: they have no other path on a GPU."""
-    if ops is REFERENCE or ops.native is not None or not isinstance(config, DenseConfig):
+    if ops is REFERENCE or ops is FIXED or ops.native is not None or not isinstance(config, DenseConfig):
         return ops
     for spec in model.specs:
         if spec.kind == "paged":

@@ -7,6 +7,7 @@ only ever receives finite values, so that what attention masks out can't be NaN.
 from __future__ import annotations
 
 import math
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -15,10 +16,17 @@ from torch import Tensor
 from quire.types import CacheSpec, Copy, CopyKind
 
 
+class CorruptUnits(Exception):
+    """What came back from the host is not what went there. Raised before anything is written: the step fails, whoever
+    it belonged to falls back to what is committed, and computes it again."""
+
+
 class CacheStore:
     def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
-                 device: torch.device):  # fmt: skip
+                 device: torch.device, *, checksums: bool = True):  # fmt: skip
+        """`checksums`: of every unit that goes to the host, compared when it comes back."""
         self.specs = specs
+        self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> its own
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
         self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
@@ -50,6 +58,13 @@ class CacheStore:
         sources = torch.tensor([c.source for c in run])
         source, target = _as_bytes(source), _as_bytes(target)
         moved = source.index_select(dim, sources.to(source.device)).to(target.device)
+        if self._checksums is not None and kind is CopyKind.OUT:
+            for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
+                self._checksums[group, copy.target] = checksum
+        elif self._checksums is not None and kind is CopyKind.IN:
+            for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
+                if self._checksums.get((group, copy.source)) != checksum:
+                    raise CorruptUnits(f"host unit {copy.source} of group {group} does not match its checksum")
         target.index_copy_(dim, targets.to(target.device), moved)
 
     def _host_of(self, group: int) -> Tensor:
@@ -66,6 +81,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def _checksums_of(moved: Tensor, dim: int) -> list[int]:
+    """One for each unit; units are counted along `dim`."""
+    return [crc32(unit.contiguous().view(torch.uint8).numpy().data) for unit in moved.cpu().unbind(dim)]
 
 
 def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:

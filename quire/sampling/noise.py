@@ -51,10 +51,14 @@ class Noise:
         """Noise of rows with these keys ([rows], from `stream_key`) at these positions ([rows]), for every token id
         ([rows, vocab]) or for some ([rows, candidates], from `token_ids` of that shape)."""
         bits = self.bits(keys, positions, token_ids)
-        # An exponential variate is -log(1 - u). Small ones decide, so u keeps all its bits near 0, and half a step
-        # stands in for an exact zero.
-        exponential = torch.rsub(bits.to(torch.float32).mul_(-_TO_UNIT).log1p_(), _HALF_STEP)
-        return exponential.log_().neg_()
+        if bits.is_cuda:
+            return _gumbel(bits.to(torch.float32))
+        # On a CPU torch computes the ends of what each thread gets by another formula, a last bit off; row by row those
+        # ends lie at the same tokens for every row, whatever its neighbours.
+        noise = bits.to(torch.float32)
+        for row in noise:
+            _gumbel(row)
+        return noise
 
     def bits(self, keys: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """31 random bits for each cell, as non-negative int32."""
@@ -66,6 +70,13 @@ class Noise:
         x.bitwise_xor_(x >> 15).mul_(_signed(_MULTIPLY_32[0], 32))
         x.bitwise_xor_(x >> 13).mul_(_signed(_MULTIPLY_32[1], 32))
         return x.bitwise_xor_(x >> 16)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """In place. An exponential variate is -log(1 - u). Small ones decide, so u keeps all its bits near 0, and half a
+    step stands in for an exact zero."""
+    bits.mul_(-_TO_UNIT).log1p_().neg_().add_(_HALF_STEP)
+    return bits.log_().neg_()
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:

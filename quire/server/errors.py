@@ -26,15 +26,22 @@ STATUS_BY_CODE = {
     "engine_lost": 503,
     "engine_failed": 503,
     "engine_closed": 503,
+    "engine_hung": 503,
     "device_lost": 503,
-    "out_of_memory": 503,
     "shutting_down": 503,
     "step_failed": 500,
+    "out_of_memory": 500,
+    "prepare_failed": 500,
+    "detokenize_failed": 500,
+    "quarantined": 500,
+    "store_failed": 507,
     "bad_logits": 500,
     "grammar_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
-INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "out_of_memory", "grammar_failed"})
+INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "grammar_failed", "out_of_memory",
+                          "prepare_failed", "detokenize_failed", "frames_lost", "frames_damaged",
+                          "check_failed"})  # fmt: skip
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, dialect_of, error_response
-from quire.server.keys import key_of
+from quire.server.keys import key_of, tenant_of
 from quire.server.state import Server
 
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
@@ -139,6 +139,8 @@ class _Passage:
             return
         if server.keys:
             self._demand(server.keys.opens(key) | server.admin_keys.opens(key), key, "API key")
+            if not server.config.server.share_prefixes:
+                scope["state"]["tenant"] = tenant_of(key or "")
         if server.draining and path.startswith("/v1/"):
             headers = {"retry-after": "5", "connection": "close"}
             raise ApiError(503, "shutting_down", "The server is shutting down.", headers=headers)

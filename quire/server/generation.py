@@ -6,6 +6,7 @@ pieces are written differs between dialects. Leaving a run early cancels it in t
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from quire.engine.client import EngineClient, Ticket
 from quire.server.metrics import Metrics
 from quire.server.sample import ChannelParser, Piece, PlainText, Sample
 from quire.text.tokenizer import Tokenizer
-from quire.types import QuireError, Request, SamplingParams, Usage
+from quire.types import Delta, QuireError, Request, SamplingParams, Usage
+
+MAX_RETRY_SECONDS = 600
 
 GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
 
@@ -107,7 +110,8 @@ class Generation:
         client = self.client
         count = sum(map(len, groups))
         tokens = sum(requests[0].prompt_len * len(requests) for requests in groups)
-        if len(client.live) + count > self._max_open:
+        excess = len(client.live) + count - self._max_open
+        if excess > 0 and not client.shed(groups[0][0].priority, excess):
             what = f"{len(client.live)} requests are open, and {self._max_open} is the limit."
             raise QuireError("queue_full", what, "Try again a little later.")
         if client.num_waiting_tokens and client.num_waiting_tokens + tokens > self._max_waiting_tokens:
@@ -115,9 +119,20 @@ class Generation:
             raise QuireError("queue_full", what, "Try again a little later.")
 
     def retry_after(self) -> int:
-        """Seconds after which there is probably room: what waits, at the rate at which requests have ended lately."""
+        """Seconds after which there is probably room: until what waits has ended, at the pace measured lately."""
         waiting = max(1, self.client.beat.waiting)
-        return max(1, min(60, round(waiting * self._metrics.seconds_per_request())))
+        return max(1, min(MAX_RETRY_SECONDS, math.ceil(self.client.pace.seconds_for(waiting))))
+
+
+def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
+    """Whatever goes wrong while text is made of one sample's tokens is that request's failure and nobody else's."""
+    try:
+        return sample.push(delta)
+    except QuireError:
+        raise
+    except Exception as error:
+        what = f"The text could not be made ({type(error).__name__}: {error})."
+        raise QuireError("detokenize_failed", what, "Other requests were not affected.") from error
 
 
 @dataclass(slots=True)
@@ -154,7 +169,7 @@ class Run:
             for delta in deltas:
                 sample = self._samples[delta.request_id]
                 try:
-                    piece, cancel = sample.push(delta)
+                    piece, cancel = _push(sample, delta)
                 except QuireError as error:
                     error.param = self.job.grammar_param if error.code in GRAMMAR_CODES else error.param
                     raise

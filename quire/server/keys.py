@@ -41,6 +41,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+def tenant_of(key: str) -> bytes:
+    """What stands for a key where requests are kept apart: nobody can work the key out from it."""
+    return hashlib.blake2b(_digest(key), digest_size=16, person=b"quire tenant").digest()
+
+
 def key_of(headers: Mapping[str, str]) -> str | None:
     """OpenAI's clients send a bearer token, Anthropic's a header of their own."""
     scheme, _, token = headers.get("authorization", "").partition(" ")

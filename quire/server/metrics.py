@@ -6,8 +6,7 @@ the client feels them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from quire.types import Timing, Usage
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
+    from quire.engine.supervisor import Supervisor
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -25,8 +24,7 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 class Metrics:
     """One registry per server, so that several servers can live in one process (tests do that)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry}
         route = ("route",)
@@ -38,6 +36,7 @@ class Metrics:
         )
         self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
         self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
+        self._cut = Counter("quire_cut_readers", "Clients cut off because they did not read", route, **registry)
         self._broken = Counter("quire_streams_broken", "Streams that began and did not end well, by outcome",
                                ("route", "outcome"), **registry)  # fmt: skip
         self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
@@ -50,11 +49,9 @@ class Metrics:
         self._prompt = Counter("quire_prompt_tokens", "Prompt tokens", route, **registry)
         self._cached = Counter("quire_cached_tokens", "Prompt tokens that came from the cache", route, **registry)
         self._output = Counter("quire_output_tokens", "Tokens generated", route, **registry)
-        self._pace = 1.0  # seconds between two ends, smoothed
-        self._last_end: float | None = None
 
-    def watch(self, client: EngineClient) -> None:
-        self.registry.register(_EngineCollector(client))
+    def watch(self, supervisor: Supervisor) -> None:
+        self.registry.register(_EngineCollector(supervisor))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -69,6 +66,9 @@ class Metrics:
 
     def failed(self, route: str, code: str) -> None:
         self._failures.labels(route, code).inc()
+
+    def cut_off(self, route: str) -> None:
+        self._cut.labels(route).inc()
 
     def disconnected(self, route: str) -> None:
         self._disconnects.labels(route).inc()
@@ -87,13 +87,6 @@ class Metrics:
         self._total.labels(route).observe(total)
         if per_token is not None:
             self._per_token.labels(route).observe(per_token)
-        now = self._clock()
-        if self._last_end is not None:
-            self._pace = 0.9 * self._pace + 0.1 * min(60.0, now - self._last_end)
-        self._last_end = now
-
-    def seconds_per_request(self) -> float:
-        return self._pace
 
 
 class _EngineCollector:
@@ -118,18 +111,20 @@ class _EngineCollector:
         ("held", "Requests that wait for another's prompt"),
     )
 
-    def __init__(self, client: EngineClient):
-        self._client = client
+    def __init__(self, supervisor: Supervisor):
+        self._supervisor = supervisor
+        self._client = supervisor.client
 
     def collect(self) -> Iterator[Any]:
         beat = self._client.beat
+        yield from self._fate()
         for name, text in self.COUNTERS:
             yield CounterMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
         for name, text in self.GAUGES:
             yield GaugeMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
         per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
         yield GaugeMetricFamily("quire_engine_batch_tokens", "Mean tokens of a step since the start", value=per_step)
-        yield GaugeMetricFamily("quire_engine_up", "1 while the engine lives", value=self._client.failure is None)
+        yield GaugeMetricFamily("quire_engine_up", "1 while the engine lives", value=self._client.is_attached)
         age = self._client.beat_age()
         yield GaugeMetricFamily("quire_engine_step_age_seconds", "Since the loop last got past a step", value=age)
         total = GaugeMetricFamily("quire_engine_cache_units", "Pages or slots of a group", labels=["group"])
@@ -139,3 +134,28 @@ class _EngineCollector:
             free.add_metric([group.name], group.num_available)
         yield total
         yield free
+
+    def _fate(self) -> Iterator[Any]:
+        """How the engine process fares, and what its loop does."""
+        supervisor = self._supervisor
+        states, beat = supervisor.states, self._client.beat
+        state = GaugeMetricFamily("quire_engine_state", "1 for the state the engine process is in", labels=["state"])
+        for one in type(states.state):
+            state.add_metric([one.value], float(one is states.state))
+        yield state
+        moves = CounterMetricFamily("quire_engine_moves", "Moves of the engine process by name", labels=["transition"])
+        for name, count in states.counts.items():
+            moves.add_metric([name], count)
+        yield moves
+        loop = CounterMetricFamily("quire_loop_moves", "Moves of the engine's loop by name", labels=["transition"])
+        for name, count in beat.transitions.items():
+            loop.add_metric([name], count)
+        yield loop
+        errors = CounterMetricFamily("quire_errors", "Failures by kind and code", labels=["kind", "code"])
+        for key, count in supervisor.errors.counts.items():
+            errors.add_metric(list(key.split("/", 1)), count)
+        yield errors
+        yield CounterMetricFamily("quire_resumed", "Requests that went on with another engine",
+                                  value=self._client.num_resumed)  # fmt: skip
+        yield GaugeMetricFamily("quire_engine_peak_memory_bytes", "Most the engine process has held",
+                                value=supervisor.peak_memory)  # fmt: skip

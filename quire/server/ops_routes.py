@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from quire.server.encoding import to_json
@@ -19,9 +20,10 @@ def ops_router(server: Server) -> APIRouter:
     @router.get("/health", response_model=None, include_in_schema=False)  # what other servers' tools ask for
     @router.get("/healthz", response_model=None)
     async def healthz() -> Response:
-        """Alive: the engine gets past steps and, with work to do, computes tokens. 503 means: restart it."""
+        """Alive: the engine gets past steps and, with work to do, computes tokens, or is being replaced. 503 means:
+        restart the server."""
         health = server.health()
-        return _json(health, 200 if health["problem"] is None else 503)
+        return _json(health, 503 if health["status"] == "unhealthy" else 200)
 
     @router.get("/readyz", response_model=None)
     async def readyz() -> Response:
@@ -50,6 +52,35 @@ def ops_router(server: Server) -> APIRouter:
         ]  # fmt: skip
         ready = server.client.ready
         return {**stats_body(server), "pid": server.client.pid, "memory": ready.memory, "live": live}
+
+    @router.get("/admin/state")
+    async def state() -> dict[str, Any]:
+        """The engine process and its loop as state machines: where they are, how they got there, how often."""
+        supervisor, client = server.supervisor, server.client
+        return {
+            "process": {"state": supervisor.states.state.value, "seconds": round(supervisor.states.age(), 3),
+                        "transitions": supervisor.states.counts,
+                        "history": [asdict(move) for move in supervisor.states.history]},
+            "loop": {"state": client.beat.state, "transitions": client.beat.transitions},
+            "restarts": supervisor.num_restarts, "resumed_requests": client.num_resumed,
+            "suspects": client.num_suspects,
+            "recovery_seconds": [round(seconds, 3) for seconds in supervisor.recovery_seconds],
+            "peak_memory": supervisor.peak_memory, "cause": None if supervisor.cause is None else str(supervisor.cause),
+        }  # fmt: skip
+
+    @router.get("/admin/errors")
+    async def errors(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
+        """The one queue of everything that went wrong, newest first."""
+        queue = server.supervisor.errors
+        return {"total": queue.total, "counts": dict(queue.counts),
+                "errors": [asdict(failure) for failure in queue.newest(limit)]}  # fmt: skip
+
+    @router.post("/admin/check")
+    async def check() -> dict[str, Any]:
+        """Prove that every row, page and lease of the engine is accounted for."""
+        checked = await server.supervisor.check()
+        return {"ok": checked.problem is None, "problem": checked.problem, "requests": checked.num_requests,
+                "leaked_units": checked.num_leaked}  # fmt: skip
 
     @router.post("/admin/cancel")
     async def cancel_all() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.engine.client import Closed
 from quire.server.encoding import to_json
@@ -69,34 +69,67 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run, encoder, server = self._run, self._encoder, self._server
         patience = server.config.server.keep_alive
+        reader = _Reader(send, server.config.server.send_timeout)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_frame(send, encoder.start())
+            await reader.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await reader.send_frame(encoder.start())
             while not run.done:
                 pieces = await run.next(patience)
-                await _send_frame(send, encoder.push(pieces) if pieces else encoder.keep_alive)
-            await _send_frame(send, await encoder.finish())
+                await reader.send_frame(encoder.push(pieces) if pieces else encoder.keep_alive)
+            await reader.send_frame(await encoder.finish())
         except Closed:
             server.metrics.disconnected(run.job.route)
             self._broke(scope, DISCONNECTED)
+        except TooSlow:
+            self._broke(scope, "too_slow")
+            server.metrics.cut_off(run.job.route)
+            server.log.write("warning", "reader cut off", id=run.job.request_id, seconds=reader.patience)
         except QuireError as error:
             server.note_failure(run.job.route, run.job.request_id, error)
             self._broke(scope, error.code)
-            await _send_frame(send, encoder.fail(from_quire_error(error)))
+            await reader.send_frame(encoder.fail(from_quire_error(error)))
         except Exception:
             self._broke(scope, "internal_error")
-            await _send_frame(send, encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))
+            await reader.send_frame(encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))
             raise  # the gate logs it; the client has been told
         finally:
             self._watcher.cancel()
             run.close()
-            with suppress(OSError):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with suppress(OSError, TooSlow):
+                await reader.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _broke(self, scope: Scope, outcome: str) -> None:
         """The status was sent long ago and said 200; the log and the metrics shall know better."""
         scope["state"]["outcome"] = outcome
         self._server.metrics.stream_broke(self._run.job.route, outcome)
+
+
+class TooSlow(Exception):
+    """A client has not read for so long that nobody waits for it any more."""
+
+
+class _Reader:
+    """The client at the other end of a stream. What it does not read fills the connection's buffer, which is small;
+    then sending waits, and after `patience` seconds of that the client is given up."""
+
+    def __init__(self, send: Send, patience: float):
+        self._send = send
+        self.patience = patience
+        self._given_up = False
+
+    async def send(self, message: Message) -> None:
+        if self._given_up:
+            raise TooSlow
+        try:
+            async with asyncio.timeout(self.patience):
+                await self._send(message)
+        except TimeoutError:
+            self._given_up = True
+            raise TooSlow from None
+
+    async def send_frame(self, frame: bytes) -> None:
+        if frame:
+            await self.send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
 async def whole_reply(request: Request, run: Run, take: Callable[[Iterable[Piece]], None],
@@ -121,11 +154,6 @@ async def _close_when_gone(receive: Receive, run: Run) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     run.close()
-
-
-async def _send_frame(send: Send, frame: bytes) -> None:
-    if frame:
-        await send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
 def _nobody() -> Response:

@@ -34,11 +34,17 @@ def job_of(request: Request, body: Service, prompts: list[list[int]], params: Sa
         params,
         timeout=body.timeout,
         priority=body.priority,
-        salt=body.salt(),
+        salt=cache_salt(request, body.salt()),
         route=route_label(request.scope),
         request_id=request.state.request_id,
         on_usage=None if budget is None else budget.take_tokens,
     )
+
+
+def cache_salt(request: Request, own: bytes) -> bytes:
+    """Within which requests prompts share what was computed of them: those of one key, and of one `cache_salt`. How
+    long a first token takes would otherwise tell one tenant what another has asked."""
+    return getattr(request.state, "tenant", b"") + own
 
 
 def error_docs(dialect: Dialect) -> dict[int | str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.client import EngineClient
+from quire.engine.supervisor import Budget, Supervisor, engine_settings, link_starter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
@@ -38,19 +39,22 @@ BACKLOG = 2048
 
 
 async def serve(
-    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str
-) -> int:
+    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str,
+    load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer,
+) -> int:  # fmt: skip
     """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
     log = Log(config.server.log_level, config.server.log_form)
-    listener = bind(config.server.host, config.server.port)
+    listener = bind(config.server.host, config.server.port, config.server.send_timeout)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # while the model loads there is nothing to drain
     try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        tokenizer = await asyncio.to_thread(load, files)
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
-        client = await EngineClient.start(engine_command, config)
+        start_link = link_starter(engine_command, config.server.start_timeout)
+        supervisor = Supervisor(EngineClient(), start_link, engine_settings(config), Budget.of(config), log=log.write)
+        await supervisor.start()
     except BaseException as error:
         listener.close()
         if isinstance(error, asyncio.CancelledError) and task.uncancel() == 0:
@@ -58,15 +62,15 @@ async def serve(
         raise
     server = None
     try:
-        server = make_server(config, client, tokenizer, log)
-        client.on_failure = lambda error: log.write("error", "engine lost", error=str(error))
+        server = make_server(config, supervisor, tokenizer, log)
         return await _run(server, listener, create_app(server, version), on_ready)
     finally:
         listener.close()
-        await client.stop(at_once=server is None or server.at_once)
+        await supervisor.stop(at_once=server is None or server.at_once)
 
 
-def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log: Log) -> Server:
+def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, log: Log) -> Server:
+    client = supervisor.client
     ready, settings = client.ready, config.server
     edge = Edge(
         tokenizer=tokenizer,
@@ -77,10 +81,11 @@ def make_server(config: Config, client: EngineClient, tokenizer: Tokenizer, log:
         defaults=ready.defaults,
     )
     metrics = Metrics()
-    metrics.watch(client)
+    metrics.watch(supervisor)
     return Server(
         config=config,
         client=client,
+        supervisor=supervisor,
         edge=edge,
         metrics=metrics,
         generation=Generation(client, edge, settings, metrics),
@@ -103,12 +108,15 @@ def served_names(config: Config) -> list[str]:
     return [Path(name).resolve().name if Path(name).exists() else name]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded: a port that is taken should not be found out a minute later."""
+def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
+    """Bound before the model is loaded: a port that is taken should not be found out a minute later. The system drops
+    a connection whose client takes nothing for `send_timeout` seconds, with all that waits to be sent to it."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT") and send_timeout:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         listener.bind(address)
         return listener
     except OSError as error:

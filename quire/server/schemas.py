@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,7 +31,9 @@ class Service(Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
     def salt(self) -> bytes:
-        return (self.cache_salt or "").encode("utf-8", "surrogatepass")[:256]
+        if self.cache_salt is None:
+            return b""
+        return blake2b(self.cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 class Sampling(Service):

@@ -9,6 +9,8 @@ from typing import Any
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.client import EngineClient
+from quire.engine.states import ProcessState
+from quire.engine.supervisor import Supervisor
 from quire.server.chat import ChatPrompts
 from quire.server.errors import INSIDE_CODES, ApiError
 from quire.server.generation import Generation
@@ -23,6 +25,7 @@ from quire.types import QuireError
 class Server:
     config: Config
     client: EngineClient
+    supervisor: Supervisor
     edge: Edge
     metrics: Metrics
     generation: Generation
@@ -56,26 +59,40 @@ class Server:
     def note_failure(self, route: str, request_id: str, error: QuireError) -> None:
         """Count a failed request, and log what a client should not be told."""
         self.metrics.failed(route, error.code)
+        if error.code == "detokenize_failed":  # the engine does not know of it
+            self.supervisor.errors.put("request", error.code, str(error), [request_id])
         if error.code in INSIDE_CODES:
             self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
 
     def health(self) -> dict[str, Any]:
-        """From the engine's own progress, not from the fact that HTTP answers."""
-        client, patience = self.client, self.config.server.stall_timeout
+        """From the engine's own progress, not from the fact that HTTP answers. While the engine is being replaced the
+        server is not ready, but it is not ill either: it is dealing with it."""
+        client, patience, state = self.client, self.config.server.stall_timeout, self.supervisor.states.state
         beat_age, progress_age = client.beat_age(), client.progress_age()
-        problem = None
-        if client.failure is not None:
-            inside = client.failure.code in INSIDE_CODES
-            problem = "The engine failed; the server's log says why." if inside else str(client.failure)
+        status, problem = "ok", None
+        if client.failure is not None or state is ProcessState.FAILED:
+            status, problem = "unhealthy", self._shown(client.failure or self.supervisor.cause)
+        elif state is not ProcessState.READY:
+            status, problem = "recovering", f"The engine is being replaced: {self._shown(self.supervisor.cause)}"
         elif beat_age > patience:
-            problem = f"The engine has not got past a step for {beat_age:.0f} s."
+            status, problem = "unhealthy", f"The engine has not got past a step for {beat_age:.0f} s."
         elif progress_age > patience:
-            problem = f"The engine has open requests and computed no token for {progress_age:.0f} s."
+            what = f"The engine has open requests and computed no token for {progress_age:.0f} s."
+            status, problem = "unhealthy", what
         return {
-            "status": "ok" if problem is None else "unhealthy",
+            "status": status,
             "problem": problem,
+            "engine": state.value,
+            "restarts": self.supervisor.num_restarts,
             "step_age_seconds": round(beat_age, 3),
             "progress_age_seconds": round(progress_age, 3),
             "steps": client.beat.steps,
             "tokens": client.beat.sampled_tokens,
         }
+
+    @staticmethod
+    def _shown(error: QuireError | None) -> str:
+        """What a probe may say of it: our insides are for the log."""
+        if error is None or error.code in INSIDE_CODES:
+            return "The engine failed; the server's log says why."
+        return str(error)

@@ -83,4 +83,8 @@ class ResponseStore:
         self._thread.shutdown()
 
     async def _do(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except sqlite3.Error as error:  # a full or broken disk
+            what = f"The store of responses failed: {error}."
+            raise QuireError("store_failed", what, "Send store=false, or look at the server's disk.") from None

@@ -85,9 +85,14 @@ def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in content.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        if name.endswith("_token") and isinstance(text, str) and _is_text(text):
             found[name] = text
     return found
+
+
+def _is_text(text: str) -> bool:
+    """JSON can hold half a surrogate pair; no token is written so."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _special_ids_of(config: dict[str, Any]) -> set[int]:

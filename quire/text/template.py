@@ -75,9 +75,9 @@ class ChatTemplate:
         return text
 
     def _run(self, messages: list[Message], **variables: Any) -> str:
-        from quire.text.sandbox import TemplateRefusal
+        from quire.text.sandbox import TICK, Budget, TemplateRefusal
 
-        context = {**self._special_tokens, **variables, "messages": messages}
+        context = {**self._special_tokens, **variables, "messages": messages, TICK: Budget()}
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(context):

@@ -104,3 +104,35 @@ def caches(engine: Any) -> list[Tensor]:
     while hasattr(workers, "_inner"):
         workers = workers._inner
     return list(workers._store.tensors.values())
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_page_that_changed_on_the_host_is_computed_again(tiny: Any, checksums: bool) -> None:
+    """Without the checksum the wrong bytes would be believed: the last line shows that this test can tell."""
+    prompts = [[(5 * i + j) % 200 for j in range(9)] for i in range(6)]
+    options: dict[str, Any] = {"num_pages": 24, "max_rows": 6, "prefix_cache": False, "host_memory": 1 << 20}
+    outputs = []
+    for corrupt in (False, True):
+        engine = make_engine(tiny, swap_checksums=checksums, **options)
+        workers: Any = engine.workers
+        while hasattr(workers, "_inner"):
+            workers = workers._inner
+        store = workers._store
+        for index, prompt in enumerate(prompts):
+            request = make_request(f"r{index}", prompt, GREEDY)
+            request.arrival = float(index)
+            engine.add(request)
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.turn():
+                assert delta.error is None, delta.error
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if corrupt and engine.scheduler.stats.swaps:
+                for host in store._host.values():
+                    with torch.inference_mode():
+                        host.add_(0.5)
+                corrupt = False
+            engine.scheduler.check()
+        assert engine.scheduler.stats.swaps
+        outputs.append(tokens)
+    assert (outputs[0] == outputs[1]) is checksums

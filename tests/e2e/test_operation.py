@@ -253,22 +253,48 @@ def test_sigterm_drains_and_a_second_one_stops_at_once(model_here: None) -> None
         assert started.process.wait(20) == 0, started.lines
 
 
-def test_an_engine_that_dies_takes_nobody_else_along(model_here: None) -> None:
+def text_of(events: Iterator[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
+
+
+def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: None) -> None:
     import os
 
-    started = start(stub_command("--admin-key", KEY), {"STUB_STEP_SECONDS": "0.01"})
+    flags = ("--admin-key", KEY, "--hang-timeout", "1", "--max-restarts", "2")
+    started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.005"})
     try:
-        with client_of(started) as client:
-            pid = client.get("/admin/engine").json()["pid"]
+        with client_of(started) as client, client_of(started) as other:
+            body = {"prompt": "one two three", "max_tokens": 300, "stream": True}
+            expected = client.post(COMPLETE, json={**body, "stream": False}).json()["choices"][0]["text"]
+            for number, kind in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+                pid = other.get("/admin/engine").json()["pid"]
+                with client.stream("POST", COMPLETE, json=body) as stream:
+                    events = events_of(stream.iter_lines())
+                    begin = text_of(iter([next(events), next(events)]))
+                    os.kill(pid, kind)
+                    assert begin + text_of(events) == expected, "no token twice, none missing"
+                state = other.get("/admin/state").json()
+                assert state["restarts"] == number and state["process"]["state"] == "ready", state
+                assert other.get("/readyz").status_code == 200
+            assert other.post("/admin/check").json() == {"ok": True, "problem": None, "requests": 0, "leaked_units": 0}
+            codes = [error["code"] for error in other.get("/admin/errors").json()["errors"]]
+            assert set(codes) == {"engine_lost", "engine_hung"}
+            metrics = other.get("/metrics").text
+            assert 'quire_engine_moves_total{transition="recovered"} 2.0' in metrics
+            # Once the budget is spent the server says so, and why.
+            pid = other.get("/admin/engine").json()["pid"]
             with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as stream:
                 events = events_of(stream.iter_lines())
                 next(events)
                 os.kill(pid, signal.SIGKILL)
                 assert list(events)[-1]["error"]["code"] == "engine_lost"
-            assert client.get("/healthz").status_code == client.get("/readyz").status_code == 503
-            refused = client.post(COMPLETE, json=LONG)
+            assert other.get("/healthz").status_code == other.get("/readyz").status_code == 503
+            assert "signal 9" in other.get("/readyz").json()["problem"]
+            refused = other.post(COMPLETE, json=LONG)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_lost"
             assert refused.headers["retry-after"]
+            for route in ("/admin/state", "/admin/errors"):
+                assert client.get(route, headers={"authorization": "Bearer wrong"}).status_code == 401
     finally:
         started.stop()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quire.cache.index import CacheIndex
-from quire.engine.driver import Cancel, EngineDriver, Message, Stop
+from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
@@ -25,12 +25,19 @@ class Script:
     def __init__(self, *batches: list[Message]):
         self.batches = list(batches)
         self.sent: list[Delta] = []
+        self.reports: list[Report] = []
 
     def receive(self, block: bool) -> list[Message]:
         return self.batches.pop(0) if self.batches else [Stop()] if block else []
 
     def send(self, deltas: list[Delta]) -> None:
         self.sent += deltas
+
+    def report(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
+        self.sent += tell_all(open_ids, failure)
 
     def ends(self) -> dict[str, tuple[str | None, str | None]]:
         return {d.request_id: (d.finish_reason.value, d.error_code) for d in self.sent if d.finish_reason is not None}
@@ -131,6 +138,82 @@ def test_a_full_queue_refuses_one_and_keeps_the_rest() -> None:
     EngineDriver(make_engine(max_rows=1, max_waiting=1), mailbox).run()
     refused = [name for name, end in mailbox.ends().items() if end[1] == "queue_full"]
     assert len(refused) == 1 and len(mailbox.ends()) == 2
+
+
+def test_an_error_while_preparing_a_request_ends_that_request_alone() -> None:
+    class Broken(Desk):
+        def take(self, request: Request) -> bool:
+            if request.id == "bad":
+                raise RuntimeError("surprise")
+            return False
+
+    mailbox = Script([request("good"), request("bad"), request("other")])
+    EngineDriver(make_engine(), mailbox, Broken()).run()  # type: ignore[arg-type]
+    assert mailbox.ends() == {"good": ("length", None), "bad": ("error", "prepare_failed"), "other": ("length", None)}
+
+
+def test_books_are_checked_on_demand() -> None:
+    engine = make_engine()
+    mailbox = Script([request("a")], *([[]] * 5), [Check(7)])
+    EngineDriver(engine, mailbox).run()
+    assert mailbox.reports == [Checked(7, None, 0, 0)]
+    engine.scheduler.cache.pools[0].take()  # nobody holds it: a leak
+    mailbox = Script([Check(8)])
+    EngineDriver(engine, mailbox).run()
+    (checked,) = mailbox.reports
+    assert isinstance(checked, Checked) and checked.num_leaked == 1 and checked.problem is not None
+
+
+def test_someone_who_was_in_a_step_that_died_runs_alone_until_past_it() -> None:
+    engine = make_engine(max_rows=4)
+    plans: list[set[str]] = []
+    plan = engine.scheduler.plan
+
+    def spy() -> object:
+        made = plan()
+        if made is not None:
+            plans.append({row.request_id for row in made.rows})
+        return made
+
+    engine.scheduler.plan = spy  # type: ignore[method-assign, assignment]
+    suspects = [request(name, 5) for name in ("s1", "s2")]
+    for one in suspects:
+        one.tokens += [9, 9]  # two tokens were delivered before
+        one.resumed = one.suspect = True
+    mailbox = Script([*suspects, request("free", 5)])
+    EngineDriver(engine, mailbox).run()
+    assert plans[0] == {"s1"} and plans[1] == {"s2"} and "free" not in plans[0] | plans[1]
+    assert any(len(step) == 3 for step in plans[2:]), "then all go on together"
+    assert {name: end[0] for name, end in mailbox.ends().items()} == dict.fromkeys(("s1", "s2", "free"), "length")
+    count = {name: sum(len(d.token_ids) for d in mailbox.sent if d.request_id == name) for name in ("s1", "free")}
+    assert count == {"s1": 3, "free": 5}, "nothing that was delivered is sent again"
+
+
+def test_a_suspect_that_comes_late_gets_a_row_though_all_are_taken() -> None:
+    """Its grammar took a while; those who run meanwhile must not be with it when it dies."""
+    engine = make_engine(max_rows=2)
+    for name in ("a", "b"):
+        engine.add(request(name, 8))
+    engine.turn()
+    late = request("late", 5)
+    late.tokens += [9]
+    late.resumed = late.suspect = True
+    late.arrival = 5.0
+    engine.add(late)
+    plan, steps = engine.scheduler.plan, []
+
+    def spy() -> object:
+        made = plan()
+        if made is not None:
+            steps.append({row.request_id for row in made.rows})
+        return made
+
+    engine.scheduler.plan = spy  # type: ignore[method-assign, assignment]
+    ends = {d.request_id: d.finish_reason for d in engine.run_until_idle() if d.finish_reason}
+    alone = next(step for step in steps if "late" in step)
+    assert alone == {"late"}, steps
+    assert set(ends.values()) == {FinishReason.LENGTH} and len(ends) == 3
+    engine.scheduler.check()
 
 
 class Chores(ShadowDevice):

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from quire.engine.client import EngineClient
+from quire.engine.supervisor import Budget, Supervisor
 from quire.engine.wire import Beat, Group
 from quire.server.metrics import Metrics
 from quire.types import Timing, Usage
@@ -17,9 +19,8 @@ from quire.types import Timing, Usage
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 
 
-class FakeClient:
-    failure = None
-    beat = Beat(steps=4, computed_tokens=100, running=2, groups=[Group("full", 10, 7)])
+class FakeClient(EngineClient):
+    is_attached = True  # type: ignore[assignment]
 
     def beat_age(self) -> float:
         return 0.5
@@ -27,7 +28,11 @@ class FakeClient:
 
 def make_text() -> str:
     metrics = Metrics()
-    metrics.watch(FakeClient())  # type: ignore[arg-type]
+    client = FakeClient()
+    client.beat = Beat(steps=4, computed_tokens=100, running=2, groups=[Group("full", 10, 7)], transitions={"turn": 5})
+    supervisor = Supervisor(client, lambda settings: None, {}, Budget(1, 1.0, 1.0, None, "same"))
+    supervisor.errors.put("engine", "engine_lost", "gone")
+    metrics.watch(supervisor)
     metrics.http_opened()
     metrics.http_closed("/r", "POST", 200, 0.1)
     metrics.failed("/r", "code")
@@ -41,6 +46,19 @@ def test_engine_figures_come_from_the_last_beat() -> None:
     text = make_text()
     assert "quire_engine_batch_tokens 25.0" in text and "quire_engine_running 2.0" in text
     assert 'quire_engine_cache_available{group="full"} 7.0' in text and "quire_engine_up 1.0" in text
+
+
+def test_states_moves_and_failures_are_counted() -> None:
+    text = make_text()
+    for line in (
+        'quire_engine_state{state="starting"} 1.0',
+        'quire_engine_state{state="failed"} 0.0',
+        'quire_engine_moves_total{transition="lost"} 0.0',
+        'quire_loop_moves_total{transition="turn"} 5.0',
+        'quire_errors_total{code="engine_lost",kind="engine"} 1.0',
+        "quire_resumed_total 0.0",
+    ):
+        assert line in text, line
 
 
 def test_tokens_are_counted_by_route() -> None:

@@ -81,18 +81,53 @@ def test_a_beat_and_a_failure_survive_the_way() -> None:
 
 
 def test_another_version_is_a_clear_error() -> None:
-    frame = bytearray(wire.encode(wire.StopEngine()))
+    frame = bytearray(wire.FrameWriter().frame(wire.encode(wire.StopEngine())))
     frame[2] += 1
-    with pytest.raises(QuireError, match=r"version 2.*version 1") as caught:
-        wire.decode_to_engine(bytes(frame))
+    with pytest.raises(QuireError, match=rf"version {wire.VERSION + 1}.*version {wire.VERSION}") as caught:
+        wire.FrameReader().open(bytes(frame))
     assert caught.value.code == "version_mismatch"
 
 
 @pytest.mark.parametrize("frame", [b"", b"Q", b"GET / HTTP/1.1", wire.MARK, wire.MARK + bytes([wire.VERSION])])
-def test_what_is_no_message_is_refused(frame: bytes) -> None:
+def test_frames_of_others_are_dropped_and_harm_nothing(frame: bytes) -> None:
+    writer, reader = wire.FrameWriter(), wire.FrameReader()
+    assert reader.open(writer.frame(b"one")) == b"one"
+    assert reader.open(frame) is None
+    assert reader.open(writer.frame(b"two")) == b"two"
+
+
+def test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed() -> None:
+    writer, reader = wire.FrameWriter(), wire.FrameReader()
+    frames = [writer.frame(bytes([65 + i])) for i in range(6)]
+    assert [reader.open(frame) for frame in (frames[0], frames[0], frames[1], frames[0])] == [b"A", None, b"B", None]
     with pytest.raises(QuireError) as caught:
-        wire.decode_to_engine(frame)
-    assert caught.value.code in ("bad_message", "version_mismatch")
+        reader.open(frames[3])
+    assert caught.value.code == "frames_lost"
+    for place in range(3, len(frames[2])):
+        damaged = bytearray(frames[2])
+        damaged[place] ^= 4
+        with pytest.raises(QuireError) as caught:
+            reader.open(bytes(damaged))
+        assert caught.value.code == "frames_damaged", place
+    assert reader.open(frames[2]) == b"C"
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x91\xa5start", b"\x92\xa4nope\x00", b"\x91" * 3000])
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(QuireError) as caught:
+        wire.decode_to_engine(payload)
+    assert caught.value.code == "bad_message"
+
+
+def test_a_request_goes_on_from_what_was_delivered() -> None:
+    request = make_requests()[1]
+    request.tokens, request.prompt_len, request.prompt_scored = [1, 2, 70000, 8, 9], 3, 2
+    request.resumed = request.suspect = True
+    message = wire.decode_to_engine(wire.encode(wire.submit_message([request])))
+    assert isinstance(message, wire.Submit)
+    (came,) = wire.submitted_requests(message)
+    assert (came.tokens, came.prompt_len, came.num_sampled, came.sample_index) == ([1, 2, 70000, 8, 9], 3, 2, 1)
+    assert (came.prompt_scored, came.resumed, came.suspect) == (2, True, True)
 
 
 def test_a_message_for_the_other_side_is_refused() -> None:

@@ -1,0 +1,117 @@
+"""An answer under chaos against the same answer undisturbed: identical, parted at a near-tie, or wrong, and how.
+
+The default mode may part from the undisturbed run only where two tokens were nearly tied: a stream that goes on in
+another engine has its past computed in another batch, and sums of another order differ in their last bits. In the
+deterministic mode nothing may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.chaos.traffic import Choice, Script, Seen
+
+NEAR_TIE = 2e-3  # in logits, of which rounding in float32 moves the last digits
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    script: str
+    token: int
+    gap: float
+
+
+@dataclass(slots=True)
+class Verdict:
+    lost: int = 0
+    duplicated: int = 0
+    wrong: int = 0
+    near_ties: tuple[Divergence, ...] = ()
+    detail: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.lost or self.duplicated or self.wrong)
+
+
+class NoiseOf:
+    """The noise a seeded sample drew for a token: part of what runs compared. It needs torch, so it imports late."""
+
+    def __init__(self, token_ids: Mapping[bytes, int], vocab_size: int):
+        self._token_ids, self._vocab_size = token_ids, vocab_size
+
+    def __call__(self, seed: int, sample_index: int, position: int, token: bytes) -> float:
+        import torch
+
+        from quire.sampling.noise import Noise, stream_key
+
+        if token not in self._token_ids:
+            return 0.0
+        key = torch.tensor([stream_key(seed, sample_index)])
+        ids = torch.tensor([[self._token_ids[token]]])
+        return float(Noise(self._vocab_size, "cpu").gumbel(key, torch.tensor([position]), ids)[0, 0])
+
+
+def compare(
+    script: Script, expected: Seen, seen: Seen, noise: Callable[[int, int, int, bytes], float] | None
+) -> Verdict:
+    """`noise`: None in the deterministic mode, where no gap excuses a difference."""
+    verdict = Verdict()
+    for index, want in expected.choices.items():
+        got = seen.choices.get(index, Choice())
+        if (got.tokens, got.text, got.calls, got.finish) == (want.tokens, want.text, want.calls, want.finish):
+            continue
+        _explain(verdict, script, index, want, got, expected, noise)
+    if verdict.is_clean and not verdict.near_ties and expected.usage is not None:
+        keys = ("prompt_tokens", "completion_tokens")
+        if seen.usage is None or any(seen.usage[key] != expected.usage[key] for key in keys):
+            verdict.wrong += 1
+            verdict.detail = f"usage {seen.usage} instead of {expected.usage}"
+    return verdict
+
+
+def _explain(verdict: Verdict, script: Script, index: int, want: Choice, got: Choice, expected: Seen,
+             noise: Callable[[int, int, int, bytes], float] | None) -> None:  # fmt: skip
+    place = next((i for i, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
+    if place is None:
+        shorter, longer = len(got.tokens), len(want.tokens)
+        if shorter < longer:
+            verdict.lost += longer - shorter
+        elif shorter > longer:
+            verdict.duplicated += shorter - longer
+        else:
+            verdict.wrong += 1
+        verdict.detail = f"{shorter} of {longer} tokens, end {got.finish!r} instead of {want.finish!r}"
+        return
+    for count in range(1, 17):
+        if got.tokens[place:] == want.tokens[place + count :]:
+            verdict.lost += count
+            verdict.detail = f"{count} tokens are missing at {place}"
+            return
+        came_before = place >= count and got.tokens[place : place + count] == got.tokens[place - count : place]
+        if came_before and got.tokens[place + count :] == want.tokens[place:]:
+            verdict.duplicated += count
+            verdict.detail = f"{count} tokens came twice at {place}"
+            return
+    gap = _gap(script, index, place, want, got, expected, noise) if noise is not None else None
+    if gap is not None and gap < NEAR_TIE:
+        verdict.near_ties += (Divergence(f"{script.name}/{index}", place, gap),)
+        return
+    verdict.wrong += 1
+    verdict.detail = f"token {place} is {got.tokens[place]!r} instead of {want.tokens[place]!r}, gap {gap}"
+
+
+def _gap(script: Script, index: int, place: int, want: Choice, got: Choice, expected: Seen,
+         noise: Callable[[int, int, int, bytes], float] | None) -> float:  # fmt: skip
+    """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
+    scores = []
+    for choice in (want, got):
+        token, past = choice.tokens[place], want.tokens[:place]
+        score = choice.logprobs[place] - script.body.get("frequency_penalty", 0.0) * past.count(token)
+        score -= script.body.get("presence_penalty", 0.0) * (token in past)
+        if script.temperature and noise is not None:
+            position = (expected.usage or {}).get("prompt_tokens", 0) + place
+            score = score / script.temperature + noise(script.body["seed"], index, position, token)
+        scores.append(score)
+    return abs(scores[0] - scores[1])

@@ -1,0 +1,182 @@
+"""The engine process of the chaos gate: the real one, with something between its parts that disturbs them on demand.
+
+Started as `python -m quire.chaos.engine_process ORDERS ADDRESS` in place of `quire.cli.serve_engine`. All faults come
+in at the engine's own seams: workers, masks, the grammar desk, the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.chaos.faults import Faults, poison_of
+from quire.cli.serve_engine import build as build_engine
+from quire.config import Config
+from quire.engine.loop import FillMasks
+from quire.engine.process import Built, Socket, run_engine_process
+from quire.engine.workers import Ticket, Workers
+from quire.types import Plan, Request, StepOutput
+
+
+class Disturbed:
+    """Workers that fail on demand."""
+
+    def __init__(self, inner: Workers, faults: Faults):
+        self._inner, self._faults = inner, faults
+        self._poison: dict[int, str] = {}  # row -> what its request does
+
+    def forward(self, plan: Plan) -> Any:
+        for row in plan.freed:
+            self._poison.pop(row, None)
+        for init in plan.added:
+            self._poison.pop(init.row, None)
+            poison = poison_of(init.seed)
+            if poison is not None:
+                self._poison[init.row] = poison
+        aboard = {self._poison.get(row.row) for row in plan.rows}
+        if "die" in aboard or self._faults.take("crash"):
+            os._exit(86)
+        if "raise" in aboard:
+            raise RuntimeError("chaos: a poisonous request")
+        if self._faults.take("forward"):
+            raise RuntimeError("chaos: the forward pass failed")
+        if self._faults.take("memory"):
+            raise MemoryError("chaos: out of memory")
+        if self._faults.take("host_page"):
+            self._corrupt_host()
+        return self._inner.forward(plan)
+
+    def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
+        rows = [row for row in forward.plan.rows if row.wants_sample]
+        spoiled = [index for index, row in enumerate(rows) if self._poison.get(row.row) == "nonfinite"]
+        if spoiled:
+            import torch
+
+            with torch.inference_mode():
+                forward.logits[spoiled, 3] = float("nan")
+        if self._faults.take("sample"):
+            raise RuntimeError("chaos: sampling failed")
+        ticket = self._inner.sample(forward, masks)
+        return FailsToWait() if self._faults.take("wait") else Commits(ticket, self._faults)
+
+    def chores(self) -> Iterator[None]:
+        return self._inner.chores()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _corrupt_host(self) -> None:
+        import torch
+
+        inner: Any = self._inner
+        while not hasattr(inner, "_store"):
+            inner = inner._inner
+        with torch.inference_mode():
+            for tensor in inner._store._host.values():
+                tensor.add_(1.0)
+
+
+class FailsToWait:
+    def wait(self) -> StepOutput:
+        raise RuntimeError("chaos: the device lost a step")
+
+
+class Commits:
+    """A ticket whose output may be such that committing it breaks the engine's books."""
+
+    def __init__(self, inner: Ticket, faults: Faults):
+        self._inner, self._faults = inner, faults
+
+    def wait(self) -> StepOutput:
+        output = self._inner.wait()
+        if self._faults.take("commit"):
+            output.tokens = output.tokens[:-1]  # one row's tokens are missing: an IndexError in mid-commit
+        return output
+
+
+class DisturbedDesk:
+    """A grammar desk that can't prepare some requests."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def take(self, request: Request) -> bool:
+        if poison_of(request.seed) == "prepare":
+            raise RuntimeError("chaos: preparing failed")
+        return self._inner.take(request)
+
+
+def disturbed_masks(faults: Faults, fill: FillMasks) -> FillMasks:
+    def fill_masks(plan: Plan, requests: Mapping[str, Request]) -> Mapping[int, bytes]:
+        if any(poison_of(requests[r.request_id].seed) == "mask" for r in plan.rows if r.request_id in requests):
+            raise RuntimeError("chaos: masking a poisonous request failed")
+        if faults.take("mask"):
+            raise RuntimeError("chaos: masking failed")
+        return fill(plan, requests)
+
+    return fill_masks
+
+
+class DisturbedSocket:
+    """Loses, doubles and damages frames, and hears voices."""
+
+    def __init__(self, inner: Any, faults: Faults):
+        self._inner, self._faults = inner, faults
+        self._ahead: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        faults = self._faults
+        if faults.take("frame_lost"):
+            return
+        if faults.take("frame_damaged"):
+            place = len(frame) // 2
+            frame = frame[:place] + bytes([frame[place] ^ 16]) + frame[place + 1 :]
+        if faults.take("frame_foreign"):
+            self._inner.send(b"\x00garbage from elsewhere" * 7)
+        self._inner.send(frame)
+        if faults.take("frame_doubled"):
+            self._inner.send(frame)
+
+    def recv(self, flags: int = 0) -> bytes:
+        if self._ahead:
+            return self._ahead.pop()
+        if self._faults.take("order_foreign"):
+            return b"GET / HTTP/1.1\r\n\r\n"
+        frame = self._inner.recv(flags)
+        if self._faults.take("order_damaged"):
+            return frame[:-1] + bytes([frame[-1] ^ 1])
+        if self._faults.take("order_doubled"):
+            self._ahead.append(frame)
+        return frame
+
+    def poll(self, timeout: int) -> int:
+        return self._inner.poll(timeout)
+
+
+def main(orders: str, address: str) -> int:
+    faults = Faults()
+
+    def build(config: Config) -> Built:
+        built = build_engine(config)
+        built.engine.wrap(lambda workers: Disturbed(workers, faults), lambda fill: disturbed_masks(faults, fill))
+        faults.listen(Path(orders))
+        desk: Any = None if built.desk is None else DisturbedDesk(built.desk)
+        return Built(built.engine, built.ready, desk)
+
+    def wrap_socket(socket: Any) -> Socket:
+        return DisturbedSocket(socket, faults)
+
+    return run_engine_process(address, build, wrap_socket)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,358 @@
+"""One chaos run: a server, an undisturbed pass over all requests, then the same requests under faults, then the count.
+
+`quire chaos` calls `run_gate`. Faults that take the engine process away are injected one at a time, the next when the
+engine is back and has cleared those who were aboard: two of them in a row would make a suspect of anyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.bench.stream_client import Endpoint, Fault, parse_url
+from quire.chaos.compare import NoiseOf, compare
+from quire.chaos.faults import poison_seed, send_order
+from quire.chaos.report import Report
+from quire.chaos.tiny import make_tiny_model
+from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
+from quire.files.source import resolve_model
+from quire.text.loading import load_tokenizer
+from quire.types import QuireError
+
+START_SECONDS = 300.0
+BACK_SECONDS = 180.0  # an engine must be back within this
+ADMIN_KEY = "chaos"
+# By what they do; each kind is injected in turn, in an order the seed decides.
+DEATHS = ("kill", "stop", "crash", "commit", "frame_lost", "frame_damaged", "order_damaged")
+STEPS = ("forward", "sample", "wait", "mask", "memory", "frame_foreign", "frame_doubled", "order_foreign",
+         "order_doubled", "host_page")  # fmt: skip
+POISON_CODES = {"raise": "step_failed", "nonfinite": "bad_logits", "die": "quarantined", "mask": "step_failed",
+                "prepare": "prepare_failed", "detokenize": "detokenize_failed"}  # fmt: skip
+CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk")
+KINDS = (*DEATHS, *STEPS, *(f"poison_{name}" for name in POISON_CODES), *CLIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str = "smollm2"  # `tiny`: made on the spot
+    seconds: float = 60.0
+    streams: int = 8
+    seed: int = 0
+    deterministic: bool = False
+    max_tokens: int = 48
+    num_scripts: int = 32
+    faults: int | None = None  # None: one every few seconds
+    hang_timeout: float = 20.0
+    threads: int | None = None
+    kinds: tuple[str, ...] = KINDS
+
+
+@dataclass(slots=True)
+class Gate:
+    settings: Settings
+    say: Callable[[str], None]
+    report: Report = field(default_factory=Report)
+    process: subprocess.Popen[str] | None = None
+    endpoint: Endpoint | None = None
+    scripts: list[Script] = field(default_factory=list)
+    expected: dict[str, Seen] = field(default_factory=dict)
+    noise: NoiseOf | None = None
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="quire-chaos-")))
+    is_over: bool = False  # no new requests
+
+    # -- the server -----------------------------------------------------------------------------------------------
+
+    @property
+    def orders(self) -> Path:
+        return self.folder / "orders"
+
+    async def start(self) -> None:
+        settings = self.settings
+        tiny = settings.model == "tiny"
+        model = str(make_tiny_model(self.folder / "tiny")) if tiny else settings.model
+        files = resolve_model(model, random_weights=tiny)
+        tokenizer = load_tokenizer(files)
+        if tokenizer is None:
+            raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.")
+        if not settings.deterministic:
+            ids = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+            self.noise = NoiseOf(ids, tokenizer.vocab_size if not tiny else 260)
+        # Few pages: requests push each other out, so that swap space is used. A step is short, so that a hang shows.
+        flags = ["--model", model, "--port", "0", "--admin-key", ADMIN_KEY, "--hang-timeout",
+                 str(settings.hang_timeout), "--stall-timeout", str(4 * settings.hang_timeout), "--max-restarts", "100",
+                 "--restart-window", "2", "--max-rows", str(min(32, settings.streams)), "--max-batch-tokens", "128",
+                 "--max-model-len", "1024", "--num-pages", str(24 * min(32, settings.streams)), "--host-memory",
+                 "256MiB", "--keep-alive", "2", "--log-level", "warning", "--send-timeout", "20",
+                 "--response-store", str(self.folder / "responses.sqlite")]  # fmt: skip
+        flags += ["--random-weights"] if tiny else []
+        flags += ["--deterministic"] if settings.deterministic else []
+        flags += ["--threads", str(settings.threads)] if settings.threads else []
+        command = [sys.executable, "-m", "quire.chaos.server_process", str(self.orders), *flags]
+        log = open(self.folder / "server.log", "w")  # noqa: SIM115 (lives as long as the server)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), START_SECONDS)
+        if " at http" not in line:
+            words = (self.folder / "server.log").read_text()[-2000:]
+            raise QuireError("engine_failed", f"The server did not start: {words.strip() or line}")
+        self.endpoint = parse_url(line.split(" at ")[1].strip(), ADMIN_KEY)
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self.process.wait), 60)
+            except TimeoutError:
+                self.process.kill()
+        if self.process is not None and self.process.returncode:
+            self.report.problems.append(f"the server ended with code {self.process.returncode}")
+
+    async def admin(self, method: str, path: str) -> dict[str, Any]:
+        assert self.endpoint is not None
+        bare = Endpoint(self.endpoint.host, self.endpoint.port, False, "", ADMIN_KEY)
+        status, body = await call(bare, method, path)
+        if status != 200:
+            raise Fault(f"HTTP {status}", body[:200].decode("utf-8", "replace"))
+        return json.loads(body)
+
+    # -- traffic --------------------------------------------------------------------------------------------------
+
+    async def ask(self, body: dict[str, Any], **options: Any) -> Seen:
+        """A request as a patient client makes it: told to come back later, it does."""
+        assert self.endpoint is not None
+        while True:
+            seen = await ask(self.endpoint, body, **options)
+            if seen.status not in (429, 503):
+                return seen
+            self.report.num_refused += 1
+            await asyncio.sleep(0.5)
+
+    async def undisturbed(self) -> None:
+        gate = asyncio.Semaphore(self.settings.streams)
+
+        async def one(script: Script) -> None:
+            async with gate:
+                self.expected[script.name] = seen = await self.ask(script.body)
+                if seen.error is not None:
+                    raise QuireError("engine_failed", f"The undisturbed request {script.name} failed: {seen.error}.")
+
+        await asyncio.gather(*(one(script) for script in self.scripts))
+
+    async def stream_loop(self, number: int) -> None:
+        rng = random.Random(f"{self.settings.seed}/{number}")
+        while not self.is_over:
+            script = rng.choice(self.scripts)
+            try:
+                seen = await self.ask(script.body)
+            except (Fault, TimeoutError, OSError) as error:
+                self.report.fail(script, f"{type(error).__name__}: {error}", self.expected[script.name])
+                continue
+            if seen.error is not None:
+                self.report.fail(script, seen.error, self.expected[script.name])
+                continue
+            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.noise)
+            self.report.count(script, seen, verdict)
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    async def inject_all(self) -> None:
+        """Each kind in turn, spread over the time there is; the order is the seed's."""
+        rng = random.Random(f"{self.settings.seed}/faults")
+        chosen = self.settings.kinds
+        total = self.settings.faults or max(len(chosen), int(self.settings.seconds / 8))
+        kinds: list[str] = []
+        while len(kinds) < total:
+            kinds += rng.sample(chosen, len(chosen))
+        begun, span = time.monotonic(), self.settings.seconds * 0.95
+        for number, kind in enumerate(kinds[:total]):
+            pause = begun + span * number / total - time.monotonic()
+            if pause > 0:
+                await asyncio.sleep(pause)
+            self.say(f"fault {number + 1} of {total}: {kind}")
+            try:
+                await self.inject(kind, rng)
+                self.report.faults[kind] += 1
+            except (Fault, TimeoutError, OSError, AssertionError) as error:
+                self.report.problems.append(f"{kind}: {type(error).__name__}: {error}")
+            if time.monotonic() > begun + 3 * self.settings.seconds + 3 * BACK_SECONDS:
+                self.report.problems.append(f"only {number + 1} of {total} faults fitted into the time")
+                break
+        rest = begun + self.settings.seconds - time.monotonic()
+        if rest > 0:
+            await asyncio.sleep(rest)
+
+    async def inject(self, kind: str, rng: random.Random) -> None:
+        if kind in DEATHS:
+            await self.deadly(kind)
+        elif kind in STEPS:
+            await self.order(kind)
+        elif kind.startswith("poison_"):
+            await self.poisonous(kind.removeprefix("poison_"))
+        else:
+            action: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+                "hang_up": self.hang_up, "slow_client": self.slow_client, "vanish": self.vanish,
+                "hostile": self.hostile, "full_disk": self.full_disk,
+            }  # fmt: skip
+            await action[kind](rng)
+
+    async def deadly(self, kind: str) -> None:
+        await self.settled()
+        state = await self.admin("GET", "/admin/state")
+        if kind in ("kill", "stop"):
+            pid = (await self.admin("GET", "/admin/engine"))["pid"]
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        else:
+            await self.order(kind)
+        await self.replaced(state["restarts"])
+
+    async def order(self, kind: str) -> None:
+        """Arm a fault in the engine process; between two of them there is nobody to take the order."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while await asyncio.to_thread(send_order, self.orders, kind) is None:
+                await asyncio.sleep(0.1)
+
+    async def replaced(self, restarts: int) -> None:
+        """The engine was lost since there were so many restarts, and is back."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while (await self.admin("GET", "/admin/state"))["restarts"] <= restarts:
+                await asyncio.sleep(0.1)
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Ready, and nobody is under suspicion any more."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while True:
+                state = await self.admin("GET", "/admin/state")
+                engine = (await self.admin("GET", "/v1/stats"))["engine"]
+                if state["process"]["state"] == "ready" and not state["suspects"] + engine["suspects"]:
+                    return
+                await asyncio.sleep(0.1)
+
+    async def poisonous(self, name: str) -> None:
+        """A request that can't be computed ends alone, with its own error."""
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "poison"}], "max_tokens": 8, "stream": True,
+                                "temperature": 0.7}  # fmt: skip
+        if name == "detokenize":
+            body["skip_special_tokens"] = False
+        else:
+            body["seed"] = poison_seed(name)
+        if name == "mask":
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+        if name == "die":
+            await self.settled()
+        seen = await self.ask(body)
+        assert seen.error == POISON_CODES[name], f"ended with {seen.error!r} instead of {POISON_CODES[name]!r}"
+        await self.settled()
+
+    async def hang_up(self, rng: random.Random) -> None:
+        for _ in range(3):
+            await self.ask(rng.choice(self.scripts).body, leave_after=rng.randrange(1, 6))
+
+    async def slow_client(self, rng: random.Random) -> None:
+        script = rng.choice(self.scripts)
+        seen = await self.ask(script.body, slow=0.2)
+        assert seen.error is None, f"ended with {seen.error!r}"
+        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.noise))
+
+    async def vanish(self, rng: random.Random) -> None:
+        """A client that announces a body and goes away, at every stage."""
+        assert self.endpoint is not None
+        whole = self.endpoint.head("POST", "/chat/completions", 100) + b'{"messages": ['
+        for cut in (3, 40, len(whole)):
+            _, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port)
+            writer.write(whole[:cut])
+            await writer.drain()
+            writer.transport.abort()
+
+    async def hostile(self, rng: random.Random) -> None:
+        assert self.endpoint is not None
+        for body in hostile_bodies(rng):
+            status, answer = await call(self.endpoint, "POST", "/chat/completions", body)
+            assert 400 <= status < 500, f"{body[:80]!r} was answered with {status} {error_code(answer)}"
+
+    async def full_disk(self, rng: random.Random) -> None:
+        """Nothing more can be written to files for a moment: stored responses may fail, streams may not."""
+        assert self.endpoint is not None and self.process is not None
+        await self.settled()
+        before = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (512, before[1]))
+        try:
+            body = json.dumps({"input": "hello", "max_output_tokens": 16, "store": True}).encode()
+            status, answer = await call(self.endpoint, "POST", "/responses", body, timeout=BACK_SECONDS)
+            assert status == 200 or error_code(answer) == "store_failed", f"{status} {answer[:200]!r}"
+        finally:
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, before)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Idle again: is everything back, and what did it cost?"""
+        async with asyncio.timeout(BACK_SECONDS):
+            while True:
+                engine = (await self.admin("GET", "/v1/stats"))["engine"]
+                if not engine["running"] + engine["waiting"] + engine["held"]:
+                    break
+                await asyncio.sleep(0.2)
+        checked = await self.admin("POST", "/admin/check")
+        state = await self.admin("GET", "/admin/state")
+        self.report.leaked = checked["leaked_units"]
+        if not checked["ok"]:
+            self.report.problems.append(f"the books do not balance: {checked['problem']}")
+        self.report.resumed = state["resumed_requests"]
+        self.report.restarts = state["restarts"]
+        self.report.recovery_seconds = sorted(state["recovery_seconds"])
+        self.report.engine_peak_bytes = state["peak_memory"]
+        self.report.server_peak_bytes = _peak_bytes(self.process.pid) if self.process is not None else 0
+        self.report.errors = Counter((await self.admin("GET", "/admin/errors"))["counts"])
+
+
+async def run_gate(settings: Settings, say: Callable[[str], None]) -> Report:
+    gate = Gate(settings, say)
+    report = gate.report
+    report.settings = settings
+    try:
+        say(f"starting a server on {settings.model}")
+        await gate.start()
+        gate.scripts = make_scripts(settings.seed, settings.num_scripts, settings.max_tokens, 60)
+        say(f"{len(gate.scripts)} requests undisturbed")
+        await gate.undisturbed()
+        begun = time.monotonic()
+        streams = [asyncio.create_task(gate.stream_loop(number)) for number in range(settings.streams)]
+        try:
+            await gate.inject_all()
+        finally:
+            gate.is_over = True
+            results = await asyncio.gather(*streams, return_exceptions=True)
+        report.seconds = time.monotonic() - begun
+        report.problems += [f"a stream's loop broke: {r!r}" for r in results if isinstance(r, BaseException)]
+        await gate.finish()
+    except (Fault, TimeoutError) as error:
+        report.problems.append(f"the run broke off: {type(error).__name__} {error} {getattr(error, 'detail', '')}")
+    finally:
+        await gate.stop()
+        report.log = str(gate.folder / "server.log")
+    return report
+
+
+def _peak_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,112 @@
+"""What a chaos run came to: counts, and whether it passed. As a table, as JSON, as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quire.chaos.compare import Divergence, Verdict
+from quire.chaos.traffic import Script, Seen
+from quire.files.progress import format_bytes
+
+MAX_EXAMPLES = 20
+
+
+@dataclass(slots=True)
+class Report:
+    settings: Any = None
+    seconds: float = 0.0
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_refused: int = 0  # told to come back, and did
+    by_kind: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    failed: int = 0  # requests that ended with an error and had done nothing wrong
+    lost: int = 0
+    duplicated: int = 0
+    wrong: int = 0
+    leaked: int = 0
+    near_ties: list[Divergence] = field(default_factory=list)
+    resumed: int = 0
+    restarts: int = 0
+    longest_pause: float = 0.0
+    recovery_seconds: list[float] = field(default_factory=list)
+    engine_peak_bytes: int = 0
+    server_peak_bytes: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    log: str = ""
+
+    def count(self, script: Script, seen: Seen, verdict: Verdict) -> None:
+        self.num_requests += 1
+        self.by_kind[script.kind] += 1
+        self.num_tokens += sum(len(choice.tokens) for choice in seen.choices.values())
+        self.longest_pause = max(self.longest_pause, seen.longest_pause)
+        self.lost += verdict.lost
+        self.duplicated += verdict.duplicated
+        self.wrong += verdict.wrong
+        self.near_ties += verdict.near_ties
+        if not verdict.is_clean:
+            self.problems.append(f"{script.name} ({script.kind}): {verdict.detail}")
+
+    def fail(self, script: Script, why: str, expected: Seen) -> None:
+        """All that should have come and did not is lost."""
+        self.num_requests += 1
+        self.failed += 1
+        self.lost += sum(len(choice.tokens) for choice in expected.choices.values())
+        self.problems.append(f"{script.name} ({script.kind}) failed: {why}")
+
+    @property
+    def passed(self) -> bool:
+        zero = self.failed + self.lost + self.duplicated + self.wrong + self.leaked
+        return not zero and not self.problems and self.num_requests > 0
+
+    def rows(self) -> list[tuple[str, str]]:
+        recovery = self.recovery_seconds
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.by_kind.items()))
+        ties = ", ".join(f"{tie.gap:.1e}" for tie in sorted(self.near_ties, key=lambda tie: -tie.gap)[:8])
+        return [
+            ("requests", f"{self.num_requests} ({kinds})"),
+            ("tokens", str(self.num_tokens)),
+            ("faults", f"{self.faults.total()} of {len(self.faults)} kinds"),
+            ("engines lost and replaced", str(self.restarts)),
+            ("streams that continued", str(self.resumed)),
+            ("longest pause of a stream", f"{self.longest_pause:.1f} s"),
+            ("innocent requests failed", str(self.failed)),
+            ("tokens lost", str(self.lost)),
+            ("tokens duplicated", str(self.duplicated)),
+            ("wrong bytes", str(self.wrong)),
+            ("leaked pages", str(self.leaked)),
+            ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
+            ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
+            ("peak memory", f"engine {format_bytes(self.engine_peak_bytes)}, "
+                            f"server {format_bytes(self.server_peak_bytes)}"),
+            ("time", f"{self.seconds:.0f} s"),
+        ]  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
+        plain |= {"near_ties": [asdict(tie) for tie in self.near_ties], "passed": self.passed}
+        recovery = self.recovery_seconds
+        plain |= {"recovery_p50": percentile(recovery, 50), "recovery_p99": percentile(recovery, 99)}
+        return {**plain, "settings": None if self.settings is None else asdict(self.settings)}
+
+    def to_markdown(self, command: str) -> str:
+        lines = [f"`{command}`: {'passed' if self.passed else 'FAILED'}", "", "| | |", "| --- | --- |"]
+        lines += [f"| {name} | {value} |" for name, value in self.rows()]
+        lines += ["", "| fault | injected |", "| --- | --- |"]
+        lines += [f"| {kind} | {count} |" for kind, count in sorted(self.faults.items())]
+        if self.near_ties:
+            lines += ["", "| parted | token | gap |", "| --- | --- | --- |"]
+            lines += [f"| {tie.script} | {tie.token} | {tie.gap:.2e} |" for tie in self.near_ties[:200]]
+        if self.problems:
+            lines += ["", "Problems:", "", *(f"- {problem}" for problem in self.problems[:MAX_EXAMPLES])]
+        return "\n".join(lines) + "\n"
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Of sorted values, the nearest rank; 0 of none."""
+    if not values:
+        return 0.0
+    return values[min(len(values) - 1, max(0, -(-len(values) * int(percent) // 100) - 1))]

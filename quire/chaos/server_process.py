@@ -1,0 +1,57 @@
+"""The server process of the chaos gate: `quire serve` with a disturbed engine and a detokenizer that may fail.
+
+Started as `python -m quire.chaos.server_process ORDERS [options]`; the options are those of `quire serve`.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import Any
+
+from quire.cli.main import _unexpected
+from quire.cli.output import print_error
+from quire.cli.serve import serve_config
+from quire.config_build import add_config_flags, config_from_args
+from quire.files.source import ModelFiles
+from quire.text.loading import load_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError
+
+
+class DisturbedTokenizer:
+    """The real one, but a request that wants to see special tokens can't have its text made: only the gate asks so."""
+
+    def __init__(self, inner: Tokenizer):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def shown_ids(self, ids: Sequence[int], skip_special: bool) -> Any:
+        if not skip_special:
+            raise RuntimeError("chaos: no text can be made of this")
+        return self._inner.shown_ids(ids, skip_special)
+
+
+def load_disturbed(files: ModelFiles) -> Any:
+    tokenizer = load_tokenizer(files)
+    return None if tokenizer is None else DisturbedTokenizer(tokenizer)
+
+
+def main(orders: str, arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(prog="quire chaos server")
+    add_config_flags(parser)
+    command = (sys.executable, "-m", "quire.chaos.engine_process", orders)
+    try:
+        return serve_config(config_from_args(parser.parse_args(list(arguments))), command, load_disturbed)
+    except QuireError as error:
+        print_error(error.what, error.hint)
+        return 1
+    except Exception as error:
+        return _unexpected(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,86 @@
+"""`quire chaos`: disturb a server in every way there is and count what was lost. Exit 0 only if nothing was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from quire.chaos.gate import KINDS, Settings, run_gate
+from quire.chaos.report import MAX_EXAMPLES, Report
+from quire.types import QuireError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "chaos",
+        usage="quire chaos [options]",
+        help="disturb a server in every way and prove that nothing is lost",
+        description="Start a server, send it mixed traffic, kill, stop, starve and confuse it, and compare every "
+        "answer with its undisturbed twin. Exit code 0: no token lost, doubled or wrong, no page leaked; 1: otherwise.",
+    )
+    parser.add_argument("--model", default="smollm2", help="what to serve; tiny: a few made-up kilobytes")
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long, at least (default: 1)")
+    parser.add_argument("--streams", type=int, default=8, help="requests at a time (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of the traffic and the order of the faults")
+    parser.add_argument("--faults", type=int, help=f"how many (default: one every 8 s, at least {len(KINDS)})")
+    parser.add_argument("--kinds", help=f"only these, separated by commas, of: {', '.join(KINDS)}")
+    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer (default: 48)")
+    parser.add_argument("--deterministic", action="store_true", help="every answer must be the same to the byte")
+    parser.add_argument("--hang-timeout", type=float, default=20.0, help="when a stuck engine is given up (seconds)")
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as a Markdown page")
+
+
+def run(args: Namespace) -> int:
+    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", 0.5)):
+        if getattr(args, name) < low:
+            raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low}.")
+    kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
+    settings = Settings(args.model, args.minutes * 60, args.streams, args.seed, args.deterministic, args.max_tokens,
+                        faults=args.faults, hang_timeout=args.hang_timeout, threads=args.threads,
+                        kinds=kinds)  # fmt: skip
+    say = _teller(args.json)
+    report = asyncio.run(run_gate(settings, say))
+    if args.report is not None:
+        command = shlex.join(["quire", *sys.argv[1:]])
+        args.report.write_text(f"# Chaos report\n\n{report.to_markdown(command)}", encoding="utf-8")
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        _show(report)
+    return 0 if report.passed else 1
+
+
+def _teller(quiet: bool) -> Any:
+    def say(what: str) -> None:
+        if not quiet:
+            print(f"chaos: {what}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Chaos", show_header=False)
+    for name, value in report.rows():
+        table.add_row(name, value)
+    console.print(table)
+    faults = Table("fault", "injected", title="Faults by kind")
+    for kind, count in sorted(report.faults.items()):
+        faults.add_row(kind, str(count))
+    console.print(faults)
+    for problem in report.problems[:MAX_EXAMPLES]:
+        console.print(f"[red]problem[/red] {problem}", markup=True, highlight=False)
+    console.print(f"{'passed' if report.passed else 'FAILED'}; the server's log: {report.log}", highlight=False)

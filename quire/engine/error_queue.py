@@ -1,0 +1,42 @@
+"""The one queue of everything that went wrong, for operators to read: `/admin/errors` shows it.
+
+Bounded: the oldest go first, the counts stay. Entries say what happened, to whom, and when; never a prompt or a text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+MAX_KEPT = 1000
+MAX_IDS = 64  # named in one entry
+MAX_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    number: int  # counts from 1 since the server started
+    at: float  # Unix seconds
+    kind: str  # request, step, engine, message, check
+    code: str
+    what: str
+    ids: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ErrorQueue:
+    clock: Callable[[], float] = time.time
+    counts: Counter[str] = field(default_factory=Counter)  # by kind/code, since the start
+    total: int = 0
+    _kept: deque[Failure] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
+
+    def put(self, kind: str, code: str, what: str, ids: Sequence[str] = ()) -> None:
+        self.total += 1
+        self.counts[f"{kind}/{code}"] += 1
+        self._kept.append(Failure(self.total, self.clock(), kind, code, what[:MAX_CHARS], tuple(ids[:MAX_IDS])))
+
+    def newest(self, limit: int = 100) -> list[Failure]:
+        return list(islice(reversed(self._kept), limit))

@@ -1,0 +1,178 @@
+"""One life of the engine process: its start, its socket, its end. The supervisor makes a new one for every life.
+
+Each life has a folder and a socket of its own, so nothing a dead engine said can be taken for the word of the next.
+Frames that are lost or damaged end the life: whoever waits is served by the next one from what was delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from quire.engine import wire
+from quire.engine.flight import flight_path, read_aboard
+from quire.types import QuireError
+
+GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
+LAST_WORDS_SECONDS = 0.2  # what an engine said before it died may still be on the way
+
+
+class EngineLink:
+    """Use `EngineLink.start`."""
+
+    ready: wire.Ready
+
+    def __init__(self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket,
+                 process: subprocess.Popen[bytes]):  # fmt: skip
+        self._folder, self._context, self._socket, self._process = folder, context, socket, process
+        self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
+        self._unsent: set[asyncio.Future[Any]] = set()
+        self.num_foreign = 0  # frames that were not ours and were dropped
+        self.last_aboard: set[str] = set()  # once it has ended: who was in the steps under way then
+        self._gone = asyncio.create_task(self._exited())
+
+    @classmethod
+    async def start(cls, command: Sequence[str], settings: Mapping[str, Any], patience: float) -> EngineLink:
+        """`command` gets the socket's address as one more argument. Returns when the engine is ready; raises its own
+        error if it fails, and one of ours if it takes longer than `patience` seconds."""
+        folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only its owner can enter
+        context = zmq.asyncio.Context()
+        try:
+            socket = context.socket(zmq.PAIR)
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
+            socket.setsockopt(zmq.LINGER, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            # A session of its own: Ctrl-C is for us, and we tell the engine when we are done with it.
+            process = subprocess.Popen([*command, address], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        except BaseException:
+            context.destroy(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        link = cls(folder, context, socket, process)
+        try:
+            await asyncio.wait_for(link._begin(settings), patience)
+        except TimeoutError:
+            await link.end()
+            what = f"The engine was not ready after {patience:.0f} s."
+            raise QuireError("engine_lost", what, "Raise --start-timeout if loading takes that long.") from None
+        except BaseException:
+            await link.end()
+            raise
+        return link
+
+    async def _begin(self, settings: Mapping[str, Any]) -> None:
+        self.send(wire.Start(dict(settings)))
+        while True:
+            message = await self.receive()
+            if isinstance(message, wire.Ready):
+                self.ready = message
+                return
+
+    # -- talking --------------------------------------------------------------------------------------------------
+
+    def send(self, message: wire.ToEngine) -> None:
+        self.send_payload(wire.encode(message))
+
+    def send_payload(self, payload: bytes) -> None:
+        sending: Any = self._socket.send(self._writer.frame(payload))  # done at once unless the engine does not read
+        if not sending.done():
+            self._unsent.add(sending)
+            sending.add_done_callback(self._unsent.discard)
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self._unsent)
+
+    async def receive(self) -> wire.FromEngine:
+        """The next message. Raises a QuireError when this life is over, with the best reason there is."""
+        while True:
+            incoming = asyncio.ensure_future(self._socket.recv())
+            await asyncio.wait({incoming, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not incoming.done():
+                await asyncio.wait({incoming}, timeout=LAST_WORDS_SECONDS)
+            if not incoming.done():
+                incoming.cancel()
+                raise exit_error(self._process.returncode)
+            payload = self._reader.open(incoming.result())
+            if payload is None:
+                self.num_foreign += 1
+                continue
+            message = wire.decode_from_engine(payload)
+            if isinstance(message, wire.Failed):
+                raise message.error()
+            return message
+
+    # -- the process ----------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    def memory(self) -> int | None:
+        """Bytes the engine process holds; None where the system does not say."""
+        try:
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, IndexError):
+            return None
+
+    async def stop(self) -> None:
+        """Ask the engine to stop, wait a little, then end it."""
+        if self._process.poll() is None:
+            self.send(wire.StopEngine())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._gone), GRACE_SECONDS)
+        await self.end()
+
+    async def end(self) -> None:
+        """At once. May be called twice."""
+        if self._process.poll() is None:
+            self._process.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._gone), GRACE_SECONDS)
+        self._gone.cancel()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+        self._context.destroy(linger=0)
+        if self._folder.exists():
+            self.last_aboard = read_aboard(flight_path(f"ipc://{self._folder}/engine"))
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _exited(self) -> None:
+        """A thread waits, so that no signal handling of the event loop is needed."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def wait() -> None:
+            self._process.wait()
+            with suppress(RuntimeError):  # the loop may be gone by then
+                loop.call_soon_threadsafe(tell)
+
+        threading.Thread(target=wait, name="quire-engine-exit", daemon=True).start()
+        await ended
+
+
+def exit_error(code: int | None) -> QuireError:
+    how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return QuireError("engine_lost", f"The engine process {how}.", "Its last words are on stderr.")

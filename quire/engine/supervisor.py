@@ -1,0 +1,277 @@
+"""Keeps an engine alive: starts its process, watches it, and starts it again when it is lost, within a budget.
+
+It runs in the HTTP process and knows three signs of trouble: the process ended, no step got done for a set time, or it
+holds more memory than it may. Whatever the cause, the client's live requests go on with the next engine from what was
+delivered. Every move between its states is logged, counted and kept for `/admin/state`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import Config, knobs
+from quire.engine import wire
+from quire.engine.client import EngineClient
+from quire.engine.error_queue import ErrorQueue
+from quire.engine.link import EngineLink
+from quire.engine.states import PROCESS_TRANSITIONS, Move, ProcessState, StateMachine
+from quire.machine import num_memory_kills
+from quire.types import QuireError
+
+TICK_SECONDS = 0.25
+FIRST_WAIT_SECONDS = 0.1
+LONGEST_WAIT_SECONDS = 10.0
+CHECK_SECONDS = 30.0
+KEPT_RECOVERIES = 1000
+LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
+SHRINK = 0.75  # of the pool, after the engine ran out of memory
+
+StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How often the engine may be started again, and how patient the watch is."""
+
+    max_restarts: int
+    window: float  # seconds the restarts are counted over
+    hang_timeout: float
+    max_memory: int | None  # bytes the engine process may hold
+    on_memory: str  # what the next engine gets after one ran out of memory: same, shrink, precision
+
+    @classmethod
+    def of(cls, config: Config) -> Budget:
+        server = config.server
+        return cls(server.max_restarts, server.restart_window, server.hang_timeout, server.engine_memory,
+                   server.out_of_memory)  # fmt: skip
+
+
+class Supervisor:
+    def __init__(self, client: EngineClient, start_link: StartLink, settings: Mapping[str, Any], budget: Budget,
+                 *, log: Callable[..., None] = lambda level, event, **fields: None,
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        self.client = client
+        self.errors = ErrorQueue()
+        self.states = StateMachine(ProcessState.STARTING, PROCESS_TRANSITIONS, on_move=self._moved, clock=clock)
+        self.cause: QuireError | None = None  # of the last loss
+        self.recovery_seconds: deque[float] = deque(maxlen=KEPT_RECOVERIES)  # from the loss until ready again
+        self.num_restarts = 0
+        self.peak_memory = 0
+        self._start_link = start_link
+        self._settings = dict(settings)
+        self._budget = budget
+        self._log = log
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+        self._link: EngineLink | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._checks: dict[int, asyncio.Future[wire.Checked]] = {}
+        self._numbers = itertools.count(1)
+        self._memory_kills = num_memory_kills()
+        client.on_error = lambda request_id, code, what: self.errors.put("request", code, what, [request_id])
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """The first engine. Raises its own error if there is none: a server that can't start should say so and end."""
+        try:
+            self._take(await self._start_link(self._settings))
+        except BaseException as error:
+            self.states.move("gave_up", str(error))
+            raise
+        self.states.move("started")
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        if self.states.state is ProcessState.STOPPED:
+            return
+        self.states.move("stopped")
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self.client.fail(QuireError("engine_closed", "The server is shutting down."))
+        if self._link is not None:
+            await (self._link.end() if at_once else self._link.stop())
+
+    async def _run(self) -> None:
+        """From life to life, until the budget is spent."""
+        while self._link is not None:
+            link, cause = self._link, await self._outlive(self._link)
+            lost_at = self._clock()
+            self._link = None
+            with suppress(Exception):
+                await link.end()  # before its record is read: a stuck engine is killed here
+            self._bury(link, cause)
+            while self._link is None:
+                if not self._may_restart():
+                    self._give_up(cause)
+                    return
+                await asyncio.sleep(self._wait_seconds())
+                self.states.move("retry")
+                self.num_restarts += 1
+                try:
+                    self._take(await self._start_link(self._next_settings(cause)))
+                except QuireError as error:
+                    cause = error
+                    self.errors.put("engine", error.code, str(error))
+                    self.states.move("died_again", str(error))
+                except Exception as error:
+                    cause = QuireError("engine_lost", f"The engine can't be started: {type(error).__name__}: {error}.")
+                    self.errors.put("engine", cause.code, str(cause))
+                    self.states.move("died_again", str(cause))
+            self.recovery_seconds.append(self._clock() - lost_at)
+            self.states.move("recovered")
+
+    async def _outlive(self, link: EngineLink) -> QuireError:
+        """Until this engine is lost; returns why."""
+        tasks = [asyncio.create_task(self._read(link)), asyncio.create_task(self._watch(link))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        except QuireError as error:
+            return error
+        except Exception as error:  # a bug of ours while reading: the truth is in the client, the next engine gets it
+            return QuireError("engine_lost", f"The engine's words could not be taken: {type(error).__name__}: {error}.")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- watching -------------------------------------------------------------------------------------------------
+
+    async def _read(self, link: EngineLink) -> QuireError:
+        while True:
+            try:
+                message = await link.receive()
+            except QuireError as error:
+                return error
+            if isinstance(message, wire.Deltas | wire.Beat):
+                self.client.take(message)
+            elif isinstance(message, wire.Fault):
+                self.errors.put("step" if message.kind == "step_failed" else "message", message.kind, message.what,
+                                message.ids)  # fmt: skip
+                self._log("warning", "engine fault", kind=message.kind, what=message.what, requests=len(message.ids))
+            elif isinstance(message, wire.Checked):
+                waiting = self._checks.pop(message.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+
+    async def _watch(self, link: EngineLink) -> QuireError:
+        while True:
+            await asyncio.sleep(min(TICK_SECONDS, self._budget.hang_timeout / 4))
+            self.client.expire()
+            age = max(self.client.beat_age(), self.client.progress_age())
+            if age > self._budget.hang_timeout:
+                return QuireError("engine_hung", f"The engine has made no progress for {age:.1f} s.")
+            memory = link.memory()
+            if memory is not None:
+                self.peak_memory = max(self.peak_memory, memory)
+                if self._budget.max_memory is not None and memory > self._budget.max_memory:
+                    what = f"The engine holds {memory} bytes, more than the {self._budget.max_memory} it may."
+                    return QuireError("out_of_memory", what)
+
+    async def check(self) -> wire.Checked:
+        """Ask the engine whether all it holds is accounted for."""
+        if self._link is None:
+            raise QuireError("engine_lost", "There is no engine to check just now.", "Try again in a moment.")
+        number = next(self._numbers)
+        answer: asyncio.Future[wire.Checked] = asyncio.get_running_loop().create_future()
+        self._checks[number] = answer
+        self._link.send(wire.Check(number))
+        try:
+            checked = await asyncio.wait_for(answer, CHECK_SECONDS)
+        except TimeoutError:
+            raise QuireError("engine_hung", f"The engine did not answer within {CHECK_SECONDS:.0f} s.") from None
+        finally:
+            self._checks.pop(number, None)
+        if checked.problem is not None:
+            self.errors.put("check", "check_failed", checked.problem)
+        return checked
+
+    # -- after a loss ---------------------------------------------------------------------------------------------
+
+    def _take(self, link: EngineLink) -> None:
+        self._link = link
+        self.client.attach(link)
+
+    def _bury(self, link: EngineLink, cause: QuireError) -> None:
+        kills = num_memory_kills()
+        if link.exit_code == -9 and kills > self._memory_kills:
+            cause = QuireError("out_of_memory", "The system ended the engine process because memory ran out.")
+        self._memory_kills = kills
+        self.cause = cause
+        self.states.move("lost", str(cause))
+        self.errors.put("engine", cause.code, str(cause))
+        for number in list(self._checks):
+            self._checks.pop(number).set_exception(QuireError("engine_lost", "The engine was lost meanwhile."))
+        quarantined = self.client.detach(link.last_aboard)
+        if quarantined:
+            self._log("error", "quarantined", ids=",".join(quarantined))
+
+    def _may_restart(self) -> bool:
+        now = self._clock()
+        while self._restarts and self._restarts[0] < now - self._budget.window:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._budget.max_restarts:
+            return False
+        self._restarts.append(now)
+        return True
+
+    def _wait_seconds(self) -> float:
+        """The first restart comes at once, the next ones wait twice as long each."""
+        again = len(self._restarts) - 2
+        return 0.0 if again < 0 else min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**again)
+
+    def _give_up(self, cause: QuireError) -> None:
+        self.cause = QuireError(
+            "engine_lost",
+            f"The engine was lost {len(self._restarts) + 1} times within {self._budget.window:.0f} s, the last time "
+            f"because: {cause}",
+            "It is not started again; restart the server.",
+        )
+        self.errors.put("engine", "gave_up", str(self.cause))
+        self.states.move("gave_up", str(cause))
+        self.client.fail(self.cause)
+
+    def _next_settings(self, cause: QuireError) -> dict[str, Any]:
+        """What the next engine is built from: the same, or less where the last one ran out of memory."""
+        if cause.code == "out_of_memory":
+            self._settings = with_less_memory(self._settings, self._budget.on_memory, self.client.ready)
+        return self._settings
+
+    def _moved(self, move: Move) -> None:
+        level = LEVELS.get(move.name, "info")
+        self._log(level, "engine state", transition=move.name, now=move.target, why=move.why or None)
+
+
+def engine_settings(config: Config) -> dict[str, Any]:
+    """The settings the engine process builds itself from: all that differ from their defaults, the server's own not."""
+    values = {name: item.read(config) for name, item in knobs().items() if item.table != "server"}
+    return {name: value for name, value in values.items() if value != knobs()[name].default}
+
+
+def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready) -> dict[str, Any]:
+    if how == "shrink":
+        units = [group["units"] for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
+        pages = int(settings.get("num_pages") or min(units, default=0))
+        if pages > 2:
+            return {**settings, "num_pages": max(2, int(pages * SHRINK))}
+    if how == "precision":
+        on_cpu = str(ready.memory.get("device", "cpu")) == "cpu"
+        return {**settings, **({"dtype": "float16"} if on_cpu else {"kv_dtype": "fp8"})}
+    return dict(settings)
+
+
+def link_starter(command: Sequence[str], patience: float) -> StartLink:
+    async def start(settings: Mapping[str, Any]) -> EngineLink:
+        return await EngineLink.start(command, settings, patience)
+
+    return start

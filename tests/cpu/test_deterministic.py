@@ -1,0 +1,196 @@
+"""The deterministic mode: a row's logits are the same bits alone, among others, in chunks, warm or cold, pushed out and
+brought back, and gone on with by another engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.engine.loop import Engine
+from quire.files.source import resolve_model
+from quire.kernels import fixed, reference, reference_attention
+from quire.kernels.angles import angle_tables
+from quire.models.loader import load_model
+from quire.models.registry import Model
+from quire.types import Plan, QuireError, Request, SamplingParams
+from tests.cpu.rig import CPU, make_engine, make_request
+from tests.cpu.tiny_models import make_tiny
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+NUM_ALONE = 10  # of the 32: the rest are there to surround them
+Logits = dict[tuple[str, int], Tensor]  # (request, length) -> its logits there
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Three do not divide what they share out evenly: where one part ends lies somewhere inside a row."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[("llama", 1), ("mistral", 2), ("qwen3", 3)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """With a number of threads each, set for all that is computed with it."""
+    family, num_threads = request.param
+    folder = make_tiny(family, Path(tmp_path_factory.mktemp(family)))[1]
+    files = resolve_model(str(folder))
+    options: dict[str, Any] = {"dtype": "float32", "device": CPU, "max_model_len": None, "page_tokens": 4}
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    yield load_model(files, **options, deterministic=True).model
+    torch.set_num_threads(before)
+
+
+class Spy:
+    """Workers that note the logits every sample is drawn from."""
+
+    def __init__(self, inner: Any, seen: Logits):
+        self._inner, self._seen = inner, seen
+
+    def forward(self, plan: Plan) -> Any:
+        return self._inner.forward(plan)
+
+    def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Any:
+        rows = [row for row in forward.plan.rows if row.wants_sample]
+        for index, row in enumerate(rows):
+            self._seen[row.request_id, row.start + row.count] = forward.logits[index].clone()
+        return self._inner.sample(forward, masks)
+
+    def chores(self) -> Iterator[None]:
+        return iter(())
+
+    def close(self) -> None: ...
+
+
+def spied(model: Model, **knobs: Any) -> tuple[Engine, Logits]:
+    seen: Logits = {}
+    engine = make_engine(model, **knobs)
+    engine.wrap(lambda workers: Spy(workers, seen))
+    return engine, seen
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    for place, request in enumerate(requests):
+        request.arrival = float(place)
+        engine.add(request)
+    assert [delta.error for delta in engine.run_until_idle() if delta.error] == []
+    return {request.id: request.tokens[request.prompt_len :] for request in requests}
+
+
+def make_requests(rng: random.Random, count: int) -> list[Request]:
+    shared = [rng.randrange(250) for _ in range(24)]
+    found = []
+    for index in range(count):
+        own = [rng.randrange(250) for _ in range(rng.randrange(1, 36))]
+        prompt = shared[: rng.choice((0, 0, 9, 24))] + own
+        found.append(make_request(f"r{index}", prompt, GREEDY if index % 2 else SAMPLED))
+    return found
+
+
+def same(one: Logits, other: Logits) -> None:
+    assert one.keys() == other.keys()
+    for place, logits in one.items():
+        assert torch.equal(logits.view(torch.int32), other[place].view(torch.int32)), place
+
+
+def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
+    make: Callable[[], list[Request]] = lambda: make_requests(random.Random(11), 32)  # noqa: E731
+    outputs: dict[str, list[int]] = {}
+    engine, alone = spied(model, prefix_cache=False)
+    for request in make()[:NUM_ALONE]:
+        outputs |= run(engine, [request])
+    for knobs in (
+        {"max_rows": 32, "max_batch_tokens": 512},  # all at once, prefixes shared
+        {"max_rows": 32, "max_batch_tokens": 37, "chunk_tokens": 5},  # prompts in small chunks
+        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "host_memory": 1 << 20},  # swapped out and in
+        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "preemption": "recompute"},
+    ):
+        engine, seen = spied(model, **knobs)
+        found = run(engine, make())
+        assert {name: found[name] for name in outputs} == outputs
+        same({place: seen[place] for place in alone}, alone)
+        if knobs.get("num_pages"):
+            assert engine.scheduler.stats.preemptions, "the pool was meant to be too small"
+    again = {"again" + name: tokens for name, tokens in outputs.items()}
+    warm = make()
+    for request in warm:
+        request.id = "again" + request.id
+    found = run(engine, warm)
+    assert {name: found[name] for name in again} == again, "a warm prefix"
+
+
+def test_the_same_bits_where_the_number_of_keys_changes(model: Model) -> None:
+    prompt = [(7 * place) % 250 for place in range(121)]
+    results = []
+    for knobs in ({}, {"max_batch_tokens": 16, "chunk_tokens": 7}, {"max_batch_tokens": 16, "chunk_tokens": 3}):
+        engine, seen = spied(model, max_rows=16, **knobs)
+        requests = [make_request("a", prompt, GREEDY), make_request("b", prompt * 2, GREEDY)]
+        run(engine, requests)
+        results.append(seen)
+    assert {length for name, length in results[0] if name == "a"} >= {127, 128, 129}
+    for seen in results[1:]:
+        same(seen, results[0])
+
+
+def test_another_engine_goes_on_with_the_same_bits(model: Model) -> None:
+    engine, whole = spied(model)
+    expected = run(engine, make_requests(random.Random(5), 8))
+    rng = random.Random(6)
+    resumed = make_requests(random.Random(5), 8)
+    for request in resumed:
+        request.tokens += expected[request.id][: rng.randrange(1, 5)]
+        request.resumed, request.suspect = True, rng.random() < 0.5
+    engine, seen = spied(model)
+    assert run(engine, resumed) == expected
+    same(seen, {place: whole[place] for place in seen})
+
+
+def test_ops_agree_with_the_reference(threads: int) -> None:
+    torch.manual_seed(3)
+    linear = fixed.TiledLinear()
+    for rows in (1, 5, 16, 17, 40):
+        x, weight, norm = torch.randn(rows, 48), torch.randn(96, 48), torch.randn(48)
+        residual = torch.randn(rows, 96)
+        expected = functional.linear(reference.rms_norm(x, norm, 1e-5), weight)
+        torch.testing.assert_close(
+            linear.run(x, weight, None, norm, 1e-5, False, residual.clone()), expected + residual
+        )
+        torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, True, None), reference.silu_mul(expected))
+    positions, frequencies = torch.arange(50), torch.rand(8)
+    ours, theirs = (f(positions, frequencies, 1.5, torch.float32) for f in (fixed.plan_angles, angle_tables))
+    torch.testing.assert_close(ours.cos, theirs.cos)
+    torch.testing.assert_close(ours.sin, theirs.sin)
+
+
+@pytest.mark.parametrize("window", [None, 7, 600])
+def test_attention_agrees_with_the_reference(window: int | None) -> None:
+    """Also where whole blocks of keys lie before the window."""
+    torch.manual_seed(4)
+    page_tokens, num_pages = 16, 200
+    k_cache, v_cache = torch.randn(2, num_pages, page_tokens, 2, 16)
+    counts, lengths = [1, 7, 1, 4, 1], [3, 40, 1300, 900, 513]
+    table = torch.randperm(num_pages - 1)[: 5 * 90].repeat(3)[: 5 * 90].view(5, 90).int() + 1
+    positions = torch.cat([torch.arange(end - count, end) for count, end in zip(counts, lengths, strict=True)])
+    q = torch.randn(sum(counts), 6, 16)
+    results = []
+    for room in (fixed, reference_attention):
+        plan = room.plan_attention(table, positions, counts, lengths, page_tokens, window, torch.float32)
+        results.append(room.paged_attention(q, k_cache, v_cache, plan, 0.25))
+    torch.testing.assert_close(*results)
+
+
+def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
+    files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
+    options: dict[str, Any] = {"device": CPU, "max_model_len": None, "page_tokens": 4, "deterministic": True}
+    with pytest.raises(QuireError, match="float16"):
+        load_model(files, dtype="float16", **options)

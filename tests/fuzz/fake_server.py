@@ -1,0 +1,102 @@
+"""The whole HTTP application in one process, with a stub in the engine's place that answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quire.chaos.tiny import make_tiny_model
+from quire.config import Config
+from quire.config_build import override_config
+from quire.engine import wire
+from quire.engine.client import EngineClient
+from quire.engine.supervisor import Budget, Supervisor
+from quire.server.app import create_app
+from quire.server.logs import Log
+from quire.server.run import make_server
+from quire.text.tokenizer import Tokenizer
+from quire.types import Delta, FinishReason, Timing, TokenLogprobs, Usage
+
+LIMITS = {"max_rows": 64, "max_waiting": 1000, "max_waiting_tokens": 1_000_000}
+
+
+class EchoLink:
+    """Answers every request with one token and its end."""
+
+    pid, exit_code, num_unsent = 1, None, 0
+    ready = wire.Ready(260, 512, [258], {}, "tiny", "float32", {}, LIMITS)
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+
+    def send(self, message: wire.ToEngine) -> None: ...
+
+    def send_payload(self, payload: bytes) -> None:
+        message = wire.decode_to_engine(payload)
+        if isinstance(message, wire.Submit):
+            for name in message.ids:
+                params, count = message.params, len(message.tokens)
+                scored = TokenLogprobs(65, -0.5, 1, [65], [-0.5])
+                self._client._deliver(
+                    Delta(
+                        name, [65],
+                        logprobs=None if params.logprobs is None else [scored],
+                        prompt_logprobs=None if params.prompt_logprobs is None else [scored] * (count - 1),
+                        embedding=None if params.pooling is None else [1.0, 2.0],
+                        finish_reason=FinishReason.LENGTH, usage=Usage(count, 0, 1), timing=Timing(),
+                    )
+                )  # fmt: skip
+
+
+class FakeServer:
+    def __init__(self, folder: Path, **knobs: Any):
+        model = make_tiny_model(folder / "served")
+        config = override_config(Config(), {"model": str(model), "served_model_name": "tiny", **knobs})
+        client = EngineClient()
+        supervisor = Supervisor(client, lambda settings: None, {}, Budget(1, 1.0, 1e9, None, "same"))
+        client.attach(EchoLink(client))  # type: ignore[arg-type]
+        supervisor.states.move("started")
+        self.lines: list[str] = []
+        log = Log("error", stream=_Lines(self.lines))  # type: ignore[arg-type]
+        self.server = make_server(config, supervisor, Tokenizer.from_folder(model), log)
+        self.app = create_app(self.server, "test")
+
+    async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None
+                   ) -> tuple[int, bytes]:  # fmt: skip
+        given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
+            "raw_path": path.encode("latin-1", "replace"), "query_string": b"", "scheme": "http", "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        }  # fmt: skip
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        status, parts = 0, []
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            import asyncio
+
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        await self.app(scope, receive, send)
+        return status, b"".join(parts)
+
+
+class _Lines:
+    def __init__(self, lines: list[str]):
+        self._lines = lines
+
+    def write(self, text: str) -> None:
+        self._lines.append(text)
+
+    def flush(self) -> None: ...

@@ -1,0 +1,325 @@
+"""Engines that die: every live request goes on from what was delivered, within a budget, and nobody is tried thrice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+
+from quire.engine import wire
+from quire.engine.client import EngineClient, Ticket
+from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
+from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
+from quire.engine.supervisor import Budget, Supervisor, with_less_memory
+from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
+
+BUDGET = Budget(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
+READY = wire.Ready(100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100}]}, {})
+
+
+class FakeLink:
+    """One life of an engine, led by the test."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.settings = dict(settings)
+        self.ready = READY
+        self.pid, self.exit_code, self.num_unsent = 1, None, 0
+        self.sent: list[wire.ToEngine] = []
+        self.last_aboard: set[str] = set()
+        self.held = 1000
+        self._news: asyncio.Queue[wire.FromEngine | QuireError] = asyncio.Queue()
+
+    def send(self, message: wire.ToEngine) -> None:
+        self.sent.append(message)
+
+    def send_payload(self, payload: bytes) -> None:
+        self.sent.append(wire.decode_to_engine(payload))
+
+    async def receive(self) -> wire.FromEngine:
+        message = await self._news.get()
+        if isinstance(message, QuireError):
+            raise message
+        return message
+
+    def memory(self) -> int:
+        return self.held
+
+    async def stop(self) -> None: ...
+
+    async def end(self) -> None: ...
+
+    # -- for the test
+
+    def say(self, *deltas: Delta) -> None:
+        self._news.put_nowait(wire.Deltas([wire.news_of(delta) for delta in deltas]))
+
+    def die(self, *aboard: str, code: str = "engine_lost") -> None:
+        self.last_aboard = set(aboard)
+        self._news.put_nowait(QuireError(code, "It died."))
+
+    def submitted(self) -> dict[str, wire.Submit]:
+        return {name: message for message in self.sent if isinstance(message, wire.Submit) for name in message.ids}
+
+
+class Rig:
+    def __init__(self, budget: Budget = BUDGET):
+        self.links: list[FakeLink] = []
+        self.broken_starts = 0
+        self.moves: list[str] = []
+        self.client = EngineClient()
+        self.supervisor = Supervisor(
+            self.client, self._start, {}, budget, log=lambda level, event, **fields: self.moves.append(str(fields))
+        )
+
+    async def _start(self, settings: Mapping[str, Any]) -> Any:
+        if self.broken_starts:
+            self.broken_starts -= 1
+            raise QuireError("engine_failed", "It does not start.")
+        self.links.append(FakeLink(settings))
+        return self.links[-1]
+
+    @property
+    def link(self) -> FakeLink:
+        return self.links[-1]
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.001)
+
+    async def next_life(self) -> FakeLink:
+        count = len(self.links)
+        await self.until(lambda: len(self.links) > count and self.supervisor.states.state is ProcessState.READY)
+        return self.link
+
+
+def request(name: str, **fields: Any) -> Request:
+    params = SamplingParams(max_tokens=10, seed=5).resolve()
+    return Request(name, [1, 2, 3], 3, params, 13, frozenset({2}), 5, **fields)
+
+
+def with_rig(test: Callable[[Rig], Any], budget: Budget = BUDGET) -> None:
+    async def run() -> None:
+        rig = Rig(budget)
+        await rig.supervisor.start()
+        try:
+            await test(rig)
+        finally:
+            await rig.supervisor.stop(at_once=True)
+
+    asyncio.run(run())
+
+
+async def tokens_of(ticket: Ticket, count: int) -> list[int]:
+    found: list[int] = []
+    async with asyncio.timeout(20):
+        while len(found) < count and not ticket.done:
+            found += [token for delta in await ticket.next() for token in delta.token_ids]
+    return found
+
+
+async def end_of(ticket: Ticket) -> Delta:
+    async with asyncio.timeout(20):
+        while True:
+            for delta in await ticket.next():
+                if delta.finish_reason is not None:
+                    return delta
+
+
+def test_a_stream_goes_on_with_the_next_engine_from_its_last_token() -> None:
+    async def play(rig: Rig) -> None:
+        running = rig.client.submit([[request("a", arrival=1.0, priority=3, deadline=1e12, salt=b"s")]])
+        waiting = rig.client.submit([[request("b", arrival=2.0), request("c", sample_index=1, arrival=2.0)]])
+        first = rig.link
+        first.say(Delta("a", [7]), Delta("a", [8]))
+        assert await tokens_of(running, 2) == [7, 8]
+        first.die("a")
+        second = await rig.next_life()
+        again = second.submitted()
+        assert list(again) == ["a", "b", "c"], "the oldest first"
+        a = again["a"]
+        assert (a.tokens, a.num_sampled, a.seed, a.resumed, a.suspect) == ([1, 2, 3, 7, 8], 2, 5, True, True)
+        assert (a.arrival, a.priority, a.deadline, a.salt, a.max_len) == (1.0, 3, 1e12, b"s", 13)
+        assert [again[n].first_index for n in "bc"] == [0, 1] and not again["b"].suspect and again["b"].resumed
+        first.say(Delta("a", [99]))  # a dead engine's word counts for nothing
+        second.say(Delta("a", [9], finish_reason=FinishReason.LENGTH))
+        assert await tokens_of(running, 1) == [9] and running.done
+        assert not waiting.done and rig.client.num_resumed == 3 and len(rig.supervisor.recovery_seconds) == 1
+
+    with_rig(play)
+
+
+def test_prompt_logprobs_and_cancelled_requests_are_not_repeated() -> None:
+    from quire.types import TokenLogprobs
+
+    async def play(rig: Rig) -> None:
+        scored = rig.client.submit([[request("scored")]])
+        stopped = rig.client.submit([[request("stopped")]])
+        rig.link.say(Delta("scored", prompt_logprobs=[TokenLogprobs(2, -1.0, 1, [], [])]), Delta("stopped", [5]))
+        assert await tokens_of(stopped, 1) == [5]
+        stopped.cancel("stopped")  # a stop string ended it; the engine dies before it answers
+        rig.link.die()
+        second = await rig.next_life()
+        assert second.submitted()["scored"].prompt_scored == 1 and list(second.submitted()) == ["scored"]
+        end = await end_of(stopped)
+        assert end.finish_reason is FinishReason.CANCELLED and end.usage is not None
+        assert end.usage.completion_tokens == 1 and not scored.done
+
+    with_rig(play)
+
+
+def test_requests_that_come_while_there_is_no_engine_wait_for_the_next() -> None:
+    async def play(rig: Rig) -> None:
+        rig.broken_starts = 2
+        rig.link.die()
+        await rig.until(lambda: not rig.client.is_attached)
+        late, gone = rig.client.submit([[request("late")]]), rig.client.submit([[request("gone")]])
+        gone.cancel("gone")
+        assert (await end_of(gone)).finish_reason is FinishReason.CANCELLED
+        await rig.next_life()
+        assert list(rig.link.submitted()) == ["late"] and not rig.link.submitted()["late"].resumed
+        assert rig.supervisor.states.counts["died_again"] == 2 and not late.done
+
+    with_rig(play)
+
+
+def test_who_was_aboard_twice_at_one_token_is_quarantined_and_who_moved_on_is_not() -> None:
+    async def play(rig: Rig) -> None:
+        poison = rig.client.submit([[request("poison", arrival=1.0)]])
+        lucky = rig.client.submit([[request("lucky", arrival=2.0)]])
+        rig.link.die("poison", "lucky")
+        await rig.next_life()
+        rig.link.say(Delta("lucky", [4]))
+        assert await tokens_of(lucky, 1) == [4]
+        rig.link.die("poison", "lucky")
+        await rig.next_life()
+        assert list(rig.link.submitted()) == ["lucky"]
+        end = await end_of(poison)
+        assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "quarantined")
+        codes = [failure.code for failure in rig.supervisor.errors.newest()]
+        assert codes.count("quarantined") == 1 and codes.count("engine_lost") == 2
+
+    with_rig(play)
+
+
+def test_a_crash_loop_ends_when_the_budget_is_spent() -> None:
+    async def play(rig: Rig) -> None:
+        ticket = rig.client.submit([[request("a")]])
+        for _ in range(BUDGET.max_restarts):
+            rig.link.die()
+            await rig.next_life()
+        rig.link.die()
+        end = await end_of(ticket)
+        assert end.error_code == "engine_lost" and "It died." in (end.error or "")
+        assert rig.supervisor.states.state is ProcessState.FAILED and len(rig.links) == BUDGET.max_restarts + 1
+        with pytest.raises(QuireError, match="not started again"):
+            rig.client.submit([[request("b")]])
+
+    with_rig(play)
+
+
+def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
+    async def hang(rig: Rig) -> None:
+        rig.client.submit([[request("a")]])
+        first = rig.link
+        await rig.next_life()
+        assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "engine_hung" and first is rig.links[0]
+
+    with_rig(hang, Budget(1, 1000.0, 0.2, None, "same"))
+
+    async def grow(rig: Rig) -> None:
+        rig.link.held = 3000
+        await rig.next_life()
+        assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "out_of_memory"
+        assert rig.link.settings == {"num_pages": 75}, "as configured, the next engine gets a smaller pool"
+
+    with_rig(grow, Budget(1, 1000.0, 1000.0, 2000, "shrink"))
+    assert with_less_memory({"num_pages": 8}, "shrink", READY) == {"num_pages": 6}
+    assert with_less_memory({}, "precision", READY) == {"dtype": "float16"}
+
+
+def test_deadlines_hold_while_there_is_no_engine() -> None:
+    async def play(rig: Rig) -> None:
+        rig.broken_starts = 1
+        ticket = rig.client.submit([[request("a", deadline=0.5)]])  # long past on the machine's clock
+        end = await end_of(ticket)
+        assert end.finish_reason is FinishReason.DEADLINE
+
+    with_rig(play)
+
+
+def test_a_check_is_answered_by_its_number_and_fails_with_the_engine() -> None:
+    async def play(rig: Rig) -> None:
+        asked = asyncio.create_task(rig.supervisor.check())
+        await rig.until(lambda: any(isinstance(m, wire.Check) for m in rig.link.sent))
+        number = next(m.number for m in rig.link.sent if isinstance(m, wire.Check))
+        rig.link._news.put_nowait(wire.Checked(number + 1, None, 0, 0))
+        rig.link._news.put_nowait(wire.Checked(number, "2 units are held by nobody.", 0, 2))
+        assert (await asked).num_leaked == 2
+        assert rig.supervisor.errors.newest()[0].kind == "check"
+        asked = asyncio.create_task(rig.supervisor.check())
+        await asyncio.sleep(0)
+        rig.link.die()
+        with pytest.raises(QuireError, match="lost"):
+            await asked
+
+    with_rig(play)
+
+
+def test_a_move_the_table_does_not_allow_is_refused() -> None:
+    machine = StateMachine(ProcessState.READY, PROCESS_TRANSITIONS)
+    with pytest.raises(AssertionError):
+        machine.move("recovered")
+    machine.move("lost")
+    assert machine.state is ProcessState.BACKING_OFF and machine.counts["lost"] == 1
+
+
+def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.flight"
+
+    class Ticket:
+        def wait(self) -> StepOutput:
+            assert read_aboard(path) == {"a", "b"}
+            return StepOutput(1, [])
+
+    class Device:
+        broken = False
+
+        def forward(self, plan: Plan) -> Plan:
+            assert read_aboard(path) == {"a", "b"}
+            if self.broken:
+                raise RuntimeError
+            return plan
+
+        def sample(self, forward: Plan, masks: Any = None) -> Ticket:
+            return Ticket()
+
+        def chores(self) -> Iterator[None]:
+            return iter(())
+
+        def close(self) -> None: ...
+
+    device = Device()
+    workers = RecordedWorkers(device, FlightRecorder(path, 8))
+    plan = Plan(1, [PlanRow("a", 0, 0, 1, 0, True), PlanRow("b", 1, 0, 1, 0, True)])
+    assert read_aboard(path) == set()
+    workers.sample(workers.forward(plan)).wait()
+    assert read_aboard(path) == set()
+    workers.forward(plan)  # given up between forward and sample: a mask could not be filled
+    plan.step = 2
+    workers.sample(workers.forward(plan)).wait()
+    assert read_aboard(path) == set(), "what was given up does not stay aboard"
+    device.broken = True
+    with pytest.raises(RuntimeError):
+        workers.forward(plan)
+    assert read_aboard(path) == set(), "an error the engine survives is not its death"
+    for torn in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0abc"):
+        path.write_bytes(torn)
+        assert read_aboard(path) == set()
+    assert read_aboard(tmp_path / "absent") == set()

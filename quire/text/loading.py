@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.files.gguf import open_gguf
 from quire.files.source import ModelFiles
 from quire.text.template import ChatTemplate, template_for
 from quire.text.tokenizer import Tokenizer
@@ -15,6 +14,8 @@ from quire.types import QuireError
 def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
     """None for a folder without one, such as a bare config.json: it is then driven by token ids."""
     if files.kind == "gguf":
+        from quire.files.gguf import open_gguf  # it needs numpy, which `--help` does without
+
         return Tokenizer.from_gguf(open_gguf(files.path).metadata)
     folder = Path(files.path)
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None

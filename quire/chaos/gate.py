@@ -201,7 +201,10 @@ class Gate:
         if kind in DEATHS:
             await self.deadly(kind)
         elif kind in STEPS:
+            await self.settled()  # several in a row would look like the fault of whoever is suspected
+            before = await asyncio.to_thread(send_order, self.orders, None) or {}
             await self.order(kind)
+            await self.happened(kind, before.get(kind, 0))
         elif kind.startswith("poison_"):
             await self.poisonous(kind.removeprefix("poison_"))
         else:
@@ -226,6 +229,12 @@ class Gate:
         async with asyncio.timeout(BACK_SECONDS):
             while await asyncio.to_thread(send_order, self.orders, kind) is None:
                 await asyncio.sleep(0.1)
+
+    async def happened(self, kind: str, before: int) -> None:
+        """Until the armed fault has come about, once more than before."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while (await asyncio.to_thread(send_order, self.orders, None) or {}).get(kind, 0) == before:
+                await asyncio.sleep(0.05)
 
     async def replaced(self, restarts: int) -> None:
         """The engine was lost since there were so many restarts, and is back."""

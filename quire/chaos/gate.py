@@ -26,6 +26,7 @@ from typing import Any
 from quire.bench.stream_client import Endpoint, Fault, parse_url
 from quire.chaos.compare import NoiseOf, compare
 from quire.chaos.faults import poison_seed, send_order
+from quire.chaos.kinds import DEATHS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
 from quire.chaos.tiny import make_tiny_model
 from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
@@ -36,14 +37,6 @@ from quire.types import QuireError
 START_SECONDS = 300.0
 BACK_SECONDS = 180.0  # an engine must be back within this
 ADMIN_KEY = "chaos"
-# By what they do; each kind is injected in turn, in an order the seed decides.
-DEATHS = ("kill", "stop", "crash", "commit", "frame_lost", "frame_damaged", "order_damaged")
-STEPS = ("forward", "sample", "wait", "mask", "memory", "frame_foreign", "frame_doubled", "order_foreign",
-         "order_doubled", "host_page")  # fmt: skip
-POISON_CODES = {"raise": "step_failed", "nonfinite": "bad_logits", "die": "quarantined", "mask": "step_failed",
-                "prepare": "prepare_failed", "detokenize": "detokenize_failed"}  # fmt: skip
-CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk")
-KINDS = (*DEATHS, *STEPS, *(f"poison_{name}" for name in POISON_CODES), *CLIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +194,10 @@ class Gate:
         if kind in DEATHS:
             await self.deadly(kind)
         elif kind in STEPS:
+            await self.settled()  # several in a row would look like the fault of whoever is suspected
+            before = await asyncio.to_thread(send_order, self.orders, None) or {}
             await self.order(kind)
+            await self.happened(kind, before.get(kind, 0))
         elif kind.startswith("poison_"):
             await self.poisonous(kind.removeprefix("poison_"))
         else:
@@ -226,6 +222,12 @@ class Gate:
         async with asyncio.timeout(BACK_SECONDS):
             while await asyncio.to_thread(send_order, self.orders, kind) is None:
                 await asyncio.sleep(0.1)
+
+    async def happened(self, kind: str, before: int) -> None:
+        """Until the armed fault has come about, once more than before."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while (await asyncio.to_thread(send_order, self.orders, None) or {}).get(kind, 0) == before:
+                await asyncio.sleep(0.05)
 
     async def replaced(self, restarts: int) -> None:
         """The engine was lost since there were so many restarts, and is back."""

@@ -10,8 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from quire.chaos.gate import KINDS, Settings, run_gate
-from quire.chaos.report import MAX_EXAMPLES, Report
+from quire.chaos.kinds import KINDS
 from quire.types import QuireError
 
 
@@ -38,6 +37,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Namespace) -> int:
+    from quire.chaos.gate import Settings, run_gate  # only now: help should not wait for it
+
     for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", 0.5)):
         if getattr(args, name) < low:
             raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low}.")
@@ -68,7 +69,7 @@ def _teller(quiet: bool) -> Any:
     return say
 
 
-def _show(report: Report) -> None:
+def _show(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -81,6 +82,6 @@ def _show(report: Report) -> None:
     for kind, count in sorted(report.faults.items()):
         faults.add_row(kind, str(count))
     console.print(faults)
-    for problem in report.problems[:MAX_EXAMPLES]:
+    for problem in report.problems[:20]:
         console.print(f"[red]problem[/red] {problem}", markup=True, highlight=False)
     console.print(f"{'passed' if report.passed else 'FAILED'}; the server's log: {report.log}", highlight=False)

@@ -15,8 +15,6 @@ from quire.cli.run import short_name
 from quire.config import Config
 from quire.config_build import add_config_flags, config_from_args
 from quire.files.source import ModelFiles, resolve_model
-from quire.text.loading import load_tokenizer
-from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.cli.serve_engine")
@@ -43,7 +41,7 @@ def run(args: Namespace) -> int:
 
 
 def serve_config(config: Config, engine_command: Sequence[str] | None = None,
-                 load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer) -> int:  # fmt: skip
+                 load: Callable[[ModelFiles], Any] | None = None) -> int:  # fmt: skip
     """Until told to stop. Tests and the chaos gate bring an engine command or a tokenizer of their own."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -62,6 +60,7 @@ def serve_config(config: Config, engine_command: Sequence[str] | None = None,
     import uvloop  # only now: help and errors should not wait for it
 
     from quire.server.run import serve
+    from quire.text.loading import load_tokenizer
 
     with ExitStack() as loading:
         loading.enter_context(waiting(f"Loading {short_name(config)} …"))
@@ -70,4 +69,6 @@ def serve_config(config: Config, engine_command: Sequence[str] | None = None,
             loading.close()
             print(f"Quire serves {short_name(config)} at {url}", flush=True)
 
-        return uvloop.run(serve(config, files, engine_command or ENGINE_COMMAND, ready, __version__, load))
+        return uvloop.run(
+            serve(config, files, engine_command or ENGINE_COMMAND, ready, __version__, load or load_tokenizer)
+        )

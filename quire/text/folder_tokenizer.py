@@ -60,6 +60,10 @@ def _load_backend(path: Path) -> Any:
         raise _bad_file(path, str(error)) from None
     backend.no_truncation()  # such a setting may ride along in the file, and would cut prompts in silence
     backend.no_padding()
+    try:
+        backend.encode("Any text \u00e9 will do.")  # some mistakes show only here, and requests should not meet them
+    except Exception as error:
+        raise _bad_file(path, str(error)) from None
     return backend
 
 

@@ -28,7 +28,6 @@ def plan_layer(attention: Attention, mlp: GatedMLP, group: int) -> LayerPlan:
     from quire.kernels.native.stack import LayerPlan
 
     norm = attention.head_norm
-    assert isinstance(attention.norm, RMSNorm) and isinstance(mlp.norm, RMSNorm)
     return LayerPlan(
         attention_norm=_weight(attention.norm),
         qkv=attention.qkv.packed,  # type: ignore[arg-type]

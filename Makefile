@@ -1,7 +1,7 @@
 # What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
 PYTHON ?= python
 
-.PHONY: check format lint types imports fast test slow fuzz chaos
+.PHONY: check format lint types imports fast test slow native fuzz chaos
 
 check: lint types imports fast
 
@@ -18,6 +18,9 @@ types:
 
 imports:
 	lint-imports
+
+native:
+	$(PYTHON) quire/kernels/native/building.py
 
 fast:
 	$(PYTHON) -m pytest tests/pure

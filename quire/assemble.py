@@ -24,10 +24,17 @@ from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.selftest import check_ops
-from quire.kernels.table import select_choice, select_fixed_ops, select_ops, select_row_ops
+from quire.kernels.table import (
+    Ops,
+    select_choice,
+    select_fixed_ops,
+    select_ops,
+    select_row_ops,
+    select_sampling,
+)
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
-from quire.models.loader import build_model, load_model, read_config, resolve_dtype
+from quire.models.loader import build_model, load_model, read_config
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
@@ -82,6 +89,9 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     engine, memory = build_engine(loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes)
+    ops: Ops | None = getattr(loaded.model, "ops", None)
+    if ops is not None and ops.native is not None:
+        torch.set_num_threads(1)  # the native pool has the cores; torch is left with what is too small to share
     edge = Edge(
         tokenizer=tokenizer,
         template=template,
@@ -109,8 +119,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    choice = None if config.engine.kernels == "torch" else select_choice(device.type)
-    sampler = Sampler(model.vocab_size, device, choice)
+    sampling_ops = None if config.engine.kernels == "torch" else select_sampling(device.type)
+    sampler = Sampler(model.vocab_size, device, sampling_ops, select_choice(device.type, config.engine.kernels))
     runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
     workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
@@ -183,10 +193,9 @@ def memory_report(config: Config) -> MemoryPlan:
     device = pick_device(config.engine.device)
     files = find_files(config, None)
     hf_config = read_config(files)
-    dtype = resolve_dtype(config.model.dtype, device, hf_config)
     model, _ = build_model(
-        hf_config, dtype=dtype, device=device, page_tokens=config.cache.page_tokens, quant=config.model.quant,
-        kv_dtype=config.cache.kv_dtype,
+        hf_config, dtype=config.model.dtype, device=device, page_tokens=config.cache.page_tokens,
+        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, ops=select_ops(device.type, config.engine.kernels),
     )  # fmt: skip
     weights = weights_bytes(model)
     limits = resolve_limits(config, device)

@@ -32,7 +32,8 @@ class ModelConfig:
     hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
     offline: bool = knob(False, "never touch the network; use what is already on disk")
     dtype: str = knob("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
-    quant: str = knob("none", "quantize the weights while loading (fp8: CUDA)", choices=("none", "fp8"))
+    quant: str = knob("none", "quantize the weights while loading (fp8: CUDA; q8_0, q4_0: CPU)",
+                      choices=("none", "fp8", "q8_0", "q4_0"))  # fmt: skip
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
     random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
@@ -69,7 +70,8 @@ class EngineConfig:
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(False, "same bits for a row whatever surrounds it, at some cost (CPU)")
-    kernels: str = knob("auto", "what computes on a GPU", choices=("auto", "triton", "torch"))
+    kernels: str = knob("auto", "what computes: torch, triton (GPU), or one native instruction set (CPU)",
+                        choices=("auto", "triton", "torch", "avx512", "avx2", "portable"))  # fmt: skip
     strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")

@@ -49,11 +49,12 @@ def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResul
 
     from quire.bench.kernels_experts import experts, latent
     from quire.bench.kernels_recurrent import recurrent_work
+    from quire.bench.kernels_sampling import sampling
 
     device = torch.device(device)
     results = [_measure(work, None, None) for work in _ceilings(device)]
     read, matmul = results[0].tb_s, results[1].tflops
-    for make in (_small, _decode, _prefill, _products, _sampling, experts, latent, recurrent_work):
+    for make in (_small, _decode, _prefill, _products, sampling, experts, latent, recurrent_work):
         for work in make(device):
             if only in work.name:
                 results.append(_measure(work, read, matmul))
@@ -220,20 +221,6 @@ def _products(device: torch.device) -> Iterator[Work]:
                 yield Work("product: skinny", shape, launch, num_bytes=size)
                 yield Work("product: cuBLAS", shape, _rotate(functional.linear, x, weights), num_bytes=size)
                 yield Work("product: FP8", shape, _rotate(fp8.fp8_linear, x, small), num_bytes=size // 2)
-
-
-def _sampling(device: torch.device) -> Iterator[Work]:
-    import torch
-
-    from quire.kernels.triton import sample
-
-    for rows in (1, 256):
-        logits = torch.randn(rows, 151936, device=device, dtype=torch.bfloat16)
-        key = torch.arange(rows, device=device)
-        for name, scale in (("greedy", 0.0), ("temperature", 1.6)):
-            scales = torch.full((rows,), scale, device=device)
-            launch = _call(sample.sample_rows, logits, key, key, scales)
-            yield Work("sample_rows", f"{rows} × 151936, {name}", launch, num_bytes=logits.numel() * 2)
 
 
 def show(results: list[KernelResult]) -> str:

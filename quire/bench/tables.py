@@ -217,7 +217,36 @@ def _scheduler(console: Console, report: Report) -> None:
     _table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside llama.cpp
+
+
+def _llama_cpp(console: Console, report: Report) -> None:
+    for form, result in report["files"].items():
+        rows: list[tuple[str, ...]] = [
+            (work, f"{result[work]['ours']:.1f}", f"{result[work]['theirs']:.1f}", f"{result[work]['ratio']:.2f}")
+            for work in ("one stream", "prefill", "16 streams")
+        ]
+        agreement = result["agreement"]
+        rows.append(("tokens as float32", *(str(agreement[side]["tokens"]) for side in ("ours", "theirs")), ""))
+        rows.append(("whole answers", *(str(agreement[side]["whole"]) for side in ("ours", "theirs")), ""))
+        title = f"{form}, {report['threads']} threads, median of {report['rounds']}"
+        _table(console, title, ("", "quire tok/s", "llama.cpp tok/s", "ratio"), rows)
+
+
+def _quality(console: Console, report: Report) -> None:
+    rows = [
+        ("perplexity", f"{report['perplexity']:.3f}"),
+        ("of float32", f"{report['float32_perplexity']:.3f}"),
+        ("divergence from float32, nats a token", f"{report['kl']:.5f}"),
+        ("same most likely token", f"{report['same_top']:.2%}"),
+    ]
+    _table(console, f"{report['tokens']} tokens", ("", ""), rows)
+
+
 _DRAW = {
+    "compare-llama-cpp": _llama_cpp,
+    "quality": _quality,
     "offline": _offline,
     "batch": _batch,
     "latency": _latency,

@@ -22,6 +22,7 @@ HOST_SHARE = 0.25
 # live state, the snapshot its next turn starts from, and one more for a beginning it shares or an answer it is in.
 CONVERSATION_TOKENS = 4096
 CONVERSATION_SLOTS = 3
+MAX_SLOTS_PER_ROW = 64  # tiny models: more snapshots than anyone comes back to
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,13 @@ def _num_slots(config: CacheConfig, budget: int, page: int, slot: int, max_rows:
     """State slots, the scratch one included; snapshots get what running requests leave."""
     if not slot or config.num_slots is not None:
         return (config.num_slots or 0) if slot else 0
-    if not page:
-        return budget // slot
     if config.num_pages is not None:
         return 1 + 2 * max_rows + 8
+    most = 1 + MAX_SLOTS_PER_ROW * max_rows
+    if not page:
+        return min(budget // slot, most)
     conversation = conversation_pages * page + CONVERSATION_SLOTS * slot
-    num_slots = 1 + budget * CONVERSATION_SLOTS // conversation
+    num_slots = min(1 + budget * CONVERSATION_SLOTS // conversation, most)
     return max(num_slots, MIN_SLOTS) if budget >= MIN_SLOTS * (slot + page) else num_slots
 
 

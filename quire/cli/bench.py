@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
-from quire.config_build import add_config_flags, config_from_args
+from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def add_parser(subparsers: Any) -> None:
     _add_json(kernels)
     add_online(benchmarks)
     add_compare(benchmarks)
+    _add_llama_cpp(benchmarks)
+    _add_quality(benchmarks)
 
 
 def run(args: Namespace) -> int:
@@ -235,6 +237,32 @@ def _add_growth(benchmarks: Any) -> None:
     add_config_flags(parser)
 
 
+def _add_llama_cpp(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "compare-llama-cpp",
+        help="this engine beside llama.cpp on a CPU",
+        description="One stream, a long prompt and 16 streams, turn about with llama.cpp (llama-cpp-python must be "
+        "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
+    )
+    parser.add_argument("--rounds", type=_at_least(1), default=5, metavar="N", help="rounds (default 5)")
+    _add_json(parser)
+    add_config_flags(parser, groups=ENGINE_TABLES)
+
+
+def _add_quality(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "quality",
+        usage="quire bench quality --text FILE [options]",
+        help="what quantized weights cost, against float32",
+        description="Perplexity of a text and divergence from the same model in float32, on a CPU.",
+    )
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a plain text, long enough")
+    parser.add_argument("--stretches", type=_at_least(1), default=8, metavar="N", help="how many (default 8)")
+    parser.add_argument("--length", type=_at_least(2), default=1024, metavar="N", help="tokens of each (default 1024)")
+    _add_json(parser)
+    add_config_flags(parser, groups=ENGINE_TABLES)
+
+
 def _add_json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
@@ -362,6 +390,37 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
     }
 
 
+def _llama_cpp(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.llama_cpp import bench_llama_cpp
+    from quire.config_build import override_config
+    from quire.files.source import resolve_model
+    from quire.files.store import cache_dir
+    from quire.machine import read_machine
+
+    config = config_from_args(args)
+    files = resolve_model(config.model.model, offline=config.model.offline)
+    if files.kind != "gguf":
+        raise QuireError("usage", f"{files.name} is no GGUF file.", "Give one that both sides can read.")
+    folder = cache_dir() / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def open_file(path: Path, **knobs: Any) -> Any:
+        return open_llm(override_config(config, {**knobs, "model": str(path)}))
+
+    threads = config.engine.threads or read_machine().num_usable_cores
+    return bench_llama_cpp(open_file, files.path, folder, threads=threads, rounds=args.rounds, say=print_note)
+
+
+def _quality(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.quality import bench_quality
+
+    try:
+        text = args.text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuireError("usage", f"{args.text} can't be read: {error}.", "Give a plain text file.") from None
+    return bench_quality(config_from_args(args), text, stretches=args.stretches, length=args.length)
+
+
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
@@ -373,4 +432,6 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "kernels": _kernels,
     "online": run_online,
     "compare": run_compare,
+    "compare-llama-cpp": _llama_cpp,
+    "quality": _quality,
 }

@@ -66,6 +66,7 @@ def examine(config: Config) -> dict[str, Any]:
         "machine": asdict(machine),
         "devices": devices,
         "gpu": examine_gpu(config, devices),
+        "cpu_kernels": examine_native(),
         "cache": examine_store(),
         "config": [setting._asdict() for setting in describe_config(config)],
         "model": doctor_model_plan(config),
@@ -114,6 +115,16 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
     except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def examine_native() -> dict[str, Any]:
+    """Which of the compiled CPU kernels this machine runs, or why there are none."""
+    from quire.kernels.native.library import NotBuilt, open_native
+
+    try:
+        return {"isa": open_native(None, 1).isa, "trouble": ""}
+    except NotBuilt as error:
+        return {"isa": None, "trouble": str(error)}
 
 
 def examine_store() -> dict[str, Any]:
@@ -168,6 +179,12 @@ def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dic
         yield _missing(device_trouble, f"pip install --force-reinstall {shlex.quote(PACKAGES[0].install)}")
     if has_nvidia_driver() and not has_gpu and versions["torch"] is not None and not device_trouble:
         yield _missing("a torch that can use this machine's NVIDIA GPU", "install a CUDA build of torch")
+    kernels = report.get("cpu_kernels", {"isa": "unknown"})
+    if kernels["isa"] is None:
+        from quire.kernels.native.library import HOW_TO_BUILD
+
+        what = f"the fast CPU kernels, without which plain torch runs: {kernels['trouble']}"
+        yield _missing(what, HOW_TO_BUILD)
     model = report["model"]
     if not model["ok"] and model["code"] == "offline":
         yield _missing(f"the model {model['name']}", f"quire pull {shlex.quote(model['name'])}")
@@ -241,6 +258,7 @@ def _machine_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if machine["memory_total"] is not None and machine["memory_available"] is not None:
         free, total = format_bytes(machine["memory_available"]), format_bytes(machine["memory_total"])
         rows.append(("memory", f"{free} available of {total}"))
+    rows.append(("CPU kernels", report["cpu_kernels"]["isa"] or "plain torch"))
     gpus = [device for device in report["devices"] if device["device"] != "cpu"]
     for gpu in gpus:
         free, total = format_bytes(gpu["memory_free"]), format_bytes(gpu["memory_total"])

@@ -16,8 +16,7 @@ from quire.engine.process import Built, ready_message, run_engine_process
 
 # OpenMP's threads wait for each other by spinning. Beside a process that answers HTTP, and needs a core for it, they
 # spin for a thread that is not running: steps of 3.2 s instead of 0.7 s. Told before torch loads them, they spin for
-# about as long as the next operation takes to come, and then sleep; not at all (`passive`) would cost a third on a
-# quiet machine.
+# about as long as the next operation takes to come, then sleep; not to spin at all costs a third on a quiet machine.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -24,6 +24,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     group_members: int = 1  # a group is as good as the sum of so many of its best
+    exact: bool = False  # logits in float32, whatever the model computes in: its scores decide by small differences
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
     """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
     as `route`. `router` is [experts, width]."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
-    return x, *route(functional.linear(x, router, router_bias), choice_bias, routing)
+    return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing)
+
+
+def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """[tokens, experts]"""
+    if routing.exact and x.dtype != torch.float32:
+        return functional.linear(x.float(), router.float(), None if bias is None else bias.float())
+    return functional.linear(x, router, bias)
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.kernels import (
@@ -22,6 +23,9 @@ from quire.kernels import (
 )
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.kernels.native.library import Native
 
 
 class FusedLinear(Protocol):
@@ -52,6 +56,7 @@ class Ops:
     mamba2: Callable[..., Tensor]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
+    native: Native | None = None  # the library behind a CPU's row: it also packs weights and runs whole models
 
 
 REFERENCE = Ops(
@@ -94,10 +99,45 @@ def select_fixed_ops(device_type: str) -> Ops:
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
-    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's; `strict`: no second best."""
-    if device_type != "cuda" or kernels == "torch":
+    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than
+    the native library's; `strict`: no second best."""
+    if kernels == "torch":
         return REFERENCE
-    return _triton_ops(strict or kernels == "triton")
+    if device_type == "cuda":
+        return _triton_ops(strict or kernels == "triton")
+    native = _open_native(kernels) if device_type == "cpu" else None
+    return REFERENCE if native is None else _native_ops(native)
+
+
+def _open_native(kernels: str) -> Native | None:
+    """The native library, where it was built; an instruction set that is asked for by name must be there."""
+    if kernels in ("torch", "triton"):
+        return None
+    from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
+
+    try:
+        return open_native(None if kernels == "auto" else kernels, torch.get_num_threads())
+    except NotBuilt as error:
+        if kernels == "auto":
+            return None
+        what = f"kernels={kernels} can't be used: {error}."
+        raise QuireError("invalid_parameter", what, f"Use auto or torch, or {HOW_TO_BUILD}.", "kernels") from None
+
+
+def _native_ops(native: Native) -> Ops:
+    from quire.kernels.native.ops import NativeOps
+
+    ops = NativeOps(native)
+    return replace(
+        REFERENCE,
+        rms_norm=ops.rms_norm,
+        silu_mul=ops.silu_mul,
+        plan_angles=ops.plan_angles,
+        qk_norm_rope_write=ops.qk_norm_rope_write,
+        plan_attention=ops.plan_attention,
+        paged_attention=ops.paged_attention,
+        native=native,
+    )
 
 
 def _triton_ops(strict: bool) -> Ops:
@@ -170,12 +210,48 @@ def select_row_ops(device_type: str) -> RowOps | None:
     return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
 
 
-def select_choice(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """One kernel from logits to tokens for greedy and temperature sampling; None where there is none."""
-    if device_type != "cuda":
-        return None
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """Logits to tokens in a few kernels, for devices where torch's passes over [samples, vocab] would be many. The
+    meaning is that of `quire.sampling`; `sampling.fused` puts them in order."""
+
+    sample_rows: Callable[..., tuple[Tensor, Tensor]]  # greedy and temperature alone
+    sample_filtered: Callable[..., tuple[Tensor, Tensor]]  # ... and top-k, top-p, min-p, top-n-sigma
+    copy_samples: Callable[[Tensor, Tensor], Tensor]
+    add_bias: Callable[..., None]
+    apply_penalties: Callable[..., None]
+    forbid_stops: Callable[..., None]
+    forbid_bad_words: Callable[..., None]
+    score_rows: Callable[..., tuple[Tensor, ...]]
+
+
+def select_sampling(device_type: str) -> SamplingOps | None:
+    """The sampling kernels of a device; None where there are none and the sampler's own torch runs."""
+    return triton_sampling() if device_type == "cuda" else None
+
+
+def triton_sampling() -> SamplingOps | None:
     try:
-        from quire.kernels.triton.sample import sample_rows
+        from quire.kernels.triton import sample, sample_edits, sample_filters, sample_logprobs
     except ImportError:
         return None
-    return lambda logits, key, positions, scale, mask: sample_rows(logits, key, positions, scale, mask=mask)
+    return SamplingOps(
+        sample_rows=sample.sample_rows,
+        sample_filtered=sample_filters.sample_filtered,
+        copy_samples=sample_edits.copy_samples,
+        add_bias=sample_edits.add_bias,
+        apply_penalties=sample_edits.apply_penalties,
+        forbid_stops=sample_edits.forbid_stops,
+        forbid_bad_words=sample_edits.forbid_bad_words,
+        score_rows=sample_logprobs.score_rows,
+    )
+
+
+def select_choice(device_type: str, kernels: str = "auto") -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """A CPU's own way from logits to tokens for greedy and temperature sampling; None where there is none."""
+    native = _open_native(kernels) if device_type == "cpu" else None
+    if native is None:
+        return None
+    from quire.kernels.native.ops import NativeOps
+
+    return NativeOps(native).choose

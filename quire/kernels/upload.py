@@ -23,7 +23,9 @@ _TORCH_TYPES: dict[type, torch.dtype] = {
 
 
 def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """The same arrays under the same names, on the device."""
+    """The same arrays under the same names, on the device. On a CPU they are the arrays themselves: make them anew."""
+    if device.type == "cpu":
+        return {name: {key: torch.from_numpy(array) for key, array in part.items()} for name, part in parts.items()}
     arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
     starts = np.cumsum([0, *((array.nbytes + ALIGN - 1) // ALIGN * ALIGN for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,16 +13,28 @@ from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Weight
 
 
-class Embedding(nn.Module):
-    weight: Tensor
+@runtime_checkable
+class PacksTables(Protocol):
+    """A scheme that does not keep an embedding as a tensor."""
 
-    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scale: float = 1.0):
+    def pack_table(self, weight: Weight) -> None: ...
+
+
+class Embedding(nn.Module):
+    weight: Tensor  # or, packed, a list of one matrix that gives out rows
+
+    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scale: float = 1.0,
+                 scheme: Scheme | None = None):  # fmt: skip
         super().__init__()
-        self.weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
+        weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
+        self.weight = weight
         self.scale = torch.tensor(scale, dtype=dtype).item()  # families that scale do it in the type they compute in
+        if isinstance(scheme, PacksTables):
+            scheme.pack_table(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        vectors = functional.embedding(tokens, self.weight)
+        weight: Any = self.weight
+        vectors = weight[0].rows(tokens) if isinstance(weight, list) else functional.embedding(tokens, weight)
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 

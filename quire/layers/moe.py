@@ -71,8 +71,8 @@ class ExpertNames:
         return f"{self.prefix}.experts.{index}.{matrix}.weight"
 
     def stacked(self, matrix: str) -> str:
-        """All experts' matrices in one tensor, as GGUF files keep them."""
-        return f"{self.prefix}.experts.{matrix}.weight"
+        """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
+        return f"{self.prefix}.experts.{matrix}_proj.weight"
 
 
 class Experts(nn.Module):
@@ -102,11 +102,11 @@ class Experts(nn.Module):
             tuple(
                 Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
                 for e in range(num)
-                for matrix, start in zip(matrices, (2 * e * inner, (2 * e + 1) * inner), strict=True)
+                for matrix, start in (("gate", 2 * e * inner), ("up", (2 * e + 1) * inner))
             ),
         )
         down = Weight.stacked([(names.expert(e, names.down), width) for e in range(num)], (inner,), dtype)
-        down.others = ((Part(names.stacked(names.down), (num, width, inner), 0, num * width),),)
+        down.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width),),)
         return cls(gate_up, down, None, None, num, shape.activation)
 
     def weights(self) -> ExpertWeights:

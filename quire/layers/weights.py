@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,34 @@ class Part:
     form: Form | None = None  # how what was read becomes these rows; None: as it is
 
 
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """One part's rows as a checkpoint has them."""
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]  # (first, count) -> those rows as floats, [count, columns]
+    type_name: str = "F32"  # as GGUF calls it
+    blocks: Tensor | None = None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
+    order: Tensor | None = None  # [rows] int64: which row of `blocks` each row is; None: as they come
+
+
+class Packing(Protocol):
+    """How a weight that is no tensor is made of its parts. Weights with equal parts and packings are shared."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Once packed."""
+
+    def pack(self, sources: list[PartSource]) -> Any: ...
+
+
 class Weight(nn.Parameter):
     """A parameter still on meta, with its loading rule."""
 
     parts: tuple[Part, ...]
     others: tuple[tuple[Part, ...], ...]  # other ways in which checkpoints hold the same weight
     stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading
+    packing: Packing | None  # where it ends up as something else than a tensor
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...],
                 others: tuple[tuple[Part, ...], ...] = ()) -> Weight:  # fmt: skip
@@ -41,6 +64,7 @@ class Weight(nn.Parameter):
         weight.parts = parts
         weight.others = others
         weight.stored = dtype
+        weight.packing = None
         return weight
 
     def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
@@ -50,7 +74,7 @@ class Weight(nn.Parameter):
 
     @property
     def stored_bytes(self) -> int:
-        return math.prod(self.shape) * self.stored.itemsize
+        return math.prod(self.shape) * self.stored.itemsize if self.packing is None else self.packing.num_bytes
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
@@ -86,11 +110,15 @@ def iter_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
             yield module, name, weight
 
 
-def put_weight(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a weight on meta by its real tensor."""
-    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+def put_weight(module: nn.Module, name: str, value: Any) -> None:
+    """Replace a weight on meta by its real tensor, or by what it was packed into."""
+    if isinstance(value, Tensor):
+        setattr(module, name, nn.Parameter(value, requires_grad=False))
+    else:
+        delattr(module, name)
+        setattr(module, name, value)
 
 
 def weights_bytes(model: nn.Module) -> int:
     """Bytes the weights will take once loaded, shared ones counted once."""
-    return sum({(w.parts, w.stored): w.stored_bytes for _, _, w in iter_weights(model)}.values())
+    return sum({(w.parts, w.stored, w.stored_bytes): w.stored_bytes for _, _, w in iter_weights(model)}.values())

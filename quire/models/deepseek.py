@@ -181,6 +181,7 @@ def _experts(config: Mapping[str, Any]) -> MoEShape:
         scale=number(config, "routed_scaling_factor", 1.0),
         num_groups=whole(config, "n_group", 1) if grouped else 1,
         top_groups=whole(config, "topk_group", 1) if grouped else 1,
+        exact=True,
     )
     inner = whole(config, "moe_intermediate_size")
     shared = inner * (config.get("n_shared_experts") or 0)

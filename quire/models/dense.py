@@ -6,7 +6,8 @@ The registry names `DenseModel`, the loader builds it on meta and fills it, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,14 @@ from quire.layers.norm import LayerNorm, Norm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
+from quire.layers.stack import make_stack, plan_layer, run_stack
 from quire.layers.step import Step
 from quire.models.dense_config import DenseConfig
 from quire.models.dense_families import read_dense
 from quire.types import CacheSpec
+
+if TYPE_CHECKING:
+    from quire.kernels.native.stack import Stack
 
 EMBEDDING = "model.embed_tokens"
 
@@ -103,7 +108,7 @@ class DenseModel(nn.Module):
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype, config.embedding_scale)
+        self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype, config.embedding_scale, scheme)
         self.layers = nn.ModuleList(
             DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
             for index in range(config.num_layers)
@@ -123,10 +128,26 @@ class DenseModel(nn.Module):
     def read_config(config: Mapping[str, Any]) -> Any:
         return read_dense(config)
 
+    @classmethod
+    def fits_native(cls, config: DenseConfig) -> bool:
+        """Whether the native CPU library can run it: the plain layer of Llama, Mistral and Qwen, in one call."""
+        if cls is not DenseModel:
+            return False
+        names = config.norms
+        return (
+            config.norm.kind == "rms" and names.before_attention is not None and names.before_mlp is not None
+            and names.after_attention is None and names.after_mlp is None and not config.parallel
+            and config.gated and config.activation in ("silu", "swish") and config.qk_norm in ("none", "head")
+            and config.attention_softcap is None and not config.sinks and config.residual_scale == 1.0
+            and config.embedding_scale == 1.0 and len(set(config.ropes)) == 1
+        )  # fmt: skip
+
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
         [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states wanted, [n, width].
         """
+        if self.stack is not None:
+            return run_stack(self.stack, step, self.specs, caches)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         angles = [rope.angles(step.positions) for rope in self.ropes]
         stream = self.embedding(step.tokens)
@@ -141,6 +162,19 @@ class DenseModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab]"""
         return self.head(hidden)
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
+        if self.ops.native is None:
+            return None
+        groups = [spec.group for spec in self.specs]
+        layers = [
+            plan_layer(layer.attention, layer.mlp, groups.index(group))  # type: ignore[arg-type]
+            for layer, group in zip(self.layers, self.layer_groups, strict=True)
+        ]
+        attention: Any = self.layers[0].attention
+        return make_stack(self.ops, self.embedding, layers, self.norm, self.ropes[0], attention)
 
 
 def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

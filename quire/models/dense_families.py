@@ -269,6 +269,16 @@ def _refuse(config: Fields, key: str) -> None:
 
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GEMMA2 = {**_GEMMA, "sliding_window": 4096}
+_GEMMA3 = {  # inside a model with images, its config says little more than where it differs from the 4B one
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 DENSE: dict[str, DenseFamily] = {
@@ -282,7 +292,7 @@ DENSE: dict[str, DenseFamily] = {
     "exaone4": DenseFamily(_exaone4, {"sliding_window": 4096, "rms_norm_eps": 1e-5}),
     "gemma": DenseFamily(_gemma, {**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": DenseFamily(_gemma2, {**_GEMMA2, **_CAPS}),
-    "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, "rope_theta": 1000000.0}),
+    "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, **_GEMMA3}),
     "glm": DenseFamily(_glm, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
     "glm4": DenseFamily(_glm4, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
     "granite": DenseFamily(_granite),

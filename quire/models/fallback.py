@@ -225,7 +225,9 @@ def _import_transformers(model_type: str) -> Any:
         import transformers
     except ImportError:
         what = f"Model type {model_type} is not supported by itself, and transformers, which may know it, is missing."
-        raise QuireError("unsupported_model", what, "pip install 'transformers>=5'") from None
+        raise QuireError(
+            "unsupported_model", what, "pip install 'quire[fallback]', or transformers 5 itself."
+        ) from None
     transformers.AttentionInterface.register(ATTENTION, _paged_attention)
     return transformers
 

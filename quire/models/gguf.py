@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
-from quire.models.gguf_names import style_of
+from quire.models.gguf_names import hf_name, style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
 
@@ -38,6 +38,7 @@ _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
+_MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # architecture -> model_type, where there are experts
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -52,7 +53,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     arch = file.metadata.get("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise unsupported(f"GGUF architecture {arch!r}")
-    if _get(file, "expert_count", 0):
+    num_experts = _get(file, "expert_count", 0)
+    if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
     num_heads, num_layers = _need(file, "attention.head_count"), _need(file, "block_count")
     width = _need(file, "embedding_length")
@@ -71,7 +73,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     return {
         **style.fields,
         **{name: value for name, value in given.items() if value is not None},
-        "model_type": GGUF_ARCHITECTURES[arch],
+        "model_type": _MIXTURES[arch] if num_experts else GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
         "intermediate_size": _need(file, "feed_forward_length"),
@@ -93,6 +95,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "use_bias": has_bias,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
+        **(_experts(file, num_experts) if num_experts else {}),
+        "tensor_types": {hf_name(name, style): tensor.type.name for name, tensor in file.tensors.items()},
     }
 
 
@@ -104,10 +108,14 @@ def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
         raise QuireError("unsupported_model", what, f"Supported are {', '.join(FORMATS)}.")
     row_elements = math.prod(tensor.shape[1:])
     start, stop = (index * row_elements // form.elements * form.num_bytes for index in (first, first + num_rows))
+    return dequantize(raw_blocks(tensor)[start:stop], tensor.type.name).view(num_rows, *tensor.shape[1:])
+
+
+def raw_blocks(tensor: GGUFTensor) -> Tensor:
+    """The tensor's own bytes, [bytes] uint8, as they lie in the mapped file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the map is read-only, and nothing here writes to it
-        data = torch.from_numpy(tensor.data[start:stop])
-    return dequantize(data, tensor.type.name).view(num_rows, *tensor.shape[1:])
+        return torch.from_numpy(tensor.data)
 
 
 def sampling_defaults(file: GGUFFile) -> dict[str, Any]:
@@ -129,6 +137,18 @@ def is_permuted(file: GGUFFile, name: str) -> bool:
 def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
     """[heads * head_dim, ...] with the two halves of each head interleaved -> one half after the other."""
     return tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
+    """These architectures all weight a token's experts so that they add up to one."""
+    fields = {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": _need(file, "expert_used_count"),
+        "norm_topk_prob": True,
+    }
+    if _key(file, "expert_feed_forward_length") in file.metadata:
+        fields["moe_intermediate_size"] = _need(file, "expert_feed_forward_length")
+    return fields
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:

@@ -24,7 +24,13 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+_MIXTRAL = {name: called.replace("mlp.", "block_sparse_moe.") for name, called in _IN_LAYER.items() if "_exps" in name}
+_MIXTRAL["ffn_gate_inp"] = "block_sparse_moe.gate"
 _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -47,7 +53,7 @@ STYLES = {
     "gemma2": GGUFStyle(_AROUND, _RAISED, patterned=True),
     "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
     "granite": GGUFStyle(permuted=True),
-    "llama": GGUFStyle(permuted=True),
+    "llama": GGUFStyle(_MIXTRAL, permuted=True),
     "nemotron": GGUFStyle(fields=_RAISED),
     "olmo2": GGUFStyle(_AROUND),
     "phi3": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),

@@ -27,7 +27,15 @@ from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
-from quire.models.sources import CheckpointFill, GGUFCheckpoint, RandomFill, SafetensorsCheckpoint, fill_model
+from quire.models.sources import (
+    Checkpoint,
+    CheckpointFill,
+    GGUFCheckpoint,
+    RandomFill,
+    SafetensorsCheckpoint,
+    fill_model,
+)
+from quire.models.text_part import TextPart, text_part
 from quire.types import QuireError
 
 FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -55,7 +63,6 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
-    dtype = resolve_dtype(dtype, device, hf_config)
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
@@ -65,12 +72,16 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
+    dtype = resolve_dtype(dtype, device, hf_config)
     tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
     if tried is not ops:
         model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
-    for note in getattr(model, "notes", ()):
+    notes = list(getattr(model, "notes", ()))
+    if file is None and text_part(files.config or {}) is not None:
+        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    for note in notes:
         if progress is None:
             warnings.warn(note, stacklevel=2)
         else:
@@ -84,7 +95,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             checkpoint = GGUFCheckpoint(file, config.head_dim)
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
-            shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            shards: Checkpoint = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            if text_part(files.config or {}) is not None:
+                shards = TextPart(shards)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()
@@ -110,8 +123,10 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    ops = ops or select_ops(device.type)
-    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant)
+    # What the native library can't run keeps its weights as tensors, and the reference ops with them.
+    fits = device.type != "cpu" or getattr(family, "fits_native", lambda config: False)(config)
+    ops = (ops or select_ops(device.type)) if fits else REFERENCE
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
         page_tokens=page_tokens, ops=ops, scheme=scheme,
@@ -136,11 +151,23 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
     return own if own in DTYPES else "bfloat16"
 
 
-def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str) -> tuple[torch.dtype, Scheme]:
+def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
+                   hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
     """What to compute in, and how linears keep their weights."""
+    # On a CPU nobody who leaves the type open wants blocks decoded: they are smaller and faster as they are.
+    types = hf_config.get("tensor_types", {}) if dtype == "auto" else {}
+    dtype = resolve_dtype(dtype, device, hf_config)
     if quant == "fp8":
         _need_cuda("quant=fp8", device, ops)
         return DTYPES[dtype], Fp8(ops)
+    if quant != "none" and (ops.native is None or dtype == "bfloat16"):
+        what = f"quant={quant} needs a CPU and the native kernels, for a model of a family that can use them."
+        raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
+    if ops.native is not None and dtype != "bfloat16":
+        from quire.layers.quant.blocks import Blocks
+
+        floats = "F16" if dtype == "float16" else "F32"
+        return torch.float32, Blocks(ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper())
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)
@@ -166,7 +193,7 @@ def _check_deterministic(model_type: str, dtype: str) -> None:
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
     """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
     experts and models of other people's making are not tried: they have no other path on a GPU."""
-    if ops is REFERENCE or ops is FIXED or not isinstance(config, DenseConfig):
+    if ops is REFERENCE or ops is FIXED or ops.native is not None or not isinstance(config, DenseConfig):
         return ops
     for spec in model.specs:
         if spec.kind == "paged":
@@ -209,7 +236,10 @@ def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, A
 
 
 def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
-    return gguf.read_config(file) if file is not None else dict(files.config or {})
+    if file is not None:
+        return gguf.read_config(file)
+    config = dict(files.config or {})
+    return text_part(config) or config
 
 
 def _resolve_len(requested: int | None, max_positions: int) -> int:

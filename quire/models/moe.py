@@ -170,7 +170,7 @@ def shared_beside_routed(config: Fields) -> MoEShape:
     routing = replace(
         _routing(config), score="sigmoid", normalise=flag(config, "norm_topk_prob", True),
         scale=number(config, "routed_scaling_factor", 1.0), num_groups=groups,
-        top_groups=whole(config, "topk_group", 1), group_members=2 if groups > 1 else 1,
+        top_groups=whole(config, "topk_group", 1), group_members=2 if groups > 1 else 1, exact=True,
     )  # fmt: skip
     inner = whole(config, "moe_intermediate_size")
     shared = inner * (config.get("n_shared_experts") or 0)

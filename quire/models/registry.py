@@ -101,6 +101,7 @@ GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converte
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from quire.files.gguf import GGUFFile
 from quire.files.safetensors import check_safetensors
 from quire.kernels.dequant import dequantize_mxfp4
 from quire.layers.linear import Linear
-from quire.layers.weights import Part, Weight, iter_weights, own_weights, put_weight
+from quire.layers.weights import Part, PartSource, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
 from quire.models.gguf_names import hf_name, style_of
 from quire.types import QuireError
@@ -37,25 +37,42 @@ _NEEDLESS = re.compile(
 )
 
 
-def fill_model(model: nn.Module, fill: Callable[[Weight, Tensor], None], device: torch.device,
-               on_bytes: Callable[[int], None]) -> None:  # fmt: skip
-    """Make every weight of a model on meta real: `fill` gets it and its empty tensor. `on_bytes` hears the progress."""
-    uses = Counter(weight.parts for _, _, weight in iter_weights(model))
-    shared: dict[tuple[Part, ...], Tensor] = {}
+class Fill(Protocol):
+    """Makes the weights of a model on meta real."""
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        """Fill the weight's empty tensor."""
+
+    def sources(self, weight: Weight) -> list[PartSource]:
+        """The parts of a weight that is packed and not kept as a tensor."""
+
+
+def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Callable[[int], None]) -> None:
+    """Make every weight of a model on meta real. `on_bytes` hears the progress."""
+    uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
+    shared: dict[object, Any] = {}
     done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts: what is kept in one form is kept once
     for module in model.modules():
         for name, weight in own_weights(module):
-            tensor = shared.get(weight.parts)
-            if tensor is None:
-                tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-                fill(weight, tensor)
-                if uses[weight.parts] > 1:
-                    shared[weight.parts] = tensor
-            put_weight(module, name, tensor)
-            done[weight.parts, weight.stored] = weight.stored_bytes
+            key = (weight.parts, weight.packing)
+            value = shared.get(key)
+            if value is None:
+                value = _make_real(weight, fill, device)
+                if uses[key] > 1:
+                    shared[key] = value
+            put_weight(module, name, value)
+            done[weight.parts, weight.stored, weight.stored_bytes] = weight.stored_bytes
             on_bytes(sum(done.values()))
         if isinstance(module, Linear):
             module.finish()
+
+
+def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
+    if weight.packing is not None:
+        return weight.packing.pack(fill.sources(weight))
+    tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    fill(weight, tensor)
+    return tensor
 
 
 class RandomFill:
@@ -70,6 +87,12 @@ class RandomFill:
         else:
             tensor.normal_(0, 0.02, generator=self.generator)
 
+    def sources(self, weight: Weight) -> list[PartSource]:
+        def draw(_: int, count: int) -> Tensor:
+            return torch.empty(count, weight.shape[1]).normal_(0, 0.02, generator=self.generator)
+
+        return [PartSource((part.stop - part.start, weight.shape[1]), draw) for part in weight.parts]
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -81,6 +104,8 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
+
+    def source(self, name: str) -> PartSource: ...
 
 
 class CheckpointFill:
@@ -100,6 +125,17 @@ class CheckpointFill:
                 read = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
                 self.checkpoint.read(part.name, read, part.index)
                 target.copy_(part.form(read))
+
+    def sources(self, weight: Weight) -> list[PartSource]:
+        return [self._source(part) for part in weight.parts_in(self.checkpoint.shapes)]
+
+    def _source(self, part: Part) -> PartSource:
+        if part.index is None and part.form is None:
+            return self.checkpoint.source(part.name)
+        rows = torch.empty(part.shape if part.index is None else part.shape[1:])
+        self.checkpoint.read(part.name, rows, part.index)
+        rows = rows if part.form is None else part.form(rows)
+        return PartSource(tuple(rows.shape), lambda first, count: rows[first : first + count])
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -188,11 +224,21 @@ class SafetensorsCheckpoint:
         else:
             target.copy_(self._read(name, index))
 
+    def source(self, name: str) -> PartSource:
+        def read(first: int, count: int) -> Tensor:
+            return self._file_of(name).get_slice(name)[first : first + count]
+
+        return PartSource(self.shapes[name], read)
+
     def _read(self, name: str, index: int | None) -> Tensor:
+        file = self._file_of(name)
+        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
+
+    def _file_of(self, name: str) -> safe_open:
         shard = self._shard_of[name]
         if self._open is None or self._open[0] != shard:
             self._open = (shard, safe_open(shard, framework="pt"))
-        return self._open[1].get_tensor(name) if index is None else self._open[1].get_slice(name)[index]
+        return self._open[1]
 
 
 class GGUFCheckpoint:
@@ -218,3 +264,18 @@ class GGUFCheckpoint:
         for first in range(0, tensor.shape[0], step):
             rows = gguf.read_rows(tensor, first, min(step, tensor.shape[0] - first))
             target[first : first + step].copy_(gguf.unpermute(rows, self.head_dim) if permuted else rows)
+
+    def source(self, name: str) -> PartSource:
+        tensor = self._tensors[name]
+        order = None
+        if gguf.is_permuted(self.file, name):
+            order = gguf.unpermute(torch.arange(tensor.shape[0]), self.head_dim)
+
+        def read(first: int, count: int) -> Tensor:
+            if order is None:
+                return gguf.read_rows(tensor, first, count)
+            rows = order[first : first + count]
+            low = int(rows.min())
+            return gguf.read_rows(tensor, low, int(rows.max()) + 1 - low)[rows - low]
+
+        return PartSource(tensor.shape, read, tensor.type.name, gguf.raw_blocks(tensor), order)

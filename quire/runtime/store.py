@@ -6,8 +6,10 @@ only ever receives finite values, so that what attention masks out can't be NaN.
 
 from __future__ import annotations
 
+import math
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +29,7 @@ class CacheStore:
         self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> its own
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
-        self._device = [torch.zeros(unit_shape(s, n), dtype=_dtype(s), device=device)
-                        for s, n in zip(specs, num_units, strict=True)]  # fmt: skip
+        self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
         self._host: dict[int, Tensor] = {}  # allocated when first needed: pinning gigabytes takes seconds
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
 
@@ -72,6 +73,14 @@ class CacheStore:
             shape = unit_shape(spec, self._num_host_units[group])
             self._host[group] = torch.zeros(shape, dtype=_dtype(spec), pin_memory=self._pin)
         return self._host[group]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU as memory the system zeroes when it is first touched: clearing gigabytes now would take a second."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def _checksums_of(moved: Tensor, dim: int) -> list[int]:

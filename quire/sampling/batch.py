@@ -91,11 +91,24 @@ class LogprobsAsked:
 
 
 @dataclass(slots=True)
-class Plain:
-    """Every sample is greedy or drawn by temperature alone: one fused kernel can do the step."""
+class Draws:
+    """How every sample is drawn, in their order: the cohorts again, for kernels that take rows as they come."""
 
     key: Tensor  # [samples] int64
     inv_temperature: Tensor  # [samples] float32; 0: greedy
+    top_k: Tensor  # [samples] int64; 0: off
+    top_p: Tensor  # [samples] float64
+    min_p: Tensor  # [samples] float32
+    top_n_sigma: Tensor  # [samples] float32
+    any_filter: bool  # False: every sample is greedy or drawn by temperature alone
+
+
+@dataclass(slots=True)
+class Edited:
+    """Samples that anything but a grammar's mask edits."""
+
+    samples: Tensor  # [n] int64
+    places: Tensor  # [samples] int32: where a sample stands in `samples`; -1: nowhere
 
 
 @dataclass(slots=True)
@@ -108,7 +121,8 @@ class Batch:
     min_tokens: MinTokens | None = None
     bad_words: BadWords | None = None
     logprobs: LogprobsAsked | None = None
-    plain: Plain | None = None  # None: some sample asks for more
+    draws: Draws | None = None  # None: there is no sample
+    edited: Edited | None = None
 
     @property
     def edits(self) -> bool:
@@ -118,3 +132,16 @@ class Batch:
     @property
     def needs_history(self) -> bool:
         return any(part is not None for part in (self.penalties, self.dry, self.bad_words))
+
+
+@dataclass(slots=True)
+class Histories:
+    """The tokens each sample follows, on the device: row `rows[s]` of `tokens`, up to `lengths[s]`."""
+
+    tokens: Tensor  # [max_rows, max_len] int32 or int64; past a row's length lies anything
+    rows: Tensor  # [samples] int64
+    lengths: Tensor  # [samples] int64: tokens before the sampled one, which is also the sampled one's position
+    len_bounds: list[int]  # host upper bounds of `lengths`
+
+    def max_len(self, samples: list[int]) -> int:
+        return min(max(self.len_bounds[s] for s in samples), self.tokens.shape[1])

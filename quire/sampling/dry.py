@@ -17,8 +17,17 @@ _HASH_BASE = 0x2545F4914F6CDD1D  # any odd number with well-spread bits
 _MAX_PENALTY = 1e9  # as good as forbidden, yet a row with nothing else to say still has an order
 
 
-def apply_dry(logits: Tensor, ask: Dry, history: Tensor, lengths: Tensor, rows: Tensor, max_len: int) -> None:
-    """`max_len` is the host's upper bound for the lengths of the rows that ask; true lengths stay on the device."""
+def apply_dry(
+    logits: Tensor,
+    ask: Dry,
+    history: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    max_len: int,
+    logit_rows: Tensor | None = None,
+) -> None:
+    """`max_len` is the host's upper bound for the lengths of the rows that ask; true lengths stay on the device.
+    `logit_rows` [samples]: which row of `logits` is a sample's, if not the one of its number."""
     vocab_size = logits.shape[1]
     tokens = history[:, :max_len].index_select(0, rows[ask.samples]).to(torch.int64)  # [rows, max_len]
     lengths = lengths[ask.samples].to(torch.int64)[:, None]  # [rows, 1]
@@ -42,7 +51,7 @@ def apply_dry(logits: Tensor, ask: Dry, history: Tensor, lengths: Tensor, rows: 
     next_tokens = tokens.roll(-1, 1)
     worst = torch.zeros(len(tokens), vocab_size, device=logits.device)
     worst.scatter_reduce_(1, next_tokens, penalty, "amax")
-    logits.index_add_(0, ask.samples, worst, alpha=-1)
+    logits.index_add_(0, ask.samples if logit_rows is None else logit_rows[ask.samples], worst, alpha=-1)
 
 
 def _match_lengths(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ from quire.sampling.batch import (
     Batch,
     Bias,
     Cohort,
+    Draws,
     Dry,
+    Edited,
     LogprobsAsked,
     MinTokens,
     Penalties,
-    Plain,
 )
 from quire.sampling.noise import stream_key
 from quire.types import RowInit, SamplingParams
@@ -186,12 +187,8 @@ class _Gathering:
         if 0 < len(asked) < len(self.rows):
             self.parts["logprobs"] = {"samples": asked}
 
-        columns = self.columns
-        filtered = (columns["top_p"] < 1) | (columns["min_p"] > 0) | (columns["top_n_sigma"] > 0)
-        greedy = columns["width"] == GREEDY
-        if set(widths) <= {GREEDY, EVERYTHING} and not (filtered & ~greedy).any():
-            scale = np.where(greedy, np.float32(0), columns["inv_temperature"])
-            self.parts["plain"] = {"key": columns["key"], "inv_temperature": scale}
+        any_filter = self._add_draws()
+        self._add_edited()
 
         sent = upload(self.parts, device)
         batch = Batch(len(self.rows), [self._cohort(width, sent[f"cohort {width}"]) for width in widths])
@@ -205,8 +202,10 @@ class _Gathering:
             batch.penalties = self._penalties(sent["penalties"])
         if "dry" in sent:
             batch.dry = Dry(**sent["dry"], host_samples=self.parts["dry"]["samples"].tolist())
-        if "plain" in sent and not batch.edits:
-            batch.plain = Plain(**sent["plain"])
+        if "draws" in sent:
+            batch.draws = Draws(**sent["draws"], any_filter=any_filter)
+        if "edited" in sent:
+            batch.edited = Edited(**sent["edited"])
         if len(asked):
             samples = sent["logprobs"]["samples"] if "logprobs" in sent else None
             batch.logprobs = LogprobsAsked(samples, asked.tolist(), self.columns["num_top"][asked].tolist())
@@ -227,6 +226,30 @@ class _Gathering:
             any_min_p=bool((host["min_p"] > 0).any()),
             any_sigma=bool((host["top_n_sigma"] > 0).any()),
         )
+
+    def _add_draws(self) -> bool:
+        """Also tells whether any sample has filters."""
+        columns = self.columns
+        if not len(self.rows):
+            return False
+        greedy = columns["width"] == GREEDY
+        scale = np.where(greedy, np.float32(0), columns["inv_temperature"])
+        top_k = np.where(columns["width"] == EVERYTHING, 0, columns["top_k"])
+        self.parts["draws"] = {"key": columns["key"], "inv_temperature": scale, "top_k": top_k}
+        self.parts["draws"] |= {name: columns[name] for name in ("top_p", "min_p", "top_n_sigma")}
+        filtered = (top_k > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0) | (columns["top_n_sigma"] > 0)
+        return bool((filtered & ~greedy).any())
+
+    def _add_edited(self) -> None:
+        owners = [self.parts[name]["owners"] for name in ("min_tokens", "bad_words") if name in self.parts]
+        owners += [self.parts[name]["samples"] for name in ("penalties", "dry") if name in self.parts]
+        if "bias" in self.parts:
+            owners.append(self.parts["bias"]["cells"] // self.vocab_size)
+        if owners:
+            samples = np.unique(np.concatenate(owners))
+            places = np.full(len(self.rows), -1, np.int32)
+            places[samples] = np.arange(len(samples), dtype=np.int32)
+            self.parts["edited"] = {"samples": samples, "places": places}
 
     def _add_bias(self, listed: list[tuple[int, _Lists]]) -> None:
         cells = np.concatenate([sample * self.vocab_size + lists.bias_ids for sample, lists in listed])

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.sampling.batch import GREEDY, Batch, Cohort, LogprobsAsked
+from quire.kernels.table import SamplingOps
+from quire.sampling.batch import GREEDY, Batch, Cohort, Histories, LogprobsAsked
 from quire.sampling.dry import apply_dry
 from quire.sampling.edits import add_bias, apply_mask, forbid_bad_words, forbid_stops
 from quire.sampling.filters import narrow
+from quire.sampling.fused import FusedSampling
 from quire.sampling.logprobs import Logprobs, score, to_records
 from quire.sampling.noise import Noise
 from quire.sampling.penalties import apply_penalties
@@ -46,36 +48,29 @@ class HostSampled:
     logprobs: dict[int, TokenLogprobs]  # sample -> its record, where asked for
 
 
-@dataclass(slots=True)
-class Histories:
-    """The tokens each sample follows, on the device: row `rows[s]` of `tokens`, up to `lengths[s]`."""
-
-    tokens: Tensor  # [max_rows, max_len] int32 or int64; past a row's length lies anything
-    rows: Tensor  # [samples] int64
-    lengths: Tensor  # [samples] int64: tokens before the sampled one, which is also the sampled one's position
-    len_bounds: list[int]  # host upper bounds of `lengths`
-
-    def max_len(self, samples: list[int]) -> int:
-        return min(max(self.len_bounds[s] for s in samples), self.tokens.shape[1])
-
-
 # logits [samples, vocab], keys, positions, inverse temperatures (0: greedy), packed mask -> tokens, bad
-FusedChoice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device | str, fused: FusedChoice | None = None):
-        """`fused`: the device's own kernel for plain batches, with the same noise."""
+    def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
+                 plain: Choice | None = None):  # fmt: skip
+        """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for steps
+        whose samples are all greedy or drawn by temperature alone."""
         self.noise = Noise(vocab_size, device)
-        self._fused = fused
+        self._fused = None if ops is None else FusedSampling(ops)
+        self._plain = plain
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
         """Choose a token for each row of `logits` [samples, vocab], which stay as they are. `mask`: what a grammar
         allows (see `apply_mask`)."""
         packed = mask is None or mask.dtype != torch.bool
-        if self._fused is not None and batch.plain is not None and packed:
-            plain = batch.plain
-            tokens, bad = self._fused(logits, plain.key, histories.lengths, plain.inv_temperature, mask)
+        if self._fused is not None and batch.draws is not None and packed:
+            tokens, bad = self._fused.choose(logits, batch, histories, mask)
+            return Sampled(tokens, bad, self._fused.score(logits, tokens, batch))
+        draws = batch.draws
+        if self._plain is not None and packed and draws is not None and not draws.any_filter and not batch.edits:
+            tokens, bad = self._plain(logits, draws.key, histories.lengths, draws.inv_temperature, mask)
             return Sampled(tokens, bad, self._score(logits, tokens, batch))
         logits = logits.float()
         edited = edit(logits, batch, histories, mask)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.sampling.batch import Batch
+from quire.sampling.batch import Batch, Histories
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Histories
 from quire.types import RowInit, SamplingParams
 
 
@@ -46,20 +45,22 @@ def resolved(**params) -> SamplingParams:
     return SamplingParams(**params).resolve()
 
 
-def set_up(cases: list[Case], vocab_size: int, rng: np.random.Generator | None = None) -> tuple[Batch, Histories]:
+def set_up(
+    cases: list[Case], vocab_size: int, rng: np.random.Generator | None = None, device: str = "cpu"
+) -> tuple[Batch, Histories]:
     """Cases spread over rows of a larger house, whose unused places hold rubbish."""
     rng = rng or np.random.default_rng(0)
     max_rows = len(cases) + 5
     rows = rng.permutation(max_rows)[: len(cases)].tolist()
     max_len = max(len(case.history) for case in cases) + 3
     tokens = torch.from_numpy(rng.integers(-1, vocab_size, (max_rows, max_len)).astype(np.int32))
-    sampling = SamplingRows(max_rows, vocab_size, "cpu")
+    sampling = SamplingRows(max_rows, vocab_size, device)
     for row, case in zip(rows, cases, strict=True):
         tokens[row, : len(case.history)] = torch.tensor(case.history, dtype=torch.int32)
         sampling.set(case.init(row))
-    lengths = torch.tensor([len(case.history) for case in cases])
+    lengths = torch.tensor([len(case.history) for case in cases], device=device)
     bounds = [len(case.history) + int(rng.integers(0, 3)) for case in cases]
-    return sampling.gather(rows), Histories(tokens, torch.tensor(rows), lengths, bounds)
+    return sampling.gather(rows), Histories(tokens.to(device), torch.tensor(rows, device=device), lengths, bounds)
 
 
 def random_logits(rng: np.random.Generator, num_rows: int, vocab_size: int) -> np.ndarray:

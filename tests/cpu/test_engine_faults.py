@@ -32,22 +32,33 @@ class Faulty:
         if self.fault == "raise" and poisoned.any():
             raise RuntimeError("device says no")
         if self.fault == "nan" and poisoned.any():
-            embedding = self._model.embedding.weight
-            saved = embedding[POISON].clone()
-            embedding[POISON] = float("nan")  # keys and values of that token are NaN too
+            row = embedding_row(self._model, POISON)
+            saved = row.clone()
+            row.fill_(float("nan"))  # keys and values of that token are NaN too
             try:
                 return self._model.forward(step, caches)
             finally:
-                embedding[POISON] = saved
+                row.copy_(saved)
         return self._model.forward(step, caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load(make_tiny("llama", Path(tmp_path_factory.mktemp("llama")))[1])
+def embedding_row(model: Any, token: int) -> Tensor:
+    """Where a token's vector lies, to be written to: in a plain tensor or in a float matrix of the native kernels."""
+    weight = model.embedding.weight
+    if isinstance(weight, Tensor):
+        return weight[token]
+    matrix, lanes = weight[0], weight[0].native.lanes
+    start = matrix.desc.data - matrix.memory.data_ptr()
+    tiles = matrix.memory[start : start + matrix.memory.numel() - 64].view(torch.float32)
+    return tiles.view(-1, matrix.shape[1], lanes)[token // lanes, :, token % lanes]
+
+
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(make_tiny("llama", Path(tmp_path_factory.mktemp("llama")))[1], kernels=request.param)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -142,7 +142,7 @@ def test_sampling_defaults_come_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arch", "metadata", "code", "word"), [
     ("mamba", {}, "unsupported_model", "mamba"),
-    ("llama", {"llama.expert_count": 8}, "unsupported_model", "mixture"),
+    ("qwen2", {"qwen2.expert_count": 8}, "unsupported_model", "mixture"),
     ("llama", {"llama.rope.scaling.type": "longrope"}, "unsupported_model", "longrope"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_named(arch: str, metadata: dict, code: str, word: str, tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, page_tokens: int = 4) -> LoadedModel:
+def load(folder: Path, page_tokens: int = 4, kernels: str = "torch") -> LoadedModel:
     files = resolve_model(str(folder))
-    return load_model(files, dtype="auto", device=torch.device("cpu"), max_model_len=None, page_tokens=page_tokens)
+    cpu = torch.device("cpu")
+    return load_model(files, dtype="auto", device=cpu, max_model_len=None, page_tokens=page_tokens, kernels=kernels)
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -58,16 +59,20 @@ def run_mixed(harness: PagedHarness, rows: list[HarnessRow], seed: int) -> list[
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers_in_mixed_batches(variant: str, tmp_path: Path) -> None:
+    """In plain torch, as one native call, and through the native ops one by one."""
     family, overrides = VARIANTS[variant]
     reference, folder = make_tiny(family, tmp_path, **overrides)
-    model = load(folder).model
-    seed = 11
-    rng = random.Random(seed)
-    rows = [HarnessRow([rng.randrange(256) for _ in range(size)]) for size in (1, 19, 40, 7, 33, 64)]
-    got = run_mixed(PagedHarness(model, num_pages=80, seed=seed, bound_slack=6), rows, seed)
-    with torch.inference_mode():
-        for row, logits in zip(rows, got, strict=True):
-            assert_close(logits, reference(torch.tensor([row.tokens])).logits[0])
+    native: Any = load(folder, kernels="auto").model
+    by_ops: Any = load(folder, kernels="auto").model
+    by_ops.__dict__["stack"] = None
+    for model in (load(folder).model, native, by_ops):
+        seed = 11
+        rng = random.Random(seed)
+        rows = [HarnessRow([rng.randrange(256) for _ in range(size)]) for size in (1, 19, 40, 7, 33, 64)]
+        got = run_mixed(PagedHarness(model, num_pages=80, seed=seed, bound_slack=6), rows, seed)
+        with torch.inference_mode():
+            for row, logits in zip(rows, got, strict=True):
+                assert_close(logits, reference(torch.tensor([row.tokens])).logits[0])
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
@@ -106,6 +111,9 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     assert model.head.linear.weight.data_ptr() == model.embedding.weight.data_ptr()
     total = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
     assert loaded.weights_bytes == total
+    packed: Any = load(tmp_path, kernels="auto")
+    assert packed.model.head.linear.weight is packed.model.embedding.weight
+    assert packed.weights_bytes == total
 
 
 def test_rope_divisors_divide_the_frequencies() -> None:

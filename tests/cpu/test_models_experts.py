@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, dr
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import load, make_engine
+from tests.cpu.tiny_gguf import write_gguf
 
 TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
 
@@ -103,6 +105,24 @@ def test_stacked_experts_are_the_same(tmp_path: Path) -> None:
             tensors[f"{prefix}.{matrix}.weight"] = torch.stack(parts)
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal(tmp_path, reference)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "llama"])
+def test_experts_of_gguf_files(arch: str, tmp_path: Path) -> None:
+    """Quantized, and as llama.cpp's converter names them; Mixtral calls itself llama there."""
+    fields = {**TINY, "num_experts_per_tok": 2, "intermediate_size": 64}
+    config = MixtralConfig(**fields, num_local_experts=4) if arch == "llama" else Qwen3MoeConfig(
+        **fields, num_experts=4, moe_intermediate_size=32, head_dim=16, norm_topk_prob=True)  # fmt: skip
+    reference = save_checkpoint(Family("", lambda: config, draw_sharp), tmp_path)
+    for name, parameter in reference.named_parameters():
+        if name.endswith("experts.down_proj"):  # what Q8_0 keeps of it
+            kind = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quants.quantize(parameter.detach().numpy(), kind)
+            parameter.data.copy_(torch.from_numpy(gguf.quants.dequantize(array, kind)))
+    metadata = {f"{arch}.expert_count": 4, f"{arch}.expert_used_count": 2, f"{arch}.expert_feed_forward_length": 32}
+    types = {r"blk\.\d+\.ffn_down_exps\.weight": "Q8_0"}
+    write_gguf(reference, arch, tmp_path / "tiny.gguf", types=types, metadata=metadata)
+    assert_equal(tmp_path / "tiny.gguf", reference)
 
 
 def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:

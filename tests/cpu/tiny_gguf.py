@@ -6,6 +6,7 @@ Both directions go through the `gguf` package and numpy, so they share nothing w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _NAMES = (
     (r"self_attn\.([qkv])_proj", r"attn_\1"),
     (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
     (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
+    (r"mlp\.gate\.", "ffn_gate_inp."),
 )
 
 
@@ -68,7 +70,7 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
             writer.add_layer_norm_eps(getattr(config, name))
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _split_experts(model.state_dict()):
         if (name == "lm_head.weight" and config.tie_word_embeddings) or called(name) == without:
             continue
         if "norm" in name and name.endswith("weight") and arch in RAISED:
@@ -83,6 +85,16 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers keeps gates above ups in one tensor, GGUF each on its own."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for kind, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield name.replace("mlp.experts.gate_up_proj", f"ffn_{kind}_exps.weight"), part
+        else:
+            yield name.replace("mlp.experts.down_proj", "ffn_down_exps.weight"), tensor
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, types: dict[str, str]) -> None:

@@ -115,3 +115,23 @@ def test_logprobs_come_with_the_deltas(client) -> None:
     whole = events[-1].response.output[0].content[0].logprobs
     assert len(whole) == 4 and [entry.token for entry in told] == [entry.token for entry in whole[: len(told)]]
     assert len(told) >= 3
+
+
+def test_functions_in_a_namespace(client) -> None:
+    """As Codex sends them: the model knows a function by both names, the client gets them back as two."""
+    space = {"type": "namespace", "name": "agents", "description": "Others.", "tools": TOOLS}
+    said = CALL.replace('"weather"', '"agents.weather"')
+    for streamed in (False, True):
+        reply = client.responses.create(model="parrot", input=said, tools=[space, *TOOLS], stream=streamed)
+        if streamed:
+            events = list(reply)
+            done = next(event for event in events if event.type == "response.function_call_arguments.done")
+            assert done.name == "weather"
+            reply = events[-1].response
+        (call,) = reply.output
+        assert (call.type, call.name, call.namespace) == ("function_call", "weather", "agents")
+    back = [{"role": "user", "content": "x"}, call.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+            {"role": "user", "content": "Thanks."}]  # fmt: skip
+    again = client.responses.create(model="parrot", input=back, tools=[space])
+    assert again.output_text == "Thanks."

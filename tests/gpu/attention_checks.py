@@ -84,8 +84,26 @@ def check_latent(where: Where) -> None:
                     close(out, want, dtype, f"latent attention {heads} heads of {rank} + {rope_dim}, counts {counts}")
 
 
+def check_latent_fp8(where: Where) -> None:
+    """An FP8 cache: written by the one kernel, read by the other, against what its rounded entries give."""
+    from quire.kernels.triton import attention
+    from quire.kernels.triton.latent import latent_attention
+
+    heads, rank, rope_dim, lens = (128, 512, 64, [900, 33]) if where.large else (5, 32, 16, [30, 9])
+    dtype = where.dtypes[-1]
+    for counts in ([1, 1], [5, 1]):
+        batch = Paged.make(where, dtype, counts, lens, heads, 1, rank + rope_dim, 16)
+        small = batch.k_cache.clamp(-400, 400).to(torch.float8_e4m3fn)
+        batch.k_cache = batch.v_cache = small.to(dtype)
+        plan = attention.plan_attention(batch.page_table, batch.positions, counts, lens, 16, None, dtype)
+        want = batch.expected(0.05, None, None).view(-1, heads, rank + rope_dim)[..., :rank].transpose(0, 1)
+        q_latent, q_rope = batch.q[..., :rank].transpose(0, 1).contiguous(), batch.q[..., rank:].contiguous()
+        close(latent_attention(q_latent, q_rope, small, plan, 0.05), want, dtype, f"latent attention, FP8, {counts}")
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "sinks": check_sinks,
     "latent_write": check_latent_write,
     "latent": check_latent,
+    "latent_fp8": check_latent_fp8,
 }

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.gpu import attention_checks, expert_checks, kernel_checks
+from tests.gpu import attention_checks, expert_checks, kernel_checks, sampling_checks
 
-CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **expert_checks.CHECKS}
+CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **expert_checks.CHECKS, **sampling_checks.CHECKS}

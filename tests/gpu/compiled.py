@@ -30,6 +30,9 @@ from quire.kernels.triton import (
     rope,
     route,
     sample,
+    sample_edits,
+    sample_filters,
+    sample_logprobs,
     skinny,
 )
 
@@ -74,6 +77,7 @@ def main() -> None:
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
+    compile_sampling(places)
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
     compile_experts()
@@ -132,6 +136,26 @@ def compile_recurrent() -> None:
             weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
             for each in (plan, many):
                 recurrent.mamba2(x, weights, shape, state, each)
+
+
+def compile_sampling(places: torch.Tensor) -> None:
+    """As real steps call them: bfloat16 logits, some of them edited in float32, and a grammar's mask."""
+    vocab = 151936
+    logits, ones = torch.zeros(4, vocab, dtype=torch.bfloat16), torch.ones(4)
+    mask = torch.zeros(4, vocab // 32, dtype=torch.int32)
+    edited = (torch.zeros(2, vocab), torch.zeros(4, dtype=torch.int32))
+    filters = (places, ones.double(), ones, ones)
+    for given in ({}, {"mask": mask, "edited": edited}):
+        sample.sample_rows(logits, places, places, ones, **given)
+        sample_filters.sample_filtered(logits, places, places, ones, *filters, **given)
+    copies, rows = edited
+    cells, history = torch.arange(100), torch.zeros(9, 4096, dtype=torch.int32)
+    sample_edits.copy_samples(logits, places)
+    sample_edits.add_bias(copies, rows, cells, torch.zeros(100))
+    sample_edits.forbid_stops(copies, rows, cells, cells, cells, places)
+    sample_edits.forbid_bad_words(copies, rows, cells, cells, cells[:, None].repeat(1, 3), history, places, places)
+    sample_edits.apply_penalties(copies, rows, places, places, ones, ones, ones, history, places, places)
+    sample_logprobs.score_rows(logits, places, places, 20)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,43 +15,11 @@ from quire.kernels import reference
 from quire.kernels.angles import Angles
 from quire.kernels.recurrent import RecurrentShape
 from tests.gpu.recurrent_checks import check_recurrent
+from tests.gpu.where import Where
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
 
 GARBAGE = 1.0e4  # what lies in slots nobody has written: finite, as caches promise, and fatal to any sum it leaks into
-
-
-@dataclass(frozen=True)
-class Where:
-    """On which device, how big, and with which random numbers."""
-
-    device: str
-    large: bool
-    dtypes: tuple[torch.dtype, ...]
-    seed: int
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(self.seed)
-
-    @property
-    def random(self) -> random.Random:
-        return random.Random(self.seed)
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(dtype)
-
-    def settle(self) -> None:
-        """Wait for the device. Kernels may read weights before the kernel launched just before them has ended: weights
-        are not supposed to be new, as they are in these tests."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def poison(self) -> None:
-        """Fill the memory that the next outputs will be made in with NaN: the allocator hands out again what was just
-        freed, so an element that a kernel leaves unwritten is found."""
-        if self.device == "cuda":
-            blocks = [torch.full((2**size,), -1, dtype=torch.int8, device="cuda") for size in range(9, 24)]
-            del blocks
 
 
 def close(out: Tensor, expected: Tensor, dtype: torch.dtype, what: str, bound: float | None = None) -> None:

@@ -21,6 +21,7 @@ from quire.files.gguf import open_gguf
 from quire.files.source import resolve_model
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.models import gguf
+from quire.models.gguf_names import hf_name
 from quire.text.loading import load_tokenizer
 
 NUM_WINDOWS, WINDOW = 8, 256  # of text
@@ -40,7 +41,7 @@ def make(target: Path, model: str = "smollm2") -> None:
     places = {old: new for new, old in enumerate(kept)}
     parts: dict[str, np.ndarray] = {"tokens": np.array([places[i] for i in ids], np.int32).reshape(-1, WINDOW)}
     for tensor in file.tensors.values():
-        name = gguf.hf_name(tensor.name)
+        name = hf_name(tensor.name)
         form = FORMATS[tensor.type.name]
         row_bytes = int(np.prod(tensor.shape[1:])) // form.elements * form.num_bytes
         raw = torch.from_numpy(np.array(tensor.data)).view(tensor.shape[0], row_bytes) if row_bytes else None

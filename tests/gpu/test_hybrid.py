@@ -38,5 +38,5 @@ def test_hybrids_on_a_gpu_equal_the_cpu(name: str, tmp_path: Path) -> None:
         engine, _ = build_engine(model, override_config(Config(), knobs), 256, device)
         for warm in (False, True):
             assert run(engine, prompts, GREEDY) == expected, f"{preemption}, {num_pages} pages, warm={warm}"
-    graphs = engine._workers._graphs
+    graphs = engine.workers._inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"

@@ -52,6 +52,11 @@ def test_a_model_of_states_alone_gets_slots_for_all_of_it() -> None:
     assert made.capacity_tokens == 32768
 
 
+def test_tiny_states_do_not_take_all_there_is() -> None:
+    tiny = CacheSpec("state", "state", (0,), (100,), "float32")
+    assert plan([tiny], 20 * GIB, max_rows=4, max_model_len=1024).num_units == (1 + 4 * 64,)
+
+
 def test_exact_numbers_are_taken() -> None:
     assert plan([PAGES, STATE], 56 * GIB, num_pages=1000, num_slots=50).num_units == (1000, 50)
     made = plan([PAGES, STATE], 56 * GIB, num_slots=50)

@@ -60,7 +60,8 @@ def test_json_is_one_object_with_everything(
     run_doctor("--json", "--depth", "2", "--hub-token", "s3cret")
     out = capsys.readouterr().out
     report = json.loads(out)
-    assert set(report) == {"versions", "machine", "devices", "gpu", "cache", "config", "model", "missing"}
+    parts = {"versions", "machine", "devices", "gpu", "cpu_kernels", "cache", "config", "model", "missing"}
+    assert set(report) == parts
     assert report["versions"]["quire"] == quire.__version__
     assert report["machine"]["num_usable_cores"] >= 1
     assert report["cache"]["models"] == [
@@ -244,3 +245,14 @@ def test_kernels_are_shown_with_their_reasons() -> None:
     assert ("op: attention", "torch", "the Triton kernel failed (PTXASError)") in rows
     assert ("FlashAttention", "2.8.3, not used: no op has a row for it") in rows
     assert ("FlashInfer", "not installed") in rows
+
+
+def test_missing_cpu_kernels_are_named_with_a_way_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine_native", lambda: {"isa": None, "trouble": "they were not built"})
+    install_report(monkeypatch, lambda config: Report())
+    run_doctor("--json")
+    missing = json.loads(capsys.readouterr().out)["missing"]
+    found = next(item for item in missing if "fast CPU kernels" in item["what"])
+    assert "they were not built" in found["what"] and "g++" in found["how"] and not found["required"]

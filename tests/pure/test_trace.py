@@ -70,8 +70,8 @@ class _Sampled:
 def test_masks_are_filled_while_the_forward_pass_runs(tmp_path: Path, depth: int) -> None:
     rig = Rig(depth=depth, num_pages=200, max_batch_tokens=64, chunk_tokens=64)
     engine, tracer = rig.engine, FileTracer(tmp_path / "trace.json")
-    device = ThreadedDevice(engine._workers, tracer)
-    engine.tracer, engine._workers, engine._fill_masks = tracer, device, device.fill
+    device = ThreadedDevice(engine.workers, tracer)
+    engine.tracer, engine.workers, engine._fill_masks = tracer, device, device.fill
     compiler = GrammarCompiler(TOKENS, (VOCAB - 1,))
     for place in range(3):
         grammar = compiler.compile(GrammarSpec("regex", "[B-F]{12}"))

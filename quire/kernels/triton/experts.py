@@ -238,7 +238,8 @@ def tune(num_pairs: int, num_experts: int) -> ExpertsTuning:
         return ExpertsTuning(32, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
     if share <= 48:
         return ExpertsTuning(64, ProductTuning(64, 64, 4, 4), ProductTuning(128, 64, 4, 4))
-    return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(256, 64, 8, 4))
+    # The second product has few columns: two programs to a multiprocessor hide each other's beginning and end.
+    return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(128, 64, 4, 3))
 
 
 def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None,

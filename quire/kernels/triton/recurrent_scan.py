@@ -2,8 +2,9 @@
 
 With S a head's matrix at a chunk's start and G the running sum of its decays, what the chunk's tokens write is
 U = T (beta V) - T (beta exp(G) K) S', where T is the inverse of a unit lower triangular matrix (see
-`reference_recurrent`). T knows nothing of S, so all chunks of all rows make their two products at once; the walk from
-chunk to chunk is left with plain matrix products. Mamba2 has no T: what it writes is there from the start.
+`reference_recurrent`). T knows nothing of S, so all chunks of all rows make their two products at once, and their
+scores; the walk from chunk to chunk is left with plain matrix products. Mamba2 has no T: what it writes is there from
+the start.
 """
 
 from __future__ import annotations
@@ -127,11 +128,12 @@ def _invert(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _prepare_kernel(
-    x_ptr, mixed_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, tiles_ptr, x_stride,
+    x_ptr, mixed_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, scores_ptr, tiles_ptr, x_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one chunk. What its tokens write into a state of zeros, and how a state changes that."""
+    """One program: one head of one chunk. What its tokens write into a state of zeros, how a state changes that, and
+    how much each token reads of what the others wrote."""
     let_next_start(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -146,19 +148,22 @@ def _prepare_kernel(
     in_value = valid[:, None] & (values < VALUE)[None, :]
     mixed_ptr += tokens[:, None] * CHANNELS
     k = tl.load(mixed_ptr + (GROUPS + group) * KEY + keys[None, :], mask=in_key, other=0.0)
-    v = tl.load(mixed_ptr + 2 * GROUPS * KEY + head * VALUE + values[None, :], mask=in_value, other=0.0)
     column = CHANNELS + HEADS * VALUE + head
     beta = tl.sigmoid(tl.load(x_ptr + tokens * x_stride + column, mask=valid, other=0.0).to(tl.float32))
     _, decay = _decay(x_ptr, x_stride, tokens, valid, column + HEADS, a_log, dt_bias, 0.0, 0.0, True)
     total = tl.cumsum(decay, 0)
+    place = (tokens * HEADS + head)[:, None]
+    between = tl.exp(tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -1e30))
+    q = tl.load(mixed_ptr + group * KEY + keys[None, :], mask=in_key, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    tl.store(scores_ptr + place * TOKENS + n[None, :], scores.to(scores_ptr.dtype.element_ty), mask=valid[:, None])
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    seen = n[:, None] > n[None, :]
-    between = tl.exp(tl.where(seen, total[:, None] - total[None, :], -1e30))
-    inverse = _invert(products * between * beta[:, None], TOKENS, PRECISION).to(k.dtype)
+    lower = tl.where(n[:, None] > n[None, :], products * between * beta[:, None], 0.0)
+    inverse = _invert(lower, TOKENS, PRECISION).to(k.dtype)
     faded = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
     w = tl.dot(inverse, faded, input_precision=PRECISION)
+    v = tl.load(mixed_ptr + 2 * GROUPS * KEY + head * VALUE + values[None, :], mask=in_value, other=0.0)
     u = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision=PRECISION)
-    place = (tokens * HEADS + head)[:, None]
     tl.store(w_ptr + place * KEY + keys[None, :], w.to(w_ptr.dtype.element_ty), mask=in_key)
     tl.store(u_ptr + place * VALUE + values[None, :], u.to(u_ptr.dtype.element_ty), mask=in_value)
 
@@ -176,8 +181,8 @@ def _write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels
 
 @triton.jit
 def _scan_kernel(
-    x_ptr, mixed_ptr, w_ptr, u_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, state_ptr, out_ptr, slots_ptr, positions_ptr,
-    rows_ptr, x_stride, slot_stride, dt_low, dt_high,
+    x_ptr, mixed_ptr, w_ptr, u_ptr, scores_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, state_ptr, out_ptr, slots_ptr,
+    positions_ptr, rows_ptr, x_stride, slot_stride, dt_low, dt_high,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, DELTA: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -221,12 +226,12 @@ def _scan_kernel(
             w = tl.load(w_ptr + place * KEY + keys[None, :], mask=in_key, other=0.0)
             update = tl.load(u_ptr + place * VALUE + values[None, :], mask=in_value, other=0.0).to(tl.float32)
             update -= tl.dot(w, old, input_precision=PRECISION)
+            scores = tl.load(scores_ptr + place * TOKENS + n[None, :], mask=valid[:, None], other=0.0)
         else:
             v = tl.load(source + V + head * VALUE + values[None, :], mask=in_value, other=0.0).to(tl.float32)
             update = v * dt[:, None]
-        seen = n[:, None] >= n[None, :]
-        between = tl.exp(tl.where(seen, total[:, None] - total[None, :], -1e30))
-        scores = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(k.dtype)
+            between = tl.exp(tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -1e30))
+            scores = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(k.dtype)
         out = tl.dot(q, old, input_precision=PRECISION) * tl.exp(total)[:, None]
         out += tl.dot(scores, update.to(k.dtype), input_precision=PRECISION)
         if not DELTA:
@@ -252,22 +257,23 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     4] int32 lists (row, first token, offset, count), into `out` [tokens, values], before norm and gate."""
     mixed = _convolve(x, weights.conv, None, shape, state, slots, positions, tiles, chunk, delta=True)
     num_tokens, heads = len(x), shape.num_heads
-    w, u = x.new_empty(num_tokens, heads, shape.key_dim), x.new_empty(num_tokens, heads, shape.value_dim)
+    # w, u and scores, as the kernel calls them
+    alone = tuple(x.new_empty(num_tokens, heads, dim) for dim in (shape.key_dim, shape.value_dim, chunk))
     _prepare_kernel[(len(tiles), heads)](
-        x, mixed, weights.a_log, weights.dt_bias, w, u, tiles, x.stride(0), HEADS=heads, GROUPS=shape.num_groups,
+        x, mixed, weights.a_log, weights.dt_bias, *alone, tiles, x.stride(0), HEADS=heads, GROUPS=shape.num_groups,
         KEY=shape.key_dim, VALUE=shape.value_dim, TOKENS=chunk, KEY_BLOCK=_block(shape.key_dim),
         VALUE_BLOCK=_block(shape.value_dim), PRECISION=dot_precision(x.dtype), **launch_options(x.device, 4),
     )  # fmt: skip
-    _walk(x, mixed, w, u, weights.a_log, weights.dt_bias, None, 0.0, 0.0, shape, state, slots, positions, rows, out,
-          chunk, delta=True)  # fmt: skip
+    _walk(x, mixed, alone, weights.a_log, weights.dt_bias, None, 0.0, 0.0, shape, state, slots, positions, rows, out,
+          chunk)  # fmt: skip
 
 
 def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
                positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """Mamba2's recurrence and skip, likewise."""
     mixed = _convolve(x, weights.conv, weights.conv_bias, shape, state, slots, positions, tiles, chunk, delta=False)
-    _walk(x, mixed, None, None, weights.a_log, weights.dt_bias, weights.skip, weights.dt_low, weights.dt_high, shape,
-          state, slots, positions, rows, out, chunk, delta=False)  # fmt: skip
+    _walk(x, mixed, None, weights.a_log, weights.dt_bias, weights.skip, weights.dt_low, weights.dt_high, shape,
+          state, slots, positions, rows, out, chunk)  # fmt: skip
 
 
 def _convolve(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor, slots: Tensor,
@@ -285,18 +291,20 @@ def _convolve(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShap
     return mixed
 
 
-def _walk(x: Tensor, mixed: Tensor, w: Tensor | None, u: Tensor | None, a_log: Tensor, dt_bias: Tensor,
+def _walk(x: Tensor, mixed: Tensor, alone: tuple[Tensor, ...] | None, a_log: Tensor, dt_bias: Tensor,
           skip: Tensor | None, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor, slots: Tensor,
-          positions: Tensor, rows: Tensor, out: Tensor, chunk: int, *, delta: bool) -> None:  # fmt: skip
+          positions: Tensor, rows: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+    """`alone`: what chunks worked out without the state; None: there is no delta rule."""
     value_block = _block(shape.value_dim)
     while value_block > 16 and len(rows) * shape.num_heads * _block(shape.value_dim) // value_block < _programs(x):
         value_block //= 2
     blocks = triton.cdiv(shape.value_dim, value_block)
     _scan_kernel[(shape.num_heads * blocks, len(rows))](
-        x, mixed, w, u, a_log, dt_bias, skip, state, out, slots, positions, rows, x.stride(0), state.stride(0), dt_low,
-        dt_high, HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim, VALUE=shape.value_dim,
-        TAPS=shape.conv_len, TOKENS=chunk, KEY_BLOCK=_block(shape.key_dim), VALUE_BLOCK=value_block, DELTA=delta,
-        PRECISION=dot_precision(x.dtype), **launch_options(x.device, 4, num_stages=2),
+        x, mixed, *(alone or (None,) * 3), a_log, dt_bias, skip, state, out, slots, positions, rows, x.stride(0),
+        state.stride(0), dt_low, dt_high, HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
+        VALUE=shape.value_dim, TAPS=shape.conv_len, TOKENS=chunk, KEY_BLOCK=_block(shape.key_dim),
+        VALUE_BLOCK=value_block, DELTA=alone is not None, PRECISION=dot_precision(x.dtype),
+        **launch_options(x.device, num_warps=8 if value_block >= 64 else 4, num_stages=2),
     )  # fmt: skip
 
 

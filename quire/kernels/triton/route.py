@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from quire.kernels.experts import Routing
+from quire.kernels.reference_experts import router_logits
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.norm import rms_norm
 
@@ -140,7 +140,7 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
     num_tokens, width = stream.shape
     if norm_weight is None or num_tokens > FEW_ROWS or width > MAX_WIDTH:
         x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
-        return x, *route(functional.linear(x, router, router_bias), choice_bias, routing)
+        return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing)
     x = torch.empty_like(stream)
     logits = torch.empty(num_tokens, routing.num_experts, dtype=torch.float32, device=stream.device)
     block = 8 if width <= 2048 else 4

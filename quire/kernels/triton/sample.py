@@ -1,10 +1,13 @@
-"""Logits to tokens in one pass over the vocabulary: twin of the sampler's plain cases (greedy, temperature).
+"""Logits to tokens in one pass over the vocabulary: twin of the sampler's plain cases (greedy, temperature), and the
+last step of `sample_filters` for rows that keep too many tokens to list.
 
 The noise is that of `quire.sampling.noise`, bit for bit up to the logarithms, which are the hardware's own: with exact
 ones, computing the noise would cost more than reading the logits.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,6 +21,7 @@ from quire.kernels.triton.launch import (
     num_multiprocessors,
     wait_for_inputs,
 )
+from quire.kernels.triton.logits import find_row, load_logits
 
 # The constants of quire.sampling.noise, in the signed forms that Triton's integers want; a test compares the two.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -31,6 +35,15 @@ HALF_STEP = tl.constexpr(2.0**-32)
 
 BLOCK = 2048
 MAX_CHUNKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far below its best logit each sample may draw; all [samples], written on the device by `sample_filters`."""
+
+    best: Tensor  # float32: what scores are counted from; 0 where any constant will do
+    limit: Tensor  # float32: tokens with (best - logit) * inv_temperature above it are not drawn
+    todo: Tensor  # int32: 0 for samples that have their token already
 
 
 @triton.jit
@@ -70,8 +83,10 @@ def gumbel(u, FAST: tl.constexpr):
 @triton.jit
 def _choose_kernel(
     logits_ptr, key_ptr, positions_ptr, inv_temperature_ptr, mask_ptr, best_ptr, token_ptr, bad_ptr,
-    logits_stride, mask_stride, vocab_size, chunk_len,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    copies_ptr, places_ptr, row_best_ptr, limit_ptr, todo_ptr,
+    logits_stride, copies_stride, mask_stride, vocab_size, chunk_len,
+    EDITED: tl.constexpr, LIMITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score of one chunk of one row, its token, and whether the chunk holds NaN or +inf. Each lane keeps its
     own best; they are compared once, at the end."""
@@ -85,18 +100,28 @@ def _choose_kernel(
     whiten, multiply = row_words(tl.load(key_ptr + sample), tl.load(positions_ptr + sample))
     begin = chunk * chunk_len
     end = tl.minimum(begin + chunk_len, vocab_size)
+    row = find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
+                   EDITED, HAS_MASK)  # fmt: skip
+    if LIMITED:
+        row_best = tl.load(row_best_ptr + sample)
+        lowest = -tl.load(limit_ptr + sample)
+        end = tl.where(tl.load(todo_ptr + sample) != 0, end, begin)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     unfit = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(begin, end, BLOCK):
         token_ids = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + sample * logits_stride + token_ids, mask=token_ids < end, other=float("-inf"))
-        scores = logits.to(tl.float32)
+        scores = load_logits(row, token_ids, token_ids < end, EDITED)
         is_unfit = (scores != scores) | (scores == float("inf"))
         unfit = unfit | is_unfit.to(tl.int32)
-        scores = tl.where(is_unfit, float("-inf"), scores) * scale
+        scores = tl.where(is_unfit, float("-inf"), scores)
+        if LIMITED:
+            scores = (scores - row_best) * scale
+            scores = tl.where(scores >= lowest, scores, float("-inf"))
+        else:
+            scores = scores * scale
         if HAS_MASK:
-            words = tl.load(mask_ptr + sample * mask_stride + token_ids // 32, mask=token_ids < end, other=0)
+            words = tl.load(row[3] + token_ids // 32, mask=token_ids < end, other=0)
             scores = tl.where((words >> (token_ids % 32)) & 1 != 0, scores, float("-inf"))
         if not greedy:
             u = noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT
@@ -105,16 +130,17 @@ def _choose_kernel(
         best = tl.where(better, scores, best)
         token = tl.where(better, token_ids, token)
     chunk_best = tl.max(best, 0)
-    place = sample * tl.num_programs(0) + chunk
-    tl.store(best_ptr + place, chunk_best)
-    tl.store(token_ptr + place, tl.min(tl.where(best == chunk_best, token, 0x7FFFFFFF), 0))
-    tl.store(bad_ptr + place, tl.max(unfit, 0))
+    slot = sample * tl.num_programs(0) + chunk
+    tl.store(best_ptr + slot, chunk_best)
+    tl.store(token_ptr + slot, tl.min(tl.where(best == chunk_best, token, 0x7FFFFFFF), 0))
+    tl.store(bad_ptr + slot, tl.max(unfit, 0))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _finish_kernel(
-    best_ptr, token_ptr, bad_ptr, out_token_ptr, out_bad_ptr, rows_ptr, row_tokens_ptr, computed_ptr,
-    row_tokens_stride, num_chunks, CHUNKS: tl.constexpr, APPEND: tl.constexpr, PDL: tl.constexpr,
+    best_ptr, token_ptr, bad_ptr, out_token_ptr, out_bad_ptr, rows_ptr, row_tokens_ptr, computed_ptr, todo_ptr,
+    row_tokens_stride, num_chunks, CHUNKS: tl.constexpr, APPEND: tl.constexpr, LIMITED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     sample = tl.program_id(0)
@@ -128,8 +154,11 @@ def _finish_kernel(
     best = tl.max(scores, 0)
     bad = (wrong > 0) | (best == float("-inf"))
     token = tl.where(bad, 0, tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), 0))
-    tl.store(out_token_ptr + sample, token.to(tl.int64))
-    tl.store(out_bad_ptr + sample, bad)
+    todo = True
+    if LIMITED:
+        todo = tl.load(todo_ptr + sample) != 0
+    tl.store(out_token_ptr + sample, token.to(tl.int64), mask=todo)
+    tl.store(out_bad_ptr + sample, bad, mask=todo)
     if APPEND:
         row = tl.load(rows_ptr + sample)
         position = tl.load(computed_ptr + row, mask=row >= 0, other=0)
@@ -138,12 +167,15 @@ def _finish_kernel(
 
 def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor, *, mask: Tensor | None = None,
                 append_to: tuple[Tensor, Tensor, Tensor] | None = None,
+                edited: tuple[Tensor, Tensor] | None = None, limits: Limits | None = None,
                 out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose a token for each row of `logits` [samples, vocab] (any float type): the largest of logit * inv_temperature
     + noise of (key, position), or the largest logit where `inv_temperature` [samples] float32 is 0. `mask`: packed bits
     of what is allowed, int32 [samples, ceil(vocab / 32)]. `append_to` (rows, row_tokens, computed): also put the token
-    into its permanent row, at `computed`; rows below 0 are skipped. Returns token ids [samples] int64 and bad flags
-    [samples] bool (a NaN or +inf logit, or nothing to choose from; such a row gets token 0), in `out` if given.
+    into its permanent row, at `computed`; rows below 0 are skipped. `edited` (copies, places): samples whose place is
+    not negative are read from that row of the float32 copies instead. `limits`: who draws here, and from what. Returns
+    token ids [samples] int64 and bad flags [samples] bool (a NaN or +inf logit, or nothing to choose from; such a row
+    gets token 0), in `out` if given.
     """
     num_samples, vocab_size = logits.shape
     device = logits.device
@@ -156,17 +188,19 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
     block = BLOCK if not INTERPRETED else min(BLOCK, triton.next_power_of_2(chunk_len))
     _choose_kernel[(num_chunks, num_samples)](
         logits, key, positions, inv_temperature, mask, best, tokens, wrong,
-        logits.stride(0), 0 if mask is None else mask.stride(0), vocab_size, chunk_len,
-        HAS_MASK=mask is not None, BLOCK=block, FAST=not INTERPRETED,
-        **launch_options(device, num_warps=4, num_stages=3),
+        *(edited or (None, None)), *((limits.best, limits.limit, limits.todo) if limits else (None, None, None)),
+        logits.stride(0), edited[0].stride(0) if edited else 0, 0 if mask is None else mask.stride(0), vocab_size,
+        chunk_len, EDITED=edited is not None, LIMITED=limits is not None, HAS_MASK=mask is not None, BLOCK=block,
+        FAST=not INTERPRETED, **launch_options(device, num_warps=4, num_stages=3),
     )  # fmt: skip
     if out is None:
         out = (torch.empty(num_samples, dtype=torch.int64, device=device),
                torch.empty(num_samples, dtype=torch.bool, device=device))  # fmt: skip
     rows, row_tokens, computed = append_to or (None, None, None)
     _finish_kernel[(num_samples,)](
-        best, tokens, wrong, *out, rows, row_tokens, computed, 0 if row_tokens is None else row_tokens.stride(0),
-        num_chunks, CHUNKS=MAX_CHUNKS, APPEND=append_to is not None,
+        best, tokens, wrong, *out, rows, row_tokens, computed, limits.todo if limits else None,
+        0 if row_tokens is None else row_tokens.stride(0), num_chunks, CHUNKS=MAX_CHUNKS,
+        APPEND=append_to is not None, LIMITED=limits is not None,
         **launch_options(device, num_warps=1),
     )  # fmt: skip
     return out

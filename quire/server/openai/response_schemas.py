@@ -53,6 +53,7 @@ class ResponseTool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=4096)] | None = None  # of a namespace
 
 
 class NamedResponseTool(Body):

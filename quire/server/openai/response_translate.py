@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from quire.server.chat import Conversation
@@ -39,7 +40,7 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
     choice = body.tool_choice
     return Conversation(
         messages=[*system, *messages],
-        tools=[_tool_of(tool, index) for index, tool in enumerate(body.tools or ())],
+        tools=[function for index, tool in enumerate(body.tools or ()) for function in _tools_of(tool, index)],
         tool_choice=choice.name if isinstance(choice, NamedResponseTool) else choice or "auto",
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
@@ -49,8 +50,29 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
     )
 
 
-def _tool_of(tool: ResponseTool, index: int) -> dict[str, Any]:
-    where = f"tools[{index}]"
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function: one in a namespace is known by both names."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def namespaced(tools: Iterable[ResponseTool]) -> dict[str, tuple[str, str]]:
+    """The model's names of functions in namespaces, and the two parts of each."""
+    spaces = [tool for tool in tools if tool.type == "namespace" and tool.name is not None]
+    return {full_name(space.name, tool.name): (space.name, tool.name)  # type: ignore[misc]
+            for space in spaces for tool in space.tools or () if tool.name is not None}  # fmt: skip
+
+
+def _tools_of(tool: ResponseTool, index: int) -> list[dict[str, Any]]:
+    if tool.type != "namespace":
+        return [_tool_of(tool, f"tools[{index}]")]
+    name = _needed(tool.name, f"tools[{index}].name")
+    functions = [_tool_of(inner, f"tools[{index}].tools[{place}]") for place, inner in enumerate(tool.tools or ())]
+    for one in functions:
+        one["function"]["name"] = full_name(name, one["function"]["name"])
+    return functions
+
+
+def _tool_of(tool: ResponseTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         message = f"Tools of type {tool.type[:100]!r} run at the provider and do not exist here."
         raise bad_request("unsupported_tool", message, f"{where}.type")
@@ -82,7 +104,8 @@ def messages_of(items: list[InputItem]) -> list[Message]:
         if item.type == "reasoning":
             reasoning = _text_of(item.content or item.summary or [], where)
         elif item.type == "function_call":
-            function = {"name": _needed(item.name, f"{where}.name"), "arguments": item.arguments or "{}"}
+            called = full_name(item.namespace, _needed(item.name, f"{where}.name"))
+            function = {"name": called, "arguments": item.arguments or "{}"}
             call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

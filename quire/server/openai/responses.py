@@ -13,6 +13,7 @@ from quire.server.gather import ReasoningTokens, new_id
 from quire.server.generation import Run
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_schemas import ResponsesBody
+from quire.server.openai.response_translate import namespaced
 from quire.server.sample import End, Piece
 from quire.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class ResponseState:
         self.error: ApiError | None = None
         self._reasoning = ReasoningTokens()
         self._body, self._model, self._tokenizer = body, model, tokenizer
+        self._namespaced = namespaced(body.tools or ())
         self._created = int(time.time())
         self._ids: dict[int, str] = {}
         self._call_ids: dict[int, str] = {}
@@ -60,11 +62,18 @@ class ResponseState:
         if block.kind == "call":
             call_id = self._call_ids.setdefault(block.index, new_id("call_"))
             return {"id": self.item_id(block), "type": "function_call", "status": status, "call_id": call_id,
-                    "name": block.name, "arguments": block.text}  # fmt: skip
+                    **self.call_name(block), "arguments": block.text}  # fmt: skip
         parts = [self.part(block)] if block.text else []
         if block.kind == "reasoning":
             return {"id": self.item_id(block), "type": "reasoning", "summary": [], "content": parts, "status": status}
         return {"id": self.item_id(block), "type": "message", "status": status, "role": "assistant", "content": parts}
+
+    def call_name(self, block: Block) -> dict[str, str]:
+        """A function in a namespace is told apart from it again."""
+        if block.name not in self._namespaced:
+            return {"name": block.name}
+        namespace, name = self._namespaced[block.name]
+        return {"name": name, "namespace": namespace}
 
     def part(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -201,7 +210,8 @@ class ResponseStream:
     def _closed(self, block: Block, place: dict[str, Any]) -> bytes:
         done = self._event
         if block.kind == "call":
-            frames = done("response.function_call_arguments.done", **place, name=block.name, arguments=block.text)
+            frames = done("response.function_call_arguments.done", **place, name=self._state.call_name(block)["name"],
+                          arguments=block.text)  # fmt: skip
         else:
             part, place = self._state.part(block), {**place, "content_index": 0}
             if block.kind == "reasoning":

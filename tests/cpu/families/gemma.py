@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, GemmaConfig
+from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, GemmaConfig
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
@@ -13,6 +13,15 @@ HEADS = {"head_dim": 16, "query_pre_attn_scalar": 20}
 LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+EYES = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
 }
 SIX_LAYERS = {**TINY, "num_hidden_layers": 6}
 GEMMA4 = {
@@ -45,6 +54,17 @@ FAMILIES = [
         "gemma3",
         lambda: Gemma3TextConfig(**SIX_LAYERS, **HEADS, sliding_window=9, rope_parameters=LINEAR),
         draw_around_zero,
+    ),
+    Family(
+        "gemma3 of text and images",
+        lambda: Gemma3Config(
+            text_config=dict(**SIX_LAYERS, **HEADS, sliding_window=9, rope_parameters=LINEAR, model_type="gemma3_text"),
+            vision_config=EYES,
+            mm_tokens_per_image=4,
+            tie_word_embeddings=False,
+        ),
+        draw_around_zero,
+        model_class="Gemma3ForConditionalGeneration",
     ),
     Family(
         "gemma4",

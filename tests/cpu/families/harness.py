@@ -28,6 +28,7 @@ from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.layers.step import Step
 from quire.models.loader import load_model
+from quire.models.registry import FAMILIES as REGISTRY
 from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
@@ -90,7 +91,10 @@ def all_families() -> list[Family]:
 
 
 def model_type(family: Family) -> str:
-    return family.config().model_type
+    """By what it is found in the registry; a model of text and images stands there as its language model."""
+    config = family.config()
+    text = getattr(config, "text_config", None)
+    return config.model_type if config.model_type in REGISTRY or text is None else text.model_type
 
 
 def save_checkpoint(family: Family, folder: Path, seed: int = 0) -> Any:

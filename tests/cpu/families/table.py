@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.models.registry import FAMILIES, GGUF_ARCHITECTURES
-from tests.cpu.families.harness import Family, all_families
+from tests.cpu.families.harness import Family, all_families, model_type
 
 PATH = Path(__file__).parents[3] / "docs" / "models.md"
 COLUMNS = {  # what a reader asks for -> the checks that prove it
@@ -26,7 +26,8 @@ HEAD = """\
 What runs, by the `model_type` of a config.json. Made by `python -m tests.cpu.families.table` from the registry
 (`quire/models/registry.py`) and the families in `tests/cpu/families`; a test fails when it is out of date.
 
-Each family is proved against `transformers` on a tiny random checkpoint in float32, all of it in the default test run:
+Each family is proved against `transformers` on a tiny random checkpoint in float32, in the default test run (where a
+type is proved in several variants, the first in full, of the others some checks are in the slow one):
 logits of every position to 1e-4 relative; 48 greedy tokens of a ragged batch, identical with prompts in chunks of
 7, over a warm prefix cache, pushed out by swap and by recompute, at depth 1 and at depth 2 on a device that finishes
 late; and `quire doctor`'s memory plan against what is allocated. A tick means that the check named passes.
@@ -50,7 +51,7 @@ with the length of what it is given (longrope). Shown on:
 def render() -> str:
     proved: dict[str, list[Family]] = {}
     for family in all_families():
-        proved.setdefault(family.config().model_type, []).append(family)
+        proved.setdefault(model_type(family), []).append(family)
     own = sorted(kind for kind in proved if kind in FAMILIES)
     others = sorted(kind for kind in proved if kind not in FAMILIES)
     gguf = {kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if t == kind) for kind in own}

@@ -1,0 +1,264 @@
+"""`quire bench compare-llama-cpp`: the engine beside llama.cpp on the same GGUF files, turn about in one run.
+
+One stream, one long prompt, and many streams at once, in token ids on both sides, with the same number of threads; then
+how often each side's greedy tokens are those of the float32 reference. The Q4_0 file is made from the given one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.bench.stats import Bar, Report
+from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64, 512
+AGREEMENT_TOKENS = 64
+MUST = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
+QUESTIONS = (
+    "Why is the sky blue?", "Name three rivers in Europe.", "What is 12 + 30?", "Write a haiku about rain.",
+    "Who wrote Hamlet?", "Explain gravity to a child.", "List the planets.", "What do bees make?",
+    "Translate 'good morning' into French.", "How do I boil an egg?", "What is a prime number?",
+    "Give me a synonym for happy.", "What year did World War II end?", "Describe a cat in one sentence.",
+    "Why do leaves fall?", "What is the capital of Japan?", "Tell me a short joke.", "What is Python used for?",
+    "How many legs has a spider?", "Say something in Latin.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Tokens per second of one run."""
+
+    first: float  # seconds until every stream had its first token
+    rest: float  # tokens per second from then on
+
+    def prompt_rate(self, num_tokens: int) -> float:
+        return num_tokens / self.first
+
+
+def bench_llama_cpp(open_llm: Callable[..., LLM], path: Path, folder: Path, *, threads: int, rounds: int = 5,
+                    say: Callable[[str], None] = print) -> Report:  # fmt: skip
+    """`open_llm(path, **knobs)` opens our side; `folder` is for the file that is made."""
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError:
+        what = "llama.cpp is not installed, so there is nothing to compare with."
+        hint = "Build it with `pip install --no-binary llama-cpp-python llama-cpp-python`."
+        raise QuireError("missing_package", what, hint) from None
+    files = {file_form(path): path}
+    if "Q4_0" not in files:
+        files["Q4_0"] = folder / f"{path.stem}.to-Q4_0.gguf"
+        if not files["Q4_0"].exists():
+            say("Making the Q4_0 file …")
+            requantize(path, files["Q4_0"], "Q4_0")
+    results = {form: _one_file(open_llm, file, threads, rounds, say) for form, file in files.items()}
+    bars = []
+    for form, result in results.items():
+        bars.append(Bar(f"{form}: one stream", result["one stream"]["ratio"], MUST["one stream"], "at least"))  # type: ignore[arg-type]
+        bars.append(Bar(f"{form}: prefill", result["prefill"]["ratio"], MUST["prefill"].get(form, 1.0), "at least"))  # type: ignore[attr-defined]
+        ours, theirs = (result["agreement"][side]["tokens"] for side in ("ours", "theirs"))
+        bars.append(
+            Bar(f"{form}: greedy tokens as the reference, ours over theirs", ours / max(theirs, 1), 1.0, "at least")
+        )
+    best = max(result["16 streams"]["theirs"] for result in results.values())
+    ours_best = max(result["16 streams"]["ours"] for result in results.values())
+    bars.append(Bar("16 streams, best of each", ours_best / best, MUST["16 streams"], "at least"))  # type: ignore[arg-type]
+    return {
+        "benchmark": "compare-llama-cpp", "threads": threads, "rounds": rounds, "files": results,
+        "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars),
+    }  # fmt: skip
+
+
+def _one_file(open_llm: Callable[..., LLM], path: Path, threads: int, rounds: int,
+              say: Callable[[str], None]) -> Report:  # fmt: skip
+    say(f"{path.name}: loading both")
+    with open_llm(path, threads=threads, prefix_cache=False, max_model_len=2048) as llm:
+        sides: dict[str, Any] = {"ours": Ours(llm), "theirs": Theirs(path, threads)}
+        paces: dict[str, dict[str, list[float]]] = {}
+        works = {"one stream": (1, PROMPT_LEN, OUTPUT_LEN), "prefill": (1, LONG_PROMPT, 1),
+                 "16 streams": (STREAMS, PROMPT_LEN, MANY_OUTPUT_LEN)}  # fmt: skip
+        for index in range(rounds + 1):  # the first is a warm-up
+            for work, (count, prompt_len, output_len) in works.items():
+                prompts = draw_prompts(count, prompt_len, llm.edge.vocab_size, seed=index)
+                for side in sorted(sides, reverse=index % 2 == 0):
+                    pace = sides[side].run(prompts, output_len)[1]
+                    rate = pace.prompt_rate(count * prompt_len) if output_len == 1 else pace.rest
+                    if index:
+                        paces.setdefault(work, {}).setdefault(side, []).append(rate)
+                        say(f"  {work}, {side}: {rate:.1f} tok/s")
+        found: Report = {}
+        for work, rates in paces.items():
+            middle = {side: median(values) for side, values in rates.items()}
+            # Neighbours in time saw the same machine, so the ratio is that of neighbours.
+            ratio = median(a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True))
+            found[work] = {**middle, "ratio": ratio, "every": rates}
+        found["agreement"] = _agreement(open_llm, path, llm, sides, say)
+    return found
+
+
+def draw_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def file_form(path: Path) -> str:
+    """The type most matrices of a GGUF file have."""
+    from collections import Counter
+
+    from quire.files.gguf import open_gguf
+
+    tensors = open_gguf(path).tensors.values()
+    return Counter(t.type.name for t in tensors if len(t.shape) > 1).most_common(1)[0][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two sides
+
+
+class Ours:
+    def __init__(self, llm: LLM):
+        self._llm = llm
+
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], Pace]:
+        from quire.types import SamplingParams
+
+        engine = self._llm.engine
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        tokens: dict[str, list[int]] = {}
+        begin = time.perf_counter()
+        for prompt in prompts:
+            for request in self._llm.edge.requests(list(prompt), params):
+                tokens[request.id] = []
+                engine.add(request)
+        waiting, first, counted = len(prompts), begin, 0
+        while engine.has_work:
+            for delta in engine.turn():
+                if delta.token_ids and not tokens[delta.request_id]:
+                    waiting -= 1
+                tokens[delta.request_id] += delta.token_ids
+            if waiting == 0 and first == begin:
+                first, counted = time.perf_counter(), sum(map(len, tokens.values()))
+        end = time.perf_counter()
+        left = sum(map(len, tokens.values())) - counted
+        return list(tokens.values()), Pace(first - begin, left / (end - first) if left else 0.0)
+
+
+class Theirs:
+    """llama.cpp through its C interface: one batch for all streams, the largest logit by numpy."""
+
+    def __init__(self, path: Path, threads: int):
+        import llama_cpp
+
+        self._api = llama_cpp
+        self._quiet = llama_cpp.llama_log_callback(lambda *args: None)  # kept: the library holds no reference
+        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 4096, 2048, 512, STREAMS
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.kv_unified = True
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[np.ndarray]:
+        """(token, position, stream, wants logits) each -> the logits asked for, in order."""
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for i, (token, position, stream, wants) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = stream
+        if self._api.llama_decode(self._context, batch):
+            raise QuireError("failed", "llama.cpp could not compute a batch.")
+        asked = [i for i, entry in enumerate(entries) if entry[3]]
+        shape = (self._vocab_size,)
+        return [np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, i), shape) for i in asked]
+
+    def clear(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], Pace]:
+        self.clear()
+        begin = time.perf_counter()
+        tokens: list[list[int]] = [[] for _ in prompts]
+        per_batch = max(1, 512 // len(prompts[0]))
+        for start in range(0, len(prompts), per_batch):
+            group = range(start, min(start + per_batch, len(prompts)))
+            entries = [(t, i, s, i == len(prompts[s]) - 1) for s in group for i, t in enumerate(prompts[s])]
+            for stream, logits in zip(group, self._decode(entries), strict=True):
+                tokens[stream].append(int(logits.argmax()))
+        first = time.perf_counter()
+        for step in range(output_len - 1):
+            entries = [(tokens[s][-1], len(prompts[s]) + step, s, True) for s in range(len(prompts))]
+            for stream, logits in enumerate(self._decode(entries)):
+                tokens[stream].append(int(logits.argmax()))
+        end = time.perf_counter()
+        left = len(prompts) * (output_len - 1)
+        return tokens, Pace(first - begin, left / (end - first) if left else 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreement and files
+
+
+def _agreement(open_llm: Callable[..., LLM], path: Path, llm: LLM, sides: dict[str, Any],
+               say: Callable[[str], None]) -> Report:  # fmt: skip
+    """How far each side's greedy answers go with those of plain torch in float32, on the same file."""
+    say("  agreement with float32")
+    prompts = [llm.edge.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    with open_llm(path, dtype="float32", kernels="torch", max_model_len=2048, prefix_cache=False) as exact:
+        wanted = Ours(exact).run(prompts, AGREEMENT_TOKENS)[0]
+    report: Report = {"prompts": len(prompts), "tokens_each": AGREEMENT_TOKENS}
+    for name, side in sides.items():
+        got = [side.run([prompt], AGREEMENT_TOKENS)[0][0] for prompt in prompts]
+        common = [_common_len(a, b) for a, b in zip(got, wanted, strict=True)]
+        report[name] = {"tokens": sum(common), "whole": sum(n == AGREEMENT_TOKENS for n in common)}
+        say(f"  {name}: {report[name]['tokens']} tokens, {report[name]['whole']} whole answers")
+    return report
+
+
+def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def requantize(source: Path, target: Path, form: str) -> None:
+    """Write the file again with its quantized matrices in another type; the embedding stays as it is."""
+    try:
+        import gguf
+    except ImportError:
+        raise QuireError(
+            "missing_package", "Making a file needs the Python package gguf.", "pip install gguf"
+        ) from None
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target.with_suffix(".part"), str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=sub_type)
+    plain = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+    for tensor in reader.tensors:
+        data, form_now = tensor.data, tensor.tensor_type
+        if form_now not in plain and tensor.name not in ("token_embd.weight", "output.weight"):
+            data = gguf.quants.quantize(gguf.quants.dequantize(data, form_now), gguf.GGMLQuantizationType[form])
+            form_now = gguf.GGMLQuantizationType[form]
+        writer.add_tensor(tensor.name, data, raw_dtype=form_now)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target.with_suffix(".part").replace(target)

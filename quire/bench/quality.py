@@ -1,0 +1,97 @@
+"""`quire bench quality`: what a way of keeping weights costs in quality, against float32 on the same checkpoint.
+
+Perplexity of a text, the divergence of the next-token distributions from those of the float32 model, and how often the
+most likely token is the same one. Both models read the same stretches of tokens, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.stats import Report
+from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.config import Config
+
+PAGE = 16
+CHUNK = 256  # tokens of a step
+
+
+def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int = 1024) -> Report:
+    """`config` is the way to be judged; float32 is what it is judged by."""
+    from quire.assemble import find_files
+    from quire.config_build import override_config
+    from quire.text.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(find_files(config, None))
+    if tokenizer is None:
+        raise QuireError("usage", "This model has no tokenizer.", "Give one that has.")
+    tokens = tokenizer.encode(text[: 12 * stretches * length])
+    pieces = [tokens[i * length : (i + 1) * length] for i in range(stretches)]
+    if len(pieces[-1]) < length:
+        what = f"The text has {len(tokens)} tokens, not the {stretches * length} asked for."
+        raise QuireError("usage", what, "Give a longer one, or ask for less.")
+    exact = _load(override_config(config, {"dtype": "float32", "quant": "none"}))
+    judged = _load(config)
+    sums = {"theirs": 0.0, "ours": 0.0, "kl": 0.0, "same": 0.0}
+    count = 0
+    for piece in pieces:
+        for (want, targets), (got, _) in zip(_scores(exact, piece), _scores(judged, piece), strict=True):
+            rows = range(len(targets))
+            sums["theirs"] -= want[rows, targets].sum().item()
+            sums["ours"] -= got[rows, targets].sum().item()
+            sums["kl"] += (want.exp() * (want - got)).sum().item()
+            sums["same"] += (want.argmax(1) == got.argmax(1)).sum().item()
+            count += len(targets)
+    return {
+        "benchmark": "quality", "tokens": count, "bars": [], "pass": True,
+        "perplexity": math.exp(sums["ours"] / count), "float32_perplexity": math.exp(sums["theirs"] / count),
+        "kl": sums["kl"] / count, "same_top": sums["same"] / count,
+    }  # fmt: skip
+
+
+def _load(config: Config) -> Any:
+    import torch
+
+    from quire.assemble import find_files
+    from quire.models.loader import load_model
+
+    return load_model(
+        find_files(config, None), dtype=config.model.dtype, device=torch.device("cpu"), max_model_len=None,
+        page_tokens=PAGE, quant=config.model.quant, kernels=config.engine.kernels,
+    ).model  # fmt: skip
+
+
+def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Log-probabilities of what follows each token, [n, vocab], and what really does; a chunk at a time."""
+    import torch
+
+    from quire.layers.step import PagedInputs, Step
+
+    num_pages = -(-len(tokens) // PAGE)
+    table = torch.arange(num_pages, dtype=torch.int32).view(1, -1)
+    caches = {
+        spec.group: torch.zeros(len(spec.layers), spec.planes, num_pages, PAGE, *spec.shape) for spec in model.specs
+    }
+    for first in range(0, len(tokens) - 1, CHUNK):
+        part = list(tokens[first : first + CHUNK])
+        positions = torch.arange(first, first + len(part))
+        step = Step(
+            tokens=torch.tensor(part),
+            positions=positions,
+            query_starts=torch.tensor([0, len(part)], dtype=torch.int32),
+            seq_lens=torch.tensor([first + len(part)], dtype=torch.int32),
+            logits_index=torch.arange(len(part)),
+            groups={spec.group: PagedInputs(table, positions) for spec in model.specs},
+            counts=[len(part)],
+            len_bounds=[first + len(part)],
+        )
+        targets = list(tokens[first + 1 : first + len(part) + 1])
+        with torch.inference_mode():
+            hidden = model.forward(step, caches)[: len(targets)]
+            yield model.logits(hidden).float().log_softmax(-1), targets

@@ -1,0 +1,81 @@
+"""Compiles the kernels into one shared library. `setup.py` calls it when the package is built, `make native` in place.
+
+It runs by itself (`python quire/kernels/native/building.py`) and imports nothing of the package, so that a build needs
+nothing but a C++ compiler. Each instruction set is a file of its own with its own flags; which one runs is decided when
+the library is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER / "src"
+LIBRARY = "libquire.so"  # beside this file; ctypes loads it by path, so the suffix is the same everywhere
+X86_FLAGS = {
+    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma",
+                       "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+}  # fmt: skip
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fno-math-errno", "-fno-trapping-math"]
+
+
+class BuildError(Exception):
+    """Why there is no library, in one line."""
+
+
+def source_digest() -> str:
+    """Names the sources a library was built from, so that one built from others is not taken for it."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> str | None:
+    return next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name
+                 and (found := shutil.which(name))), None)  # fmt: skip
+
+
+def build(target: Path) -> None:
+    """Compile everything into `target`; BuildError where that can't be done."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (c++, g++ or clang++)")
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def compile_one(source: Path) -> str:
+            out = str(Path(folder) / f"{source.stem}.o")
+            extra = X86_FLAGS.get(source.name, []) if is_x86 else []
+            defined = f'-DQUIRE_SOURCES="{source_digest()}"'
+            _run([compiler, *FLAGS, *extra, defined, "-c", str(source), "-o", out])
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = list(threads.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_suffix(".new")
+        _run([compiler, "-shared", "-pthread", "-o", str(fresh), *objects])
+        fresh.replace(target)  # a library that is loaded somewhere must not change under its readers
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
+
+
+if __name__ == "__main__":
+    try:
+        build(FOLDER / LIBRARY)
+    except BuildError as error:
+        sys.exit(f"The native kernels could not be built: {error}")

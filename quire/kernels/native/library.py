@@ -1,0 +1,156 @@
+"""The compiled kernels as Python sees them: finding the library, the structs it shares, and a `Native` that is open.
+
+`kernels.table` asks `open_native`; everything else in this folder works on the `Native` it returns. Nothing here is
+loaded before someone asks, and a machine without the library gets a reason instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
+
+ISAS = ("avx512", "avx2", "portable")  # best first
+FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
+BLOCK = 32  # columns of a block
+HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
+
+
+class NotBuilt(Exception):
+    """Why the library can't be used, in one line."""
+
+
+class Matrix(Structure):
+    _fields_ = (("form", c_int32), ("lanes", c_int32), ("rows", c_int64), ("columns", c_int64), ("data", c_void_p))
+
+
+class LinearDesc(Structure):
+    _fields_ = (("parts", POINTER(Matrix)), ("num_parts", c_int64), ("bias", c_void_p))
+
+
+class LayerDesc(Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p), ("qkv", LinearDesc), ("out", LinearDesc), ("q_norm", c_void_p),
+        ("k_norm", c_void_p), ("mlp_norm", c_void_p), ("gate_up", LinearDesc), ("down", LinearDesc),
+        ("group", c_int64), ("cache_index", c_int64),
+    )  # fmt: skip
+
+
+class StackDesc(Structure):
+    _fields_ = (
+        ("embedding", Matrix), ("layers", POINTER(LayerDesc)), ("num_layers", c_int64), ("norm", c_void_p),
+        ("frequencies", c_void_p), ("width", c_int64), ("num_heads", c_int64), ("num_kv_heads", c_int64),
+        ("head_dim", c_int64), ("inner_width", c_int64), ("eps", c_float), ("rope_scale", c_float),
+        ("attention_scale", c_float),
+    )  # fmt: skip
+
+
+class GroupDesc(Structure):
+    _fields_ = (
+        ("table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p), ("cache", c_void_p), ("plane", c_int64),
+        ("page_tokens", c_int64), ("window", c_int64),
+    )  # fmt: skip
+
+
+class StepDesc(Structure):
+    _fields_ = (
+        ("tokens", c_void_p), ("positions", c_void_p), ("query_starts", c_void_p), ("num_tokens", c_int64),
+        ("num_rows", c_int64), ("groups", POINTER(GroupDesc)), ("wanted", c_void_p), ("num_wanted", c_int64),
+    )  # fmt: skip
+
+
+_PLACE = c_void_p
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "quire_sources": (c_char_p, ()),
+    "quire_open": (c_void_p, (c_char_p, c_int32)),
+    "quire_close": (None, (c_void_p,)),
+    "quire_lanes": (c_int32, (c_void_p,)),
+    "quire_matrix_bytes": (c_int64, (POINTER(Matrix),)),
+    "quire_pack": (None, (c_void_p, POINTER(Matrix), _PLACE, _PLACE, c_int32, _PLACE)),
+    "quire_rows": (None, (c_void_p, POINTER(Matrix), _PLACE, c_int64, _PLACE)),
+    "quire_norm": (None, (c_void_p, _PLACE, _PLACE, c_float, c_int64, c_int64, _PLACE)),
+    "quire_silu_mul": (None, (c_void_p, _PLACE, c_int64, c_int64, _PLACE)),
+    "quire_linear": (
+        None, (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
+    ),
+    "quire_rope_write": (
+        None, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64, c_int64,
+               _PLACE, _PLACE),
+    ),
+    "quire_attend": (
+        None, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,
+               _PLACE),
+    ),
+    "quire_stack": (None, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
+    "quire_choose": (
+        None, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+    ),
+}  # fmt: skip
+
+
+class Native:
+    """The kernels of one instruction set with a pool of threads. Calls into `library` get `context` first."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str, num_threads: int):
+        self.library = library
+        self.isa = isa
+        self.num_threads = num_threads
+        self.context: int | None = library.quire_open(isa.encode(), num_threads)
+        if self.context is None:
+            raise NotBuilt(f"this machine or this build has no {isa} kernels")
+        self.lanes: int = library.quire_lanes(self.context)
+
+
+@cache
+def open_native(isa: str | None, num_threads: int) -> Native:
+    """The best kernels this machine can run, or those of one instruction set; NotBuilt says why there are none.
+
+    The same question gets the same pool of threads, so several models in one process do not crowd the cores.
+    """
+    library = load_library()
+    if isa is not None:
+        return Native(library, isa, num_threads)
+    for name in ISAS:
+        try:
+            return Native(library, name, num_threads)
+        except NotBuilt:
+            continue
+    raise NotBuilt("the library has no kernels for this machine")
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    troubles = []
+    for path in _places():
+        try:
+            library = ctypes.CDLL(str(path))
+            library.quire_sources.restype = c_char_p
+            found = library.quire_sources().decode()
+        except (OSError, AttributeError) as error:
+            troubles.append(f"{path} can't be loaded: {error}")
+            continue
+        if SOURCES.is_dir() and found != source_digest():
+            troubles.append(f"{path} was built from other sources")
+            continue
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        return library
+    raise NotBuilt("; ".join(troubles) or "the native kernels were not built when quire was installed")
+
+
+def _places() -> list[Path]:
+    """Beside this file, or in the installed package where this is a source tree next to it."""
+    beside = Path(__file__).with_name(LIBRARY)
+    if beside.exists():
+        return [beside]
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        installed = Path(str(distribution("quire").locate_file(f"quire/kernels/native/{LIBRARY}")))
+    except PackageNotFoundError:
+        return []
+    return [installed] if installed.exists() else []

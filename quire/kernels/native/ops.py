@@ -1,0 +1,151 @@
+"""Twins of the reference ops over float32 on a CPU, and the choice of tokens. `kernels.table` puts them into its row.
+
+A call costs a few microseconds. What the kernels do not take (another type, a view that is not dense) goes to the
+reference: one op more or less in torch changes nothing but speed.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference, reference_attention
+from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.native.library import GroupDesc, Native, StepDesc
+
+MAX_GROUP = 64  # query heads of one key-value head that attention has room for
+MAX_VOCAB = 1 << 24  # token ids stand in float lanes
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """What all layers of one group share in one step; the tensors are kept so that their memory is."""
+
+    page_table: Tensor  # [rows, max_pages] int32
+    positions: Tensor  # [tokens] int64
+    query_starts: Tensor  # [rows + 1] int32
+    group: GroupDesc
+    step: StepDesc
+    counts: list[int]
+    len_bounds: list[int]
+
+
+class NativeOps:
+    def __init__(self, native: Native):
+        self.native = native
+        self._library = native.library
+        self._context = native.context
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not _is_plain(x, weight):
+            return reference.rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._library.quire_norm(
+            self._context, x.data_ptr(), weight.data_ptr(), eps, x.numel() // width, width, out.data_ptr()
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if not _is_plain(gate_up):
+            return reference.silu_mul(gate_up)
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        self._library.quire_silu_mul(
+            self._context, gate_up.data_ptr(), out.numel() // max(width, 1), width, out.data_ptr()
+        )
+        return out
+
+    @staticmethod
+    def plan_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Angles:
+        return Angles(positions, frequencies, scale)
+
+    def qk_norm_rope_write(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+                           angles: Angles, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+                           num_heads: int) -> Tensor:  # fmt: skip
+        """As the reference; `qkv` is worked on in place."""
+        assert angles.positions is not None and angles.frequencies is not None
+        kv_heads, head_dim = k_cache.shape[2:]
+        norms = [w for w in (q_weight, k_weight) if w is not None]
+        if not _is_plain(qkv, k_cache, v_cache, *norms):
+            tables = angle_tables(angles.positions, angles.frequencies, angles.scale, qkv.dtype)
+            return reference.qk_norm_rope_write(
+                qkv, q_weight, k_weight, eps, tables, k_cache, v_cache, slots, num_heads
+            )
+        positions, slots = angles.positions.contiguous(), slots.contiguous()
+        group = GroupDesc(slots=slots.data_ptr())
+        step = StepDesc(None, positions.data_ptr(), None, len(qkv), 0, _pointer(group))
+        self._library.quire_rope_write(
+            self._context, byref(step), qkv.data_ptr(), _place(q_weight), _place(k_weight), eps,
+            angles.frequencies.data_ptr(), angles.scale, num_heads, kv_heads, head_dim, k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )  # fmt: skip
+        return qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
+
+    @staticmethod
+    def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
+                       page_tokens: int, window: int | None, dtype: torch.dtype, *, row_index: Tensor | None = None,
+                       early: bool = False) -> NativePlan:  # fmt: skip
+        if row_index is not None:
+            page_table = page_table.index_select(0, row_index)
+        page_table, positions = page_table.contiguous(), positions.contiguous()
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        query_starts = torch.tensor(starts, dtype=torch.int32)
+        group = GroupDesc(page_table.data_ptr(), page_table.shape[1], None, None, 0, page_tokens, window or 0)
+        step = StepDesc(
+            None, positions.data_ptr(), query_starts.data_ptr(), len(positions), len(counts), _pointer(group)
+        )
+        return NativePlan(page_table, positions, query_starts, group, step, counts, len_bounds)
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan, scale: float,
+                        softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+        _, num_heads, head_dim = q.shape
+        kv_heads = k_cache.shape[2]
+        fits = _is_plain(k_cache, v_cache) and q.dtype == torch.float32 and num_heads // kv_heads <= MAX_GROUP
+        if not fits or sinks is not None:
+            slow = reference_attention.plan_attention(
+                plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
+                plan.group.window or None, k_cache.dtype,
+            )  # fmt: skip
+            return reference_attention.paged_attention(q, k_cache, v_cache, slow, scale, softcap, sinks)
+        q = q.contiguous()
+        out = torch.empty(len(q), num_heads * head_dim)
+        self._library.quire_attend(
+            self._context, byref(plan.step), q.data_ptr(), num_heads, kv_heads, head_dim, k_cache.data_ptr(),
+            v_cache.data_ptr(), scale, softcap or 0.0, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def choose(self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor,
+               mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """A token for each row of `logits` [samples, vocab]: the largest of logit * inv_temperature + noise of (key,
+        position), or the largest logit where `inv_temperature` [samples] is 0. `mask`: packed bits of what is allowed,
+        int32 [samples, ceil(vocab / 32)]. Returns ids [samples] int64 and bad flags [samples] bool."""
+        logits = logits.float().contiguous()
+        num_samples, vocab_size = logits.shape
+        assert vocab_size <= MAX_VOCAB
+        tokens = torch.empty(num_samples, dtype=torch.int64)
+        bad = torch.empty(num_samples, dtype=torch.bool)
+        self._library.quire_choose(
+            self._context, logits.data_ptr(), vocab_size, num_samples, vocab_size, key.data_ptr(),
+            positions.data_ptr(), inv_temperature.data_ptr(), _place(mask), 0 if mask is None else mask.shape[1],
+            tokens.data_ptr(), bad.data_ptr(),
+        )  # fmt: skip
+        return tokens, bad
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+
+
+def _place(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pointer(group: GroupDesc) -> object:
+    return (GroupDesc * 1)(group)

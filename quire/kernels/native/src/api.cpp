@@ -1,0 +1,163 @@
+// The functions Python calls, all of C linkage and plain types; `quire/kernels/native/library.py` declares them.
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "pack.h"
+#include "stack.h"
+
+#ifndef QUIRE_SOURCES
+#define QUIRE_SOURCES "unknown"
+#endif
+
+using namespace quire;
+
+namespace {
+
+const Kernels* find_kernels(const char* name) {
+    if (strcmp(name, "portable") == 0) return portable_kernels();
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512vnni");
+    if (strcmp(name, "avx512") == 0) return avx512 ? avx512_kernels() : nullptr;
+    if (strcmp(name, "avx2") == 0) return avx2 ? avx2_kernels() : nullptr;
+#endif
+    return nullptr;
+}
+
+uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Of the sources this was built from; Python compares it with those it sees.
+const char* quire_sources() { return QUIRE_SOURCES; }
+
+// `isa`: avx512, avx2 or portable; null where this machine or this build has no such thing.
+Context* quire_open(const char* isa, int32_t num_threads) {
+    const Kernels* kernels = find_kernels(isa);
+    return kernels ? new (std::nothrow) Context(kernels, num_threads) : nullptr;
+}
+
+void quire_close(Context* context) { delete context; }
+
+int32_t quire_lanes(Context* context) { return context->kernels->lanes; }
+
+int64_t quire_matrix_bytes(const Matrix* m) { return num_tiles(*m) * tile_bytes(*m); }
+
+// Fill the memory of a matrix. `from_floats`: the source is float32 rows, to be put into the matrix's form first.
+void quire_pack(Context* context, const Matrix* m, const uint8_t* source, const int64_t* order, int32_t from_floats,
+                uint8_t* out) {
+    std::lock_guard<std::mutex> lock(context->busy);
+    Run run(context->pool);
+    context->pool.share(num_tiles(*m), 16, [&](int64_t first, int64_t stop, int) {
+        const int64_t row_bytes = source_row_bytes(m->form, m->columns);
+        std::vector<uint8_t> encoded(from_floats ? size_t(row_bytes * m->lanes) : 0);
+        for (int64_t tile = first; tile < stop; ++tile) {
+            uint8_t* to = out + tile * tile_bytes(*m);
+            if (!from_floats) {
+                pack_tile(*m, tile, source, order, to);
+                continue;
+            }
+            Matrix part = *m;
+            part.rows = std::min<int64_t>(m->lanes, m->rows - tile * m->lanes);
+            for (int64_t r = 0; r < part.rows; ++r) {
+                const int64_t row = tile * m->lanes + r;
+                const float* x = reinterpret_cast<const float*>(source) + (order ? order[row] : row) * m->columns;
+                encode_row(m->form, x, m->columns, encoded.data() + r * row_bytes);
+            }
+            pack_tile(part, 0, encoded.data(), nullptr, to);
+        }
+    });
+}
+
+void quire_rows(Context* context, const Matrix* m, const int64_t* ids, int64_t count, float* out) {
+    std::lock_guard<std::mutex> lock(context->busy);
+    for (int64_t i = 0; i < count; ++i) unpack_row(*m, ids[i], out + i * m->columns);
+}
+
+void quire_norm(Context* context, const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out) {
+    for (int64_t i = 0; i < rows; ++i) context->kernels->norm(x + i * n, weight, eps, n, out + i * n);
+}
+
+void quire_silu_mul(Context* context, const float* gate_up, int64_t rows, int64_t n, float* out) {
+    for (int64_t i = 0; i < rows; ++i)
+        context->kernels->silu_mul(gate_up + i * 2 * n, gate_up + i * 2 * n + n, n, out + i * n);
+}
+
+void quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
+                  float eps, int32_t silu, const float* residual, float* out) {
+    run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out);
+}
+
+void quire_rope_write(Context* context, const StepDesc* step, float* qkv, const float* q_norm, const float* k_norm,
+                      float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
+                      int64_t head_dim, float* k, float* v) {
+    run_rope_write(*context, *step, qkv, q_norm, k_norm, eps, frequencies, rope_scale, num_heads, num_kv_heads,
+                   head_dim, k, v);
+}
+
+void quire_attend(Context* context, const StepDesc* step, const float* q, int64_t num_heads, int64_t num_kv_heads,
+                  int64_t head_dim, const float* k, const float* v, float scale, float softcap, float* out) {
+    run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, out);
+}
+
+void quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {
+    run_stack(*context, *stack, *step, out);
+}
+
+// A token for each row of logits: greedy where inv_temperature is 0, else by noise of (key, position).
+void quire_choose(Context* context, const float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                  const int64_t* keys, const int64_t* positions, const float* inv_temperature, const uint32_t* masks,
+                  int64_t mask_stride, int64_t* tokens, uint8_t* bad) {
+    std::lock_guard<std::mutex> lock(context->busy);
+    constexpr int64_t kChunk = 8192;
+    const int64_t chunks = (vocab + kChunk - 1) / kChunk;
+    std::vector<Choice> choices(size_t(rows * chunks));
+    {
+        Run run(context->pool);
+        context->pool.share(rows * chunks, 1, [&](int64_t first, int64_t stop, int) {
+            for (int64_t i = first; i < stop; ++i) {
+                const int64_t row = i / chunks, chunk = i % chunks;
+                const uint64_t words = mix(uint64_t(keys[row]) + uint64_t(positions[row]) * 0x9E3779B97F4A7C15u);
+                Choice& choice = choices[size_t(i)];
+                choice.logits = logits + row * stride;
+                choice.first = chunk * kChunk;
+                choice.stop = std::min(vocab, choice.first + kChunk);
+                choice.inv_temperature = inv_temperature[row];
+                choice.whiten = uint32_t(words);
+                choice.multiply = uint32_t(words >> 32) | 1;
+                choice.mask = masks ? masks + row * mask_stride : nullptr;
+                context->kernels->choose(choice);
+            }
+        });
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        float best = -INFINITY;
+        tokens[row] = 0;
+        bad[row] = 0;
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            const Choice& choice = choices[size_t(row * chunks + chunk)];
+            if (choice.best > best) {
+                best = choice.best;
+                tokens[row] = choice.token;
+            }
+            bad[row] |= choice.unfit;
+        }
+        if (best == -INFINITY) bad[row] = 1;
+        if (bad[row]) tokens[row] = 0;
+    }
+}
+
+}  // extern "C"

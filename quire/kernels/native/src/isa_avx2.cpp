@@ -1,0 +1,30 @@
+// One instruction set's copy of the kernels; its compiler flags are in quire/kernels/native/building.py.
+#include <math.h>
+#include "kernels.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+#include "simd_avx2.h"
+
+using namespace quire;
+
+#include "mathematics.inl"
+#include "rows.inl"
+#include "product.inl"
+#include "attend.inl"
+#include "choose.inl"
+
+namespace quire {
+
+const Kernels* avx2_kernels() {
+    static const Kernels kernels = {"avx2", W, norm, silu_mul, quantize, turn, product, attend, choose};
+    return &kernels;
+}
+
+}  // namespace quire
+
+#else
+
+const quire::Kernels* quire::avx2_kernels() { return nullptr; }
+
+#endif

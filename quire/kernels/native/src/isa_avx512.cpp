@@ -1,0 +1,30 @@
+// One instruction set's copy of the kernels; its compiler flags are in quire/kernels/native/building.py.
+#include <math.h>
+#include "kernels.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+#include "simd_avx512.h"
+
+using namespace quire;
+
+#include "mathematics.inl"
+#include "rows.inl"
+#include "product.inl"
+#include "attend.inl"
+#include "choose.inl"
+
+namespace quire {
+
+const Kernels* avx512_kernels() {
+    static const Kernels kernels = {"avx512", W, norm, silu_mul, quantize, turn, product, attend, choose};
+    return &kernels;
+}
+
+}  // namespace quire
+
+#else
+
+const quire::Kernels* quire::avx512_kernels() { return nullptr; }
+
+#endif

@@ -1,0 +1,22 @@
+// One instruction set's copy of the kernels; its compiler flags are in quire/kernels/native/building.py.
+#include <math.h>
+#include "kernels.h"
+
+#include "simd_portable.h"
+
+using namespace quire;
+
+#include "mathematics.inl"
+#include "rows.inl"
+#include "product.inl"
+#include "attend.inl"
+#include "choose.inl"
+
+namespace quire {
+
+const Kernels* portable_kernels() {
+    static const Kernels kernels = {"portable", W, norm, silu_mul, quantize, turn, product, attend, choose};
+    return &kernels;
+}
+
+}  // namespace quire

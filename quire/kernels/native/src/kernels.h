@@ -1,0 +1,117 @@
+// What every instruction set implements, and the plain structs it works on. `product.inl`, `rows.inl`, `attend.inl` and
+// `choose.inl` hold the code; each `isa_*.cpp` compiles it once over its own vectors and fills one `Kernels`.
+// Plain C types only: nothing here may pull in a template that the linker could take from the wrong instruction set.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace quire {
+
+constexpr int kBlock = 32;        // columns that share a scale
+constexpr int kQueryTokens = 16;  // tokens of one row that attention takes at a time
+constexpr int kKeyBlock = 64;     // keys that attention takes at a time
+
+enum class Form : int32_t { kF32 = 0, kF16 = 1, kQ8_0 = 2, kQ4_0 = 3, kQ4_1 = 4 };
+
+// A matrix in tiles of `lanes` rows. Within a tile lie, block by block, the scales of all its rows and then the values,
+// four columns of each row in turn (one column in turn for float forms): a vector holds the same columns of all rows,
+// so that a product needs no sum across lanes. Rows past the last are zeros.
+struct Matrix {
+    Form form;
+    int32_t lanes;
+    int64_t rows, columns;
+    const uint8_t* data;
+};
+
+inline int64_t block_bytes(Form form, int lanes) {  // of one tile's block; of one column for float forms
+    switch (form) {
+        case Form::kF32: return 4 * lanes;
+        case Form::kF16: return 2 * lanes;
+        case Form::kQ8_0: return lanes * (2 + 32);
+        case Form::kQ4_0: return lanes * (2 + 16);
+        case Form::kQ4_1: return lanes * (4 + 16);
+    }
+    return 0;
+}
+
+inline bool is_float(Form form) { return form == Form::kF32 || form == Form::kF16; }
+
+inline int64_t tile_bytes(const Matrix& m) {
+    return block_bytes(m.form, m.lanes) * (is_float(m.form) ? m.columns : m.columns / kBlock);
+}
+
+inline int64_t num_tiles(const Matrix& m) { return (m.rows + m.lanes - 1) / m.lanes; }
+
+// Activations of some tokens, as floats and as 8-bit blocks; a product reads what its matrix's form needs. `fine`: each
+// token has two rows of blocks, and stands for their sum: the second is what rounding to the first left over.
+struct Inputs {
+    const float* x;        // [tokens, columns]
+    const int8_t* values;  // [rows, columns]
+    const float* scales;   // [rows, columns / 32]
+    const int32_t* sums;   // [rows, columns / 32]: sum of a block's values
+    bool fine;
+};
+
+// Where a product goes: token t, row r of the matrix lands at out[t * stride + r] (+ bias[r], + residual alike).
+struct Target {
+    float* out;
+    int64_t stride;
+    const float* bias;      // or null
+    const float* residual;  // or null; same stride; may be `out`
+};
+
+// Tokens of one row that attend together to one key-value head.
+struct Queries {
+    const float* q;  // [tokens, stride], at the group's first head
+    float* out;      // the same
+    int64_t q_stride, out_stride;
+    int32_t num_tokens, num_heads;  // query heads of the group
+    int64_t first_position;
+};
+
+struct Keys {
+    const float* k;  // the layer's plane at this kv head: [pages, page_tokens, kv_heads, head_dim]
+    const float* v;
+    const int32_t* pages;  // of the row
+    int64_t token_stride;  // kv_heads * head_dim
+    int32_t page_tokens, head_dim;
+    int64_t window;  // 0: none
+    float scale, softcap;  // softcap 0: none
+};
+
+inline int64_t attend_scratch_floats(int head_dim, int num_heads) {
+    int64_t queries = int64_t(kQueryTokens) * num_heads;
+    return kKeyBlock * (head_dim + 16) + queries * (kKeyBlock + head_dim + 16 + 4) + 256;
+}
+
+struct Choice {
+    const float* logits;   // [vocab]
+    int64_t first, stop;   // token ids to look at
+    float inv_temperature; // 0: greedy
+    uint32_t whiten, multiply;  // this row's words of noise
+    const uint32_t* mask;  // one bit a token, or null
+    float best;            // out: the best score, -inf if there is none
+    int64_t token;         // out
+    bool unfit;            // out: a NaN or +inf was seen
+};
+
+struct Kernels {
+    const char* name;
+    int lanes;
+    void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
+    // Rounds to one row of blocks, or to two where `fine`.
+    void (*quantize)(const float* x, int64_t n, bool fine, int8_t* values, float* scales, int32_t* sums);
+    void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
+    void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
+                    const Target& target);
+    void (*attend)(const Queries& queries, const Keys& keys, float* scratch);
+    void (*choose)(Choice& choice);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // null where this build has none
+const Kernels* avx512_kernels();  // AVX-512 with VNNI
+
+}  // namespace quire

@@ -1,0 +1,154 @@
+// Matrix times activations, a tile of W rows by up to kMaxTokens tokens in registers: every block of weights is unpacked
+// once for all tokens of the register tile.
+
+namespace {
+
+template <int M>
+inline void begin(Floats* acc) {
+    for (int m = 0; m < M; ++m) acc[m] = splat(0);
+}
+
+constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
+
+// What the three block forms share: where token m's values, scale and sum of block b lie.
+struct View {
+    const int8_t* values;
+    const float* scales;
+    const int32_t* sums;
+    int64_t columns, blocks;
+};
+
+template <Form F, int M>
+inline void add_blocks(const uint8_t* p, const View& in, Floats* acc) {
+    constexpr int kScales = (F == Form::kQ4_1 ? 4 : 2) * W;
+    constexpr int kBytes = kScales + (F == Form::kQ8_0 ? 32 : 16) * W;
+    for (int64_t b = 0; b < in.blocks; ++b, p += kBytes) {
+        const int8_t* a = in.values + b * kBlock;
+        const uint8_t* w = p + kScales;
+        Sum sum[M];
+        if constexpr (F == Form::kQ8_0) {
+            for (int m = 0; m < M; ++m) sum[m] = begin_signed(in.sums[m * in.blocks + b]);
+            for (int g = 0; g < 8; ++g) {
+                Signed x = load_signed(w + g * 4 * W);
+                for (int m = 0; m < M; ++m) sum[m] = dot_signed(sum[m], x, a + m * in.columns + 4 * g);
+            }
+        } else {
+            for (int m = 0; m < M; ++m) sum[m] = begin_unsigned();
+            for (int g = 0; g < 4; ++g) {
+                Bytes x = load_bytes(w + g * 4 * W), low = low_nibbles(x), high = high_nibbles(x);
+                for (int m = 0; m < M; ++m) {
+                    const int8_t* at = a + m * in.columns + 4 * g;
+                    sum[m] = dot_unsigned(dot_unsigned(sum[m], low, at), high, at + 16);
+                }
+            }
+        }
+        Floats scale = load_half((const uint16_t*)p);
+        for (int m = 0; m < M; ++m) {
+            float s = in.scales[m * in.blocks + b];
+            Floats whole = F == Form::kQ8_0 ? end_signed(sum[m]) : end_unsigned(sum[m]);
+            acc[m] = fma(mul(whole, scale), splat(s), acc[m]);
+            if constexpr (F == Form::kQ4_0)
+                acc[m] = fma(scale, splat(-8.0f * s * float(in.sums[m * in.blocks + b])), acc[m]);
+            if constexpr (F == Form::kQ4_1)
+                acc[m] = fma(load_half((const uint16_t*)p + W), splat(s * float(in.sums[m * in.blocks + b])), acc[m]);
+        }
+    }
+}
+
+template <Form F, int M>
+inline void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
+    for (int64_t c = 0; c < columns; ++c) {
+        Floats w = F == Form::kF32 ? load((const float*)p + c * W) : load_half((const uint16_t*)p + c * W);
+        for (int m = 0; m < M; ++m) acc[m] = fma(w, splat(x[m * columns + c]), acc[m]);
+    }
+}
+
+template <int M>
+inline void finish(const Floats* acc, const Matrix& m, int64_t first_row, int64_t token, const Target& to) {
+    int rows = m.rows - first_row < W ? int(m.rows - first_row) : W;
+    for (int i = 0; i < M; ++i) {
+        int64_t place = (token + i) * to.stride + first_row;
+        Floats value = acc[i];
+        if (rows == W) {
+            if (to.bias) value = add(value, load(to.bias + first_row));
+            if (to.residual) value = add(value, load(to.residual + place));
+            store(to.out + place, value);
+        } else {
+            if (to.bias) value = add(value, load_some(to.bias + first_row, rows));
+            if (to.residual) value = add(value, load_some(to.residual + place, rows));
+            store_some(to.out + place, value, rows);
+        }
+    }
+}
+
+template <Form F, int M>
+void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, const Target& to) {
+    const uint8_t* p = m.data + tile * tile_bytes(m);
+    if constexpr (F == Form::kF32 || F == Form::kF16) {
+        Floats acc[M];
+        begin<M>(acc);
+        add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
+        finish<M>(acc, m, tile * W, token, to);
+    } else {
+        const int64_t blocks = m.columns / kBlock, row = in.fine ? 2 * token : token;
+        const View view = {in.values + row * m.columns, in.scales + row * blocks, in.sums + row * blocks, m.columns,
+                           blocks};
+        if (M <= kMaxTokens / 2 && in.fine) {
+            constexpr int kRows = M <= kMaxTokens / 2 ? 2 * M : 1;
+            Floats acc[kRows];
+            begin<kRows>(acc);
+            add_blocks<F, kRows>(p, view, acc);
+            for (int i = 0; 2 * i < kRows - 1; ++i) acc[i] = add(acc[2 * i], acc[2 * i + 1]);
+            finish<(kRows + 1) / 2>(acc, m, tile * W, token, to);
+            return;
+        }
+        Floats acc[M];
+        begin<M>(acc);
+        add_blocks<F, M>(p, view, acc);
+        finish<M>(acc, m, tile * W, token, to);
+    }
+}
+
+template <Form F, int M>
+inline void last_tokens(int64_t count, const Matrix& m, int64_t tile, const Inputs& in, int64_t token,
+                        const Target& to) {
+    if constexpr (M > 0) {
+        if (count == M) few_tokens<F, M>(m, tile, in, token, to);
+        else last_tokens<F, M - 1>(count, m, tile, in, token, to);
+    }
+}
+
+template <Form F>
+void some_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, int64_t stop, const Target& to) {
+    if (in.fine && !is_float(F))
+        for (; token + kMaxTokens / 2 <= stop; token += kMaxTokens / 2)
+            few_tokens<F, kMaxTokens / 2>(m, tile, in, token, to);
+    else
+        for (; token + kMaxTokens <= stop; token += kMaxTokens) few_tokens<F, kMaxTokens>(m, tile, in, token, to);
+    last_tokens<F, kMaxTokens - 1>(stop - token, m, tile, in, token, to);
+}
+
+template <Form F>
+void product_of(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
+                const Target& to) {
+    // As many tokens at a time as stay in the first cache while all tiles pass by.
+    const int64_t token_bytes = m.columns * (is_float(F) ? 4 : in.fine ? 2 : 1);
+    const int64_t most = (kNearBytes / token_bytes / kMaxTokens + 1) * kMaxTokens;
+    for (int64_t first = 0; first < num_tokens; first += most) {
+        const int64_t stop = first + most < num_tokens ? first + most : num_tokens;
+        for (int64_t tile = first_tile; tile < stop_tile; ++tile) some_tokens<F>(m, tile, in, first, stop, to);
+    }
+}
+
+void product(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
+             const Target& to) {
+    switch (m.form) {
+        case Form::kF32: return product_of<Form::kF32>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kF16: return product_of<Form::kF16>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ8_0: return product_of<Form::kQ8_0>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ4_0: return product_of<Form::kQ4_0>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ4_1: return product_of<Form::kQ4_1>(m, first_tile, stop_tile, in, num_tokens, to);
+    }
+}
+
+}  // namespace

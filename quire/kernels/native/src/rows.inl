@@ -1,0 +1,93 @@
+// What is done to one token's vector: norm, SiLU-mul, rope, and rounding to 8-bit blocks.
+
+namespace {
+
+void norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+    Floats a = splat(0), b = splat(0);
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        Floats u = load(x + i), v = load(x + i + W);
+        a = fma(u, u, a);
+        b = fma(v, v, b);
+    }
+    for (; i < n; i += W) {
+        Floats u = load_some(x + i, n - i < W ? int(n - i) : W);
+        a = fma(u, u, a);
+    }
+    float scale = 1.0f / sqrtf(total(add(a, b)) / float(n) + eps);
+    Floats s = splat(scale);
+    for (i = 0; i + W <= n; i += W) store(out + i, mul(mul(load(x + i), s), load(weight + i)));
+    if (i < n) {
+        int rest = int(n - i);
+        store_some(out + i, mul(mul(load_some(x + i, rest), s), load_some(weight + i, rest)), rest);
+    }
+}
+
+inline Floats silu(Floats g) { return div(g, add(splat(1.0f), exponential(sub(splat(0), g)))); }
+
+void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+    if (i < n) {
+        int rest = int(n - i);
+        store_some(out + i, mul(silu(load_some(gate + i, rest)), load_some(up + i, rest)), rest);
+    }
+}
+
+void turn(float* head, const float* cos, const float* sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+        Floats a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
+        store(head + i, sub(mul(a, c), mul(b, s)));
+        store(head + half + i, fma(a, s, mul(b, c)));
+    }
+    for (; i < half; ++i) {
+        float a = head[i], b = head[half + i];
+        head[i] = a * cos[i] - b * sin[i];
+        head[half + i] = a * sin[i] + b * cos[i];
+    }
+}
+
+// One block of 32 to 8 bits, whose largest magnitude is `most`; what is left over goes to `rest`.
+inline void round_block(const Floats* part, float most, int8_t* values, float* scale, int32_t* sum, Floats* rest) {
+    // Below this the inverse is no number; the block is as good as zero.
+    const Floats inverse = splat(most > 1e-30f ? 127.0f / most : 0.0f), size = splat(-most / 127.0f);
+    int32_t all = 0;
+    for (int i = 0; i < kBlock / W; ++i) {
+        const Floats whole = nearest(mul(part[i], inverse));
+        all += store_bytes(values + i * W, whole);
+        rest[i] = fma(whole, size, part[i]);
+    }
+    *scale = most / 127.0f;
+    *sum = all;
+}
+
+// n is a multiple of 32. A block that holds NaN or infinity gets the scale NaN, so that whoever reads it learns of it.
+void quantize(const float* x, int64_t n, bool fine, int8_t* values, float* scales, int32_t* sums) {
+    const int64_t blocks = n / kBlock;
+    for (int64_t b = 0; b < blocks; ++b) {
+        Floats part[kBlock / W], rest[kBlock / W], bits = splat(0);
+        for (int i = 0; i < kBlock / W; ++i) {
+            part[i] = load(x + b * kBlock + i * W);
+            bits = larger_magnitude(bits, part[i]);
+        }
+        float lanes[W], most = 0;
+        store(lanes, bits);
+        bool finite = true;
+        for (float lane : lanes) {
+            finite &= lane <= 3.4028234e38f;
+            most = lane > most ? lane : most;
+        }
+        if (!finite) {
+            most = 0;
+            for (Floats& f : part) f = splat(0);
+        }
+        round_block(part, most, values + b * kBlock, scales + b, sums + b, rest);
+        // What is left is at most half a step, so the second scale follows from the first.
+        if (fine)
+            round_block(rest, most / 254.0f, values + n + b * kBlock, scales + blocks + b, sums + blocks + b, part);
+        if (!finite) scales[b] = NAN;
+    }
+}
+
+}  // namespace

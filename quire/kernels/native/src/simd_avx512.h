@@ -1,0 +1,113 @@
+// Sixteen lanes of AVX-512 (F, BW, DQ, VL) with VNNI.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+constexpr int W = 16;
+constexpr int kMaxTokens = 8;
+
+using Floats = __m512;
+using Bytes = __m512i;
+using Signed = __m512i;
+struct Sum {
+    __m512i v;
+};
+
+inline __mmask16 lane_mask(int n) { return __mmask16((1u << n) - 1); }
+inline Floats splat(float x) { return _mm512_set1_ps(x); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+inline Floats load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(lane_mask(n), p); }
+inline void store_some(float* p, Floats a, int n) { _mm512_mask_storeu_ps(p, lane_mask(n), a); }
+inline Floats load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline float total(Floats a) { return _mm512_reduce_add_ps(a); }
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+inline Floats nearest(Floats a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats larger_magnitude(Floats a, Floats b) {
+    const __m512i bits = _mm512_set1_epi32(0x7fffffff);
+    __m512i x = _mm512_and_si512(_mm512_castps_si512(a), bits), y = _mm512_and_si512(_mm512_castps_si512(b), bits);
+    return _mm512_castsi512_ps(_mm512_max_epi32(x, y));
+}
+inline Floats scale_by_power(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
+inline int32_t store_bytes(int8_t* p, Floats a) {
+    __m512i x = _mm512_cvtps_epi32(a);
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x));
+    return _mm512_reduce_add_epi32(x);
+}
+inline void transpose(const float* const* rows, int columns, float* out) {
+    int c = 0;
+    for (; c + 16 <= columns; c += 16) {
+        __m512 r[16], s[16];
+        for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + c);
+        for (int i = 0; i < 8; ++i) {
+            s[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            s[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        for (int h = 0; h < 4; ++h) {
+            r[4 * h] = _mm512_shuffle_ps(s[4 * h], s[4 * h + 2], 0x44);
+            r[4 * h + 1] = _mm512_shuffle_ps(s[4 * h], s[4 * h + 2], 0xee);
+            r[4 * h + 2] = _mm512_shuffle_ps(s[4 * h + 1], s[4 * h + 3], 0x44);
+            r[4 * h + 3] = _mm512_shuffle_ps(s[4 * h + 1], s[4 * h + 3], 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {  // r[4h + i]: columns i, i + 4, i + 8, i + 12 of rows 4h..4h+3, a quarter each
+            __m512 a = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+            __m512 d = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+            __m512 e = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+            store(out + (c + i) * W, _mm512_shuffle_f32x4(a, d, 0x88));
+            store(out + (c + i + 4) * W, _mm512_shuffle_f32x4(b, e, 0x88));
+            store(out + (c + i + 8) * W, _mm512_shuffle_f32x4(a, d, 0xdd));
+            store(out + (c + i + 12) * W, _mm512_shuffle_f32x4(b, e, 0xdd));
+        }
+    }
+    for (; c < columns; ++c)
+        for (int i = 0; i < W; ++i) out[c * W + i] = rows[i][c];
+}
+
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+// The instruction wants its first factor without a sign: 128 is added to it here, and taken off the sum beforehand.
+inline Signed load_signed(const uint8_t* p) { return _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(-128)); }
+inline __m512i four_bytes(const int8_t* a) {
+    int32_t word;
+    memcpy(&word, a, 4);
+    return _mm512_set1_epi32(word);
+}
+inline Sum begin_unsigned() { return {_mm512_setzero_si512()}; }
+inline Sum begin_signed(int32_t sum) { return {_mm512_set1_epi32(-128 * sum)}; }
+inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) { return {_mm512_dpbusd_epi32(s.v, w, four_bytes(a))}; }
+inline Sum dot_signed(Sum s, Signed w, const int8_t* a) { return {_mm512_dpbusd_epi32(s.v, w, four_bytes(a))}; }
+inline Floats end_unsigned(Sum s) { return _mm512_cvtepi32_ps(s.v); }
+inline Floats end_signed(Sum s) { return _mm512_cvtepi32_ps(s.v); }
+
+inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i x = _mm512_add_epi32(_mm512_set1_epi32(int(first)), lanes);
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int(0x9E3779B1u)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_set1_epi32(int(whiten))), _mm512_set1_epi32(int(multiply)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srai_epi32(x, 15)), _mm512_set1_epi32(int(0x85EBCA6Bu)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srai_epi32(x, 13)), _mm512_set1_epi32(int(0xC2B2AE35u)));
+    return _mm512_cvtepi32_ps(_mm512_xor_si512(x, _mm512_srai_epi32(x, 16)));
+}
+inline void split_exponent(Floats a, Floats& mantissa, Floats& exponent) {
+    __m512i x = _mm512_castps_si512(a);
+    exponent = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(x, 23), _mm512_set1_epi32(127)));
+    x = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi32(0x7fffff)), _mm512_set1_epi32(0x3f800000));
+    mantissa = _mm512_castsi512_ps(x);
+}
+inline Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+
+}  // namespace

@@ -1,0 +1,107 @@
+// Eight lanes as plain arrays: what runs where there is no faster twin, and what the others are tested against.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "half.h"
+
+namespace {
+
+constexpr int W = 8;
+constexpr int kMaxTokens = 4;  // of a product's register tile
+
+struct Floats {
+    float v[W];
+};
+struct Bytes {
+    uint8_t v[4 * W];
+};
+struct Sum {
+    int32_t v[W];
+};
+using Signed = Bytes;
+
+#define LANES for (int i = 0; i < W; ++i)
+inline Floats splat(float x) { Floats r; LANES r.v[i] = x; return r; }
+inline Floats load(const float* p) { Floats r; memcpy(r.v, p, sizeof r.v); return r; }
+inline void store(float* p, Floats a) { memcpy(p, a.v, sizeof a.v); }
+inline Floats load_some(const float* p, int n) { Floats r = splat(0); memcpy(r.v, p, 4 * n); return r; }
+inline void store_some(float* p, Floats a, int n) { memcpy(p, a.v, 4 * n); }
+inline Floats load_half(const uint16_t* p) { Floats r; LANES r.v[i] = quire::half_to_float(p[i]); return r; }
+inline Floats add(Floats a, Floats b) { LANES a.v[i] += b.v[i]; return a; }
+inline Floats sub(Floats a, Floats b) { LANES a.v[i] -= b.v[i]; return a; }
+inline Floats mul(Floats a, Floats b) { LANES a.v[i] *= b.v[i]; return a; }
+inline Floats div(Floats a, Floats b) { LANES a.v[i] /= b.v[i]; return a; }
+inline Floats fma(Floats a, Floats b, Floats c) { LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+inline Floats larger(Floats a, Floats b) { LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline Floats smaller(Floats a, Floats b) { LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline float total(Floats a) { float s = 0; LANES s += a.v[i]; return s; }
+inline float largest(Floats a) { float s = a.v[0]; LANES s = a.v[i] > s ? a.v[i] : s; return s; }
+inline Floats nearest(Floats a) { LANES a.v[i] = nearbyintf(a.v[i]); return a; }
+// The larger magnitude by its bits: NaN beats infinity beats every number.
+inline Floats larger_magnitude(Floats a, Floats b) {
+    LANES {
+        uint32_t x, y;
+        memcpy(&x, &a.v[i], 4); memcpy(&y, &b.v[i], 4);
+        x &= 0x7fffffff; y &= 0x7fffffff;
+        if (y > x) x = y;
+        memcpy(&a.v[i], &x, 4);
+    }
+    return a;
+}
+inline Floats scale_by_power(Floats a, Floats n) { LANES a.v[i] = ldexpf(a.v[i], int(n.v[i])); return a; }
+inline int32_t store_bytes(int8_t* p, Floats a) {  // whole numbers within a byte; returns their sum
+    int32_t sum = 0;
+    LANES { p[i] = int8_t(a.v[i]); sum += p[i]; }
+    return sum;
+}
+inline void transpose(const float* const* rows, int columns, float* out) {  // [W][columns] -> [columns][W]
+    for (int c = 0; c < columns; ++c) LANES out[c * W + i] = rows[i][c];
+}
+
+inline Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, sizeof r.v); return r; }
+inline Bytes low_nibbles(Bytes a) { for (uint8_t& x : a.v) x &= 15; return a; }
+inline Bytes high_nibbles(Bytes a) { for (uint8_t& x : a.v) x >>= 4; return a; }
+inline Signed load_signed(const uint8_t* p) { return load_bytes(p); }
+inline Sum begin_unsigned() { Sum r; LANES r.v[i] = 0; return r; }
+inline Sum begin_signed(int32_t) { return begin_unsigned(); }
+inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
+    LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(w.v[4 * i + j]) * a[j];
+    return s;
+}
+inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
+    LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(int8_t(w.v[4 * i + j])) * a[j];
+    return s;
+}
+inline Floats end_unsigned(Sum s) { Floats r; LANES r.v[i] = float(s.v[i]); return r; }
+inline Floats end_signed(Sum s) { return end_unsigned(s); }
+
+// Random bits of W token ids from `first` on, as floats (31 bits, not negative).
+inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
+    Floats r;
+    LANES {
+        int32_t x = int32_t((((first + i) * 0x9E3779B1u) ^ whiten) * multiply);
+        x = int32_t(uint32_t(x ^ (x >> 15)) * 0x85EBCA6Bu);
+        x = int32_t(uint32_t(x ^ (x >> 13)) * 0xC2B2AE35u);
+        r.v[i] = float(x ^ (x >> 16));
+    }
+    return r;
+}
+inline void split_exponent(Floats a, Floats& mantissa, Floats& exponent) {  // a = mantissa * 2^exponent, in [1, 2)
+    LANES {
+        uint32_t x;
+        memcpy(&x, &a.v[i], 4);
+        exponent.v[i] = float(int32_t(x >> 23) - 127);
+        x = (x & 0x7fffff) | 0x3f800000;
+        memcpy(&mantissa.v[i], &x, 4);
+    }
+}
+inline Floats select_less(Floats a, Floats b, Floats yes, Floats no) {  // a < b ? yes : no
+    LANES yes.v[i] = a.v[i] < b.v[i] ? yes.v[i] : no.v[i];
+    return yes;
+}
+#undef LANES
+
+}  // namespace

@@ -1,0 +1,100 @@
+// Whole layers and whole models over the kernels: what one call from Python runs. The structs are filled in by
+// `quire/kernels/native/library.py`, field by field in this order.
+#pragma once
+
+#include <stdlib.h>
+
+#include <mutex>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace quire {
+
+struct LinearDesc {
+    const Matrix* parts;  // one below the other
+    int64_t num_parts;
+    const float* bias;  // or null
+};
+
+struct LayerDesc {
+    const float* attention_norm;
+    LinearDesc qkv, out;
+    const float *q_norm, *k_norm;  // or null
+    const float* mlp_norm;
+    LinearDesc gate_up, down;
+    int64_t group, cache_index;
+};
+
+struct StackDesc {
+    Matrix embedding;
+    const LayerDesc* layers;
+    int64_t num_layers;
+    const float* norm;
+    const float* frequencies;  // [head_dim / 2]
+    int64_t width, num_heads, num_kv_heads, head_dim, inner_width;
+    float eps, rope_scale, attention_scale;
+};
+
+struct GroupDesc {  // one paged group in one step
+    const int32_t* table;  // [rows, table_stride]
+    int64_t table_stride;
+    const int64_t* slots;  // [tokens]
+    float* cache;          // [layers, 2, plane]
+    int64_t plane;         // elements
+    int64_t page_tokens, window;
+};
+
+struct StepDesc {
+    const int64_t* tokens;     // or null where a stack is not run
+    const int64_t* positions;  // [tokens]
+    const int32_t* query_starts;  // [rows + 1]
+    int64_t num_tokens, num_rows;
+    const GroupDesc* groups;
+    const int64_t* wanted;  // tokens whose hidden states are wanted, ascending
+    int64_t num_wanted;     // -1: all
+};
+
+// Memory that only grows, for what lives within one call.
+class Buffer {
+  public:
+    ~Buffer() { free(data_); }
+    void* take(size_t bytes) {
+        if (bytes > size_) {
+            free(data_);
+            size_ = bytes + bytes / 4;
+            data_ = aligned_alloc(64, (size_ + 63) / 64 * 64);
+        }
+        return data_;
+    }
+    template <class T>
+    T* take_as(int64_t count) { return static_cast<T*>(take(sizeof(T) * size_t(count))); }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Everything a call needs: kernels, threads and working memory. One call at a time.
+struct Context {
+    Context(const Kernels* chosen, int num_threads) : kernels(chosen), pool(num_threads) {}
+    const Kernels* kernels;
+    Pool pool;
+    std::mutex busy;
+    int64_t fine_tokens = 0;  // of the current call: so many at most are rounded finely
+    Buffer floats, values, scales, sums, scratch, stream, qkv, attended, inner, cos, sin, units, last_units;
+};
+
+void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,
+                float eps, bool silu, const float* residual, float* out);
+
+void run_stack(Context& context, const StackDesc& stack, const StepDesc& step, float* out);
+
+void run_attention(Context& context, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
+                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, float* out);
+
+void run_rope_write(Context& context, const StepDesc& step, float* qkv, const float* q_norm, const float* k_norm,
+                    float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
+                    int64_t head_dim, float* k, float* v);
+
+}  // namespace quire

@@ -1,0 +1,89 @@
+"""How the sampling kernels read a step's logits: float32 whatever their type, from the model's own or from an edited
+copy, after the grammar's mask. Also the two ways they look for a cut without sorting.
+
+Tokens come in groups of 32, which is also a word of a grammar's mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(32)
+INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
+             EDITED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """Where one sample's logits, its edited copy and its mask begin, and whether it has such a copy: the functions
+    below take these as `row`. What there is none of is never read."""
+    copy = logits_ptr
+    has_copy = False
+    mask = logits_ptr
+    if EDITED:
+        place = tl.load(places_ptr + sample).to(tl.int64)
+        copy = copies_ptr + place * copies_stride
+        has_copy = place >= 0
+    if HAS_MASK:
+        mask = mask_ptr + sample * mask_stride
+    return logits_ptr + sample * logits_stride, copy, has_copy, mask
+
+
+@triton.jit
+def load_logits(row, token_ids, there, EDITED: tl.constexpr):
+    """A row's logits as float32, -inf where not `there`: the model's, or those of its copy if it has one."""
+    logits_ptr, copy_ptr, has_copy, _ = row
+    if EDITED:
+        if has_copy:
+            logits = tl.load(copy_ptr + token_ids, mask=there, other=float("-inf"))
+        else:
+            logits = tl.load(logits_ptr + token_ids, mask=there, other=float("-inf")).to(tl.float32)
+    else:
+        logits = tl.load(logits_ptr + token_ids, mask=there, other=float("-inf")).to(tl.float32)
+    return logits
+
+
+@triton.jit
+def load_groups(row, groups, listed, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Logits of whole groups, [groups, 32], -inf for what does not exist or a mask forbids, and whether the group holds
+    NaN or +inf, forbidden or not, [groups]."""
+    token_ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = load_logits(row, token_ids, listed[:, None] & (token_ids < vocab_size), EDITED)
+    unfit = tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), 1)
+    if HAS_MASK:
+        words = tl.load(row[3] + groups, mask=listed & (groups * GROUP < vocab_size), other=0)
+        allowed = (words[:, None] >> tl.arange(0, GROUP)[None, :]) & 1
+        logits = tl.where(allowed != 0, logits, float("-inf"))
+    return logits, unfit
+
+
+@triton.jit
+def load_distances(row, start, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Token ids from `start` on and how far below the best they score, both [BLOCK]."""
+    token_ids = start + tl.arange(0, BLOCK)
+    there = token_ids < vocab_size
+    logits = load_logits(row, token_ids, there, EDITED)
+    if HAS_MASK:
+        words = tl.load(row[3] + token_ids // GROUP, mask=there, other=0)
+        logits = tl.where((words >> (token_ids % GROUP)) & 1 != 0, logits, float("-inf"))
+    return token_ids, (best - logits) * scale
+
+
+@triton.jit
+def reach(distances, amounts, wanted):
+    """The smallest distance within which cells amount to what is `wanted` (amounts of 1 count them), as the bits of a
+    float: distances are not negative, so their bits are ordered as they are. Beyond infinity's if there is none."""
+    keys = distances.to(tl.int32, bitcast=True)
+    found = tl.full([], 0, tl.int32)
+    for index in range(31):
+        bit = tl.full([], 1 << 30, tl.int32) >> index
+        amount = tl.sum(tl.where(keys <= found + (bit - 1), amounts, 0))
+        found = tl.where(amount >= wanted, found, found + bit)
+    return found
+
+
+@triton.jit
+def bits_to_distance(bits):
+    return tl.minimum(bits, INF_BITS).to(tl.float32, bitcast=True)

@@ -1,0 +1,109 @@
+"""Weights in the blocks they were published in, or quantized to such while loading: the scheme of the CPU's native
+kernels. Matrices are packed into tiles once; activations are rounded to 8 bits where a product meets them.
+
+A GGUF type without kernels of its own is kept as Q8_0, which loses nothing anyone could measure, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native.library import BLOCK, FORMS, Native
+from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
+from quire.kernels.table import Ops
+from quire.layers.quant.dense import Dense
+from quire.layers.weights import PartSource, Weight
+
+if TYPE_CHECKING:
+    from quire.layers.linear import Linear
+    from quire.layers.norm import RMSNorm
+
+log = logging.getLogger("quire")
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+class Blocks:
+    def __init__(self, ops: Ops, *, types: Mapping[str, str], floats: str, quant: str | None = None):
+        """`types`: the GGUF type of each checkpoint tensor, where blocks are to be kept as they are; `floats`: the form
+        of all others (F32 or F16); `quant`: the form matrices are quantized to instead (Q8_0 or Q4_0)."""
+        assert ops.native is not None
+        self.ops = ops
+        self.native = ops.native
+        self._types, self._floats, self._quant = types, floats, quant
+        self._replaced: set[str] = set()
+
+    def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
+        Dense(self.ops).create(linear, sources, has_bias, dtype)
+        weight = linear.weight
+        assert isinstance(weight, Weight)
+        weight.packing = self._packing(weight, is_table=any(_is_table(prefix) for prefix, _ in sources))
+
+    def pack_table(self, weight: Weight) -> None:
+        """An embedding: kept as the head would be, so that a tied one is kept once."""
+        weight.packing = self._packing(weight, is_table=True)
+
+    def finish(self, linear: Linear) -> None:
+        matrices: list[PackedMatrix] = linear.weight  # type: ignore[assignment]
+        linear.packed = PackedLinear(matrices, linear.bias)  # type: ignore[assignment]
+
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+        packed: PackedLinear = linear.packed  # type: ignore[assignment]
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        out = packed(x, norm_weight=weight, eps=eps, residual=None if silu_mul else residual)
+        if silu_mul:
+            out = self.ops.silu_mul(out)
+            out = out if residual is None else out.add_(residual)
+        return out
+
+    def _packing(self, weight: Weight, is_table: bool) -> _Packing:
+        columns = weight.shape[1]
+        forms = tuple(self._form(part.name, columns, is_table) for part in weight.parts)
+        rows = [part.stop - part.start for part in weight.parts]
+        sizes = (matrix_bytes(self.native, form, n, columns) for form, n in zip(forms, rows, strict=True))
+        return _Packing(forms, sum(sizes), self.native)
+
+    def _form(self, name: str, columns: int, is_table: bool) -> str:
+        kind = self._types.get(name, self._floats)
+        if self._quant is not None:
+            form = "Q8_0" if is_table else self._quant  # four bits are too few for what every logit is made of
+        elif kind in FORMS:
+            form = kind
+        elif kind in _FLOATS:
+            form = "F32"
+        else:
+            form = "Q8_0"
+            self._say_once(kind)
+        return form if form in _FLOATS or columns % BLOCK == 0 else "F32"
+
+    def _say_once(self, kind: str) -> None:
+        if kind not in self._replaced:
+            self._replaced.add(kind)
+            log.warning("%s has no CPU kernels of its own: tensors of this type are kept as Q8_0.", kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    forms: tuple[str, ...]  # of each part
+    num_bytes: int
+    native: Native = field(compare=False)
+
+    def pack(self, sources: list[PartSource]) -> list[PackedMatrix]:
+        # A checkpoint may hold the same rows in another number of tensors.
+        forms = self.forms if len(sources) == len(self.forms) else self.forms[:1] * len(sources)
+        return [self._pack_one(form, source) for form, source in zip(forms, sources, strict=True)]
+
+    def _pack_one(self, form: str, source: PartSource) -> PackedMatrix:
+        rows, columns = source.shape
+        if source.type_name == form and source.blocks is not None:
+            return pack_blocks(self.native, form, rows, columns, source.blocks, source.order)
+        return pack_floats(self.native, form, rows, columns, source.read)
+
+
+def _is_table(prefix: str) -> bool:
+    return prefix.endswith(("embed_tokens", "lm_head"))

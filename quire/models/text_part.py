@@ -1,0 +1,51 @@
+"""The language model inside a checkpoint that also has eyes: its config, and its tensors under their usual names.
+
+The loader asks `text_part` what a config.json holds; a model with images of its own family never gets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quire.layers.weights import PartSource
+from quire.models.registry import FAMILIES
+from quire.models.sources import Checkpoint
+
+_BEGINNINGS = {  # as files have been published over the years -> as a model of text alone has them
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")  # said of the whole, true of the part
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The language model's own config; None where there is nothing but a language model, or none that we know."""
+    text = config.get("text_config")
+    if not isinstance(text, dict) or config.get("model_type") in FAMILIES or text.get("model_type") not in FAMILIES:
+        return None
+    return {**{key: config[key] for key in _WHOLE if config.get(key) is not None}, **text}
+
+
+class TextPart:
+    """A checkpoint as if the language model were all there is of it."""
+
+    def __init__(self, whole: Checkpoint):
+        self.where = whole.where
+        self._whole = whole
+        self._names: dict[str, str] = {}  # our name -> the whole's
+        for name in whole.shapes:
+            ours = next((new + name[len(old) :] for old, new in _BEGINNINGS.items() if name.startswith(old)), None)
+            if ours is not None:
+                self._names[ours] = name
+        self.shapes = {ours: whole.shapes[name] for ours, name in self._names.items()}
+
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        self._whole.read(self._names[name], target, index)
+
+    def source(self, name: str) -> PartSource:
+        return self._whole.source(self._names[name])

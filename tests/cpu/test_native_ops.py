@@ -1,0 +1,151 @@
+"""The native ops against their reference twins, over random shapes: odd widths, scattered pages, windows."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+from quire.kernels import reference, reference_attention
+from quire.kernels.angles import angle_tables
+from quire.kernels.native.library import Native
+from quire.kernels.native.ops import NativeOps
+from quire.sampling.noise import Noise, stream_key
+
+SEED = int(os.environ.get("TEST_SEED", "5"))
+GARBAGE = 1e4  # in slots nobody wrote
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def ops(native: Native) -> NativeOps:
+    return NativeOps(native)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 64, 576, 1001])
+def test_norm_and_silu_mul(ops: NativeOps, width: int) -> None:
+    x, weight = torch.randn(3, 2, width) * 3, torch.randn(width)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    gate_up = torch.randn(4, 2 * width) * 30
+    torch.testing.assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def test_what_the_kernels_do_not_take_goes_to_the_reference(ops: NativeOps) -> None:
+    x, weight = torch.randn(4, 16).half(), torch.randn(16).half()
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    strided = torch.randn(4, 32)[:, ::2]
+    torch.testing.assert_close(ops.rms_norm(strided, weight.float(), 1e-5),
+                               reference.rms_norm(strided, weight.float(), 1e-5))  # fmt: skip
+    assert torch.isnan(ops.silu_mul(torch.full((1, 4), torch.nan))).all()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (9, 3, 64), (3, 1, 50), (2, 2, 128)])
+def test_qk_norm_rope_write(ops: NativeOps, heads: int, kv_heads: int, dim: int, norm: bool) -> None:
+    for tokens in (1, 7):
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+        weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+        positions, frequencies = torch.randint(0, 5000, (tokens,)), torch.rand(dim // 2)
+        slots = torch.randperm(16)[:tokens]
+        got_caches, want_caches = torch.zeros(2, 4, 4, kv_heads, dim), torch.zeros(2, 4, 4, kv_heads, dim)
+        angles = ops.plan_angles(positions, frequencies, 1.5, torch.float32)
+        got = ops.qk_norm_rope_write(qkv.clone(), *weights, 1e-6, angles, *got_caches, slots, heads)
+        tables = angle_tables(positions, frequencies, 1.5, torch.float32)
+        want = reference.qk_norm_rope_write(qkv.clone(), *weights, 1e-6, tables, *want_caches, slots, heads)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got_caches, want_caches, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (9, 3, 64), (5, 1, 50), (2, 2, 128)])
+def test_paged_attention(ops: NativeOps, heads: int, kv_heads: int, dim: int, window: int | None,
+                         softcap: float | None) -> None:  # fmt: skip
+    """Rows that decode and rows that catch up in one step."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    for page in (4, 16):
+        work = [(0, 1), (0, 5), (200, 1), (63, 1), (64, 2), (rng.randint(0, 90), rng.randint(1, 70)), (7, 17)]
+        lens = [start + count for start, count in work]
+        num_pages = sum(-(-size // page) for size in lens) + 3
+        free = rng.sample(range(num_pages), num_pages)
+        table = torch.zeros(len(work), max(lens) // page + 4, dtype=torch.int32)
+        caches = torch.full((2, num_pages, page, kv_heads, dim), GARBAGE)
+        positions = []
+        for row, (start, count) in enumerate(work):
+            size = start + count
+            pages = torch.tensor([free.pop() for _ in range(-(-size // page))])
+            table[row, : len(pages)] = pages
+            slots = (pages[:, None] * page + torch.arange(page)).flatten()[:size]
+            reference.write_kv(torch.randn(size, kv_heads, dim), torch.randn(size, kv_heads, dim), *caches, slots)
+            positions.append(torch.arange(start, size))
+        counts = [count for _, count in work]
+        q = torch.randn(sum(counts), heads, dim)
+        arguments = (table, torch.cat(positions), counts, lens, page, window, torch.float32)
+        got = ops.paged_attention(q, *caches, ops.plan_attention(*arguments), 0.3, softcap)
+        plan = reference_attention.plan_attention(*arguments)
+        want = reference_attention.paged_attention(q, *caches, plan, 0.3, softcap)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_attention_shows_what_is_not_finite(ops: NativeOps) -> None:
+    caches = torch.randn(2, 3, 4, 1, 16)
+    caches[0, 1, 2] = torch.nan
+    q = torch.randn(2, 1, 16)
+    plan = ops.plan_attention(torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([3, 3]), [1, 1], [4, 4], 4,
+                              None, torch.float32)  # fmt: skip
+    out = ops.paged_attention(q, *caches, plan, 0.3)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing tokens
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8192, 20_011])
+def test_choices_are_the_samplers(ops: NativeOps, vocab: int) -> None:
+    """Greedy rows take the first of the largest, others the largest of logit and noise; near-ties excepted."""
+    rows = 6
+    logits = torch.randn(rows, vocab) * 3
+    logits[0] = logits[0].round()  # equals
+    keys = torch.tensor([stream_key(seed, 0) for seed in range(rows)])
+    positions = torch.randint(0, 1000, (rows,))
+    scale = torch.tensor([0.0, 0.0, 1.0, 1.6, 0.5, 100.0])
+    tokens, bad = ops.choose(logits, keys, positions, scale, None)
+    noise = Noise(vocab, "cpu").gumbel(keys, positions)
+    scores = torch.where(scale[:, None] > 0, logits * scale[:, None] + noise, logits)
+    best = scores.max(1)
+    assert not bad.any()
+    assert tokens[:2].tolist() == best.indices[:2].tolist()
+    torch.testing.assert_close(scores.gather(1, tokens[:, None])[:, 0], best.values, rtol=1e-5, atol=1e-5)
+
+
+def test_choices_keep_to_the_mask(ops: NativeOps) -> None:
+    vocab = 1000
+    logits = torch.randn(3, vocab)
+    allowed = torch.rand(3, vocab) < 0.01
+    allowed[2] = False
+    padded = torch.zeros(3, 1024, dtype=torch.bool)
+    padded[:, :vocab] = allowed
+    bits = padded.view(3, 32, 32).long() << torch.arange(32)
+    mask = bits.sum(-1).to(torch.int32)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    tokens, bad = ops.choose(logits, zeros, zeros, torch.tensor([0.0, 1.0, 0.0]), mask)
+    assert tokens[0] == logits[0].masked_fill(~allowed[0], -torch.inf).argmax() and allowed[1, tokens[1]]
+    assert bad.tolist() == [False, False, True]
+
+
+def test_rows_that_can_not_be_chosen_from_are_bad(ops: NativeOps) -> None:
+    logits = torch.randn(5, 100)
+    logits[1, 99], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, :99] = -torch.inf
+    zeros = torch.zeros(5, dtype=torch.int64)
+    tokens, bad = ops.choose(logits, zeros, zeros, torch.zeros(5), None)
+    assert bad.tolist() == [False, True, True, True, False]
+    assert tokens[1:].tolist() == [0, 0, 0, 99]

@@ -1,0 +1,121 @@
+"""Weights quantized while loading, GGUF types without kernels of their own, and where neither can be had."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.bench.quality import bench_quality
+from quire.config import Config
+from quire.config_build import override_config
+from quire.files.source import resolve_model
+from quire.kernels.native.library import ISAS
+from quire.models.loader import LoadedModel, load_model
+from quire.types import QuireError
+from tests.cpu.native_isas import open_or_skip
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.tiny_gguf import write_gguf
+from tests.cpu.tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+
+
+def load(place: Path, **options: Any) -> LoadedModel:
+    given = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 16, **options}
+    return load_model(resolve_model(str(place)), **given)
+
+
+def logits(model: Any) -> torch.Tensor:
+    row = HarnessRow([(7 * i) % 200 + 3 for i in range(40)])
+    harness = PagedHarness(model, num_pages=8, seed=0)
+    return torch.cat([harness.step([(row, count)]) for count in (33, 1, 1, 5)])
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+def forms(model: Any) -> set[str]:
+    layer = model.layers[0]
+    linears = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    return {matrix.form for linear in linears for matrix in linear.weight}
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_library() -> None:
+    open_or_skip("portable")
+
+
+@pytest.mark.parametrize(("quant", "bound", "share"), [("q8_0", 0.06, 0.30), ("q4_0", 0.6, 0.26)])
+def test_quantizing_at_load(quant: str, bound: float, share: float, tmp_path: Path) -> None:
+    """A safetensors folder: smaller by what the form promises, and close to what it was."""
+    _, folder = make_tiny("qwen2", tmp_path)
+    loaded, exact = load(folder, quant=quant), load(folder, kernels="torch")
+    assert forms(loaded.model) == {quant.upper()}
+    model: Any = loaded.model
+    assert model.embedding.weight[0].form == model.head.linear.weight[0].form == "Q8_0"
+    assert loaded.weights_bytes < share * exact.weights_bytes
+    assert 0 < error(logits(loaded.model), logits(exact.model)) < bound
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1", "F16"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_gguf_blocks_are_kept(form: str, isa: str, tmp_path: Path) -> None:
+    """Only activations are rounded: against the same blocks decoded to float32, next to nothing is lost."""
+    open_or_skip(isa)
+    reference, _ = make_tiny("smollm2", tmp_path)
+    write_gguf(reference, "llama", tmp_path / "m.gguf", types={r"blk.*(attn|ffn)_\w+\.weight|token_embd.weight": form,
+                                                              r".*norm\.weight": "F32"})  # fmt: skip
+    kept, exact = load(tmp_path / "m.gguf", kernels=isa), load(tmp_path / "m.gguf", kernels="torch")
+    assert forms(kept.model) == {form}
+    assert kept.weights_bytes < 0.6 * exact.weights_bytes
+    assert error(logits(kept.model), logits(exact.model)) < 0.02
+
+
+def test_a_type_without_kernels_falls_back_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference, _ = make_tiny("smollm2", tmp_path)
+    types = {r"blk.*attn_[qkv]\.weight": "Q5_0", r"blk.*ffn_down.weight": "Q5_1", r"blk.*ffn_up\.weight": "Q4_0"}
+    write_gguf(reference, "llama", tmp_path / "m.gguf", types=types)
+    with caplog.at_level(logging.WARNING, "quire"):
+        kept = load(tmp_path / "m.gguf")
+    assert sorted(record.getMessage().split()[0] for record in caplog.records) == ["Q5_0", "Q5_1"]
+    assert forms(kept.model) == {"Q8_0", "Q4_0", "F32"}
+    assert error(logits(kept.model), logits(load(tmp_path / "m.gguf", kernels="torch").model)) < 0.03
+
+
+def test_columns_that_make_no_blocks_stay_floats(tmp_path: Path) -> None:
+    _, folder = make_tiny("llama", tmp_path, intermediate_size=72)
+    loaded = load(folder, quant="q8_0")
+    assert forms(loaded.model) == {"Q8_0", "F32"}
+    assert error(logits(loaded.model), logits(load(folder, kernels="torch").model)) < 0.03
+
+
+def test_quant_without_the_kernels_is_an_error(tmp_path: Path) -> None:
+    _, folder = make_tiny("llama", tmp_path)
+    with pytest.raises(QuireError, match="quant=q4_0 needs a CPU and the native kernels") as caught:
+        load(folder, quant="q4_0", kernels="torch")
+    assert caught.value.param == "quant"
+
+
+def test_a_wrong_quant_names_the_choices() -> None:
+    with pytest.raises(QuireError, match="q8_0") as caught:
+        override_config(Config(), {"quant": "q5"})
+    assert "q4_0" in str(caught.value) and "fp8" in str(caught.value)
+
+
+def test_quality_finds_nothing_where_nothing_is_lost(tmp_path: Path) -> None:
+    """On the built-in model's tokenizer a made-up text; float16 weights against float32 ones."""
+    try:
+        resolve_model("smollm2", offline=True)
+    except QuireError as problem:
+        pytest.skip(str(problem))
+    config = override_config(Config(), {"dtype": "float32", "offline": True})
+    report = bench_quality(config, "The quick brown fox jumps over the lazy dog. " * 20, stretches=1, length=48)
+    assert report["tokens"] == 47 and report["same_top"] == 1.0 and abs(report["kl"]) < 1e-6
+    assert report["perplexity"] == pytest.approx(report["float32_perplexity"])
+    with pytest.raises(QuireError, match="not the 2048 asked for"):
+        bench_quality(config, "Too short.", stretches=2)

@@ -67,6 +67,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
+        dtype = "float32" if dtype == "auto" else dtype
         _check_deterministic(find_model_type(hf_config), dtype)
     ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
@@ -125,7 +126,8 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     config = family.read_config({**hf_config, "model_type": model_type})
     # What the native library can't run keeps its weights as tensors, and the reference ops with them.
     fits = device.type != "cpu" or getattr(family, "fits_native", lambda config: False)(config)
-    ops = (ops or select_ops(device.type)) if fits else REFERENCE
+    if ops is not FIXED:
+        ops = (ops or select_ops(device.type)) if fits else REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,

@@ -161,7 +161,8 @@ def _check_end(delta: Delta, reply: Reply) -> None:
 
 
 def _counters(engine: Any) -> dict[str, int]:
-    return {**asdict(engine.scheduler.stats), **asdict(engine.scheduler.cache.stats)}
+    counted = {**asdict(engine.scheduler.stats), **asdict(engine.scheduler.cache.stats)}
+    return {name: value for name, value in counted.items() if isinstance(value, int)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

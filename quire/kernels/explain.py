@@ -21,9 +21,9 @@ def explain_ops(device: torch.device, kernels: str = "auto") -> list[Mapping[str
         ops = select_ops(device.type, kernels, strict=True)
     except Exception as error:
         return [_entry(row.name, "torch", str(error)) for row in ROWS]
-    if ops is REFERENCE:
-        why = "as asked for" if device.type == "cuda" else "the one for a CPU"
-        return [_entry(row.name, "torch", why) for row in ROWS]
+    if device.type == "cpu" or ops is REFERENCE:
+        why = "as asked for" if kernels == "torch" else "the one for a CPU"
+        return [_entry(row.name, "torch" if ops.native is None else ops.native.isa, why) for row in ROWS]
     return try_all(ops, TYPICAL, device)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import quire.assemble as assemble
 from quire.cache.memory import plan_memory
 from quire.config import CacheConfig
-from quire.engine.driver import EngineDriver, Message
+from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
@@ -126,6 +126,12 @@ class Mailbox:
     def send(self, deltas: list[Delta]) -> None:
         self.deltas += deltas
 
+    def report(self, fault: Any) -> None:
+        pass
+
+    def abandon(self, open_ids: Any, failure: QuireError) -> None:
+        self.send(tell_all(open_ids, failure))
+
 
 @pytest.mark.parametrize("where", ["forward", "wait"])
 def test_an_error_for_good_ends_the_engine_with_its_own_code(tiny: Any, where: str) -> None:
@@ -199,7 +205,7 @@ def planned(num_pages: int) -> Any:
 def test_a_cache_that_can_not_be_allocated_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def store(specs: Any, units: list[int], host: Any, device: Any) -> str:
+    def store(specs: Any, units: list[int], host: Any, device: Any, **options: Any) -> str:
         asked.append(units[0])
         if units[0] > 70:
             raise no_memory()
@@ -210,7 +216,7 @@ def test_a_cache_that_can_not_be_allocated_is_made_smaller(monkeypatch: pytest.M
         made, memory = assemble.allocate_cache(planned(100), CPU)
     assert made == "store" and asked == [100, 90, 81, 72, 64] and memory.num_units == (64,)
     assert len(said) == 1 and memory.notes[-1] in str(said[0].message)
-    monkeypatch.setattr(assemble, "CacheStore", lambda *args: (_ for _ in ()).throw(no_memory()))
+    monkeypatch.setattr(assemble, "CacheStore", lambda *args, **options: (_ for _ in ()).throw(no_memory()))
     with pytest.raises(QuireError, match="could not be allocated") as refused:
         assemble.allocate_cache(planned(100), CPU)
     assert refused.value.code == "out_of_memory"
@@ -219,10 +225,10 @@ def test_a_cache_that_can_not_be_allocated_is_made_smaller(monkeypatch: pytest.M
 def test_the_longest_sequence_follows_the_smaller_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     real = assemble.CacheStore
 
-    def store(specs: Any, units: list[int], host: Any, device: Any) -> Any:
+    def store(specs: Any, units: list[int], host: Any, device: Any, **options: Any) -> Any:
         if units[0] > 20:
             raise no_memory()
-        return real(specs, units, host, device)
+        return real(specs, units, host, device, **options)
 
     monkeypatch.setattr(assemble, "CacheStore", store)
     with pytest.warns(UserWarning, match="made smaller"):
@@ -231,7 +237,7 @@ def test_the_longest_sequence_follows_the_smaller_cache(monkeypatch: pytest.Monk
 
 
 def test_other_errors_are_not_taken_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def store(*args: Any) -> Any:
+    def store(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no kernel image is available for execution on the device")
 
     monkeypatch.setattr(assemble, "CacheStore", store)
@@ -258,7 +264,7 @@ ROWS = {
 
 def fast_ops() -> Any:
     """The reference in other clothes: rows that can be told from the reference's."""
-    fields = {name: (lambda row: lambda *args: row(*args))(getattr(REFERENCE, name))
+    fields = {name: (lambda row: lambda *args, **options: row(*args))(getattr(REFERENCE, name))
               for names in ROWS.values() for name in names}  # fmt: skip
     return replace(REFERENCE, **fields)
 
@@ -353,6 +359,7 @@ def test_explaining_which_kernel_each_op_gets() -> None:
     from quire.kernels.explain import explain_ops, try_all
 
     assert {entry["why"] for entry in explain_ops(CPU)} == {"the one for a CPU"}
+    assert {entry["why"] for entry in explain_ops(CPU, "torch")} == {"as asked for"}
     assert {entry["why"] for entry in explain_ops(torch.device("cuda"), "torch")} == {"as asked for"}
 
     def bad(*args: Any) -> Any:

@@ -26,8 +26,8 @@ HEAD = """\
 What runs, by the `model_type` of a config.json. Made by `python -m tests.cpu.families.table` from the registry
 (`quire/models/registry.py`) and the families in `tests/cpu/families`; a test fails when it is out of date.
 
-Each family is proved against `transformers` on a tiny random checkpoint in float32, in the default test run (where a
-type is proved in several variants, the first in full, of the others some checks are in the slow one):
+Each family is proved against `transformers` on a tiny random checkpoint in float32: one of each
+kind in full in the default test run, of the others the checks that see most, the rest with `make slow`:
 logits of every position to 1e-4 relative; 48 greedy tokens of a ragged batch, identical with prompts in chunks of
 7, over a warm prefix cache, pushed out by swap and by recompute, at depth 1 and at depth 2 on a device that finishes
 late; and `quire doctor`'s memory plan against what is allocated. A tick means that the check named passes.

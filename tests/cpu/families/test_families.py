@@ -1,6 +1,6 @@
 """Every family against transformers: logits, chunks, warm prefixes, preemption by swap and by recompute, overlap.
 
-Variants of a model type that is proved in full run the checks that see most; the rest of theirs is slow.
+One of each kind runs all checks by default; of the others the checks that see most, the rest is slow (`make slow`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 from tests.cpu.families.harness import CHECKS, Case, all_families, model_type
 
 SEE_MOST = ("logits", "chunks", "depth 2, swap", "memory")
+IN_FULL = ("llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")
 
 
 def pairs() -> list[Any]:
@@ -20,7 +21,8 @@ def pairs() -> list[Any]:
         kind = model_type(family)
         for check in CHECKS:
             if check not in family.without:
-                marks = [pytest.mark.slow] if kind in proved and check not in SEE_MOST else []
+                in_full = kind in IN_FULL and kind not in proved
+                marks = [] if in_full or check in SEE_MOST else [pytest.mark.slow]
                 found.append(pytest.param(family, check, id=f"{family}-{check}", marks=marks))
         proved.add(kind)
     return found

@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Started, need, start, stub_command
+from tests.e2e.conftest import Started, need, start
 
 PROGRAM = os.environ.get("GUIDELLM") or shutil.which("guidellm")
 SWEEP = 3  # one request at a time, as many as fit, and one rate in between
@@ -45,7 +46,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_here: None) -> Iterator[Started]:
-    started = start(stub_command(), {"STUB_STEP_SECONDS": "0.005"})
+    """The built-in model, without a key: guidellm has no word for one."""
+    started = start([sys.executable, "-m", "quire", "serve", "smollm2", "--port", "0", "--max-model-len", "1024",
+                     "--cache-memory", "400MiB"])  # fmt: skip
     yield started
     started.stop()
 

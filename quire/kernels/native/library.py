@@ -147,10 +147,10 @@ def _places() -> list[Path]:
     beside = Path(__file__).with_name(LIBRARY)
     if beside.exists():
         return [beside]
-    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.metadata import distributions
 
-    try:
-        installed = Path(str(distribution("quire").locate_file(f"quire/kernels/native/{LIBRARY}")))
-    except PackageNotFoundError:
-        return []
-    return [installed] if installed.exists() else []
+    # A source tree that was installed from has a record of its own, which comes first and has no library.
+    installed = (
+        Path(str(found.locate_file(f"quire/kernels/native/{LIBRARY}"))) for found in distributions(name="quire")
+    )
+    return [path for path in installed if path.exists()]

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -346,12 +346,21 @@ def check_memory(case: Case) -> None:
     said = memory_report(config)
     engine, _ = build_engine(case.model, config, said.max_model_len, CPU)
     caches = sum(tensor.nbytes for tensor in engine.workers._inner._store.tensors.values())
-    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in case.model.parameters()}.values())  # type: ignore
+    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in _weights(case.model)}.values())
     assert abs(said.cache - caches) <= 0.02 * caches
     assert abs(said.weights - weights) <= 0.02 * weights
     windows = {group: spec.window for group, spec in enumerate(case.model.specs) if spec.window is not None}
     if windows:
         _check_windows(case, windows)
+
+
+def _weights(model: Any) -> Iterator[torch.Tensor]:
+    """Parameters, and matrices packed for the native kernels, which are lists where a parameter was."""
+    yield from model.parameters()
+    for module in model.modules():
+        packed = getattr(module, "weight", None)
+        if isinstance(packed, list):
+            yield from (matrix.memory for matrix in packed)
 
 
 def _check_windows(case: Case, windows: dict[int, int]) -> None:

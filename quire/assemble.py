@@ -39,6 +39,7 @@ from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.guard import Guarded, first_line, is_out_of_memory, release_memory
+from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
@@ -118,10 +119,11 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
     row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
+    mixed = _mixed_graphs(model, store, rows, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     sampling_ops = None if config.engine.kernels == "torch" else select_sampling(device.type)
     sampler = Sampler(model.vocab_size, device, sampling_ops, select_choice(device.type, config.engine.kernels))
-    runner = Runner(model, store, rows, sampling, sampler, graphs, max_batch_tokens=limits.max_batch_tokens)
+    runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
@@ -164,6 +166,15 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
 def _can_capture(model: Model) -> bool:
     ops = getattr(model, "ops", None)
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
+
+
+def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, graphs: DecodeGraphs | None,
+                  max_rows: int) -> MixedGraphs | None:  # fmt: skip
+    """Where decodes are captured, and everything the model keeps is in pages."""
+    fixed_work = getattr(getattr(model, "ops", None), "fixed_work", None)
+    if graphs is None or fixed_work is None or any(spec.kind != "paged" for spec in model.specs):
+        return None
+    return MixedGraphs(model, store.tensors, rows, fixed_work, max_rows, graphs.pool, graphs.stream)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

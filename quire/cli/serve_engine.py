@@ -45,4 +45,8 @@ def build(config: Config) -> Built:
 
 if __name__ == "__main__":
     show_warnings_plainly()
-    sys.exit(run_engine_process(sys.argv[1], build))
+    code = run_engine_process(sys.argv[1], build)
+    if code:  # without tidying up: over a GPU that is lost, torch would abort on the way and the code be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

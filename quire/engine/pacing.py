@@ -11,6 +11,9 @@ from typing import Protocol
 
 from quire.types import Plan
 
+# Tokens of a mixed step that suit the device: whole tiles of its matrix units, and sizes that graphs are captured for.
+STEP_SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
 
 class Chunking(Protocol):
     """How many tokens the next step may compute. `num_decodes` rows decode in it; the first prompt that goes on has
@@ -59,8 +62,10 @@ class StepTarget:
             return self._max
         room = min(self._room(context), self.GROWTH * max(self._largest, self.FLOOR))
         total = num_decodes + max(self.FLOOR, room)
-        if total >= 2 * self.TILE:
+        if total >= STEP_SIZES[-1]:
             total -= total % self.TILE
+        else:
+            total = max((size for size in STEP_SIZES if size <= total), default=total)
         return min(self._max, max(total, num_decodes + self.FLOOR))
 
     def observe(self, plan: Plan, seconds: float) -> None:

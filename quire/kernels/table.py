@@ -55,6 +55,7 @@ class Ops:
     gated_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
+    fixed_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
     native: Native | None = None  # the library behind a CPU's row: it also packs weights and runs whole models
 
@@ -143,7 +144,7 @@ def _native_ops(native: Native) -> Ops:
 def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, experts, latent, norm, recurrent, rope, route, skinny
+        from quire.kernels.triton import attention, experts, fixed_work, latent, norm, recurrent, rope, route, skinny
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -166,6 +167,7 @@ def _triton_ops(strict: bool) -> Ops:
         gated_delta_net=recurrent.gated_delta_net,
         mamba2=recurrent.mamba2,
         captures=True,
+        fixed_work=fixed_work.FixedWork,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 

@@ -28,13 +28,35 @@ def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str
         return {name: {key: torch.from_numpy(array) for key, array in part.items()} for name, part in parts.items()}
     arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
     starts = np.cumsum([0, *((array.nbytes + ALIGN - 1) // ALIGN * ALIGN for array in arrays)]).tolist()
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     buffer = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):
         buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     packed = packed.to(device, non_blocking=True)
-    views = (
-        packed[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
-    )
+    views = (_view(packed, start, array) for start, array in zip(starts, arrays, strict=False))
     return {name: {key: next(views) for key in part} for name, part in parts.items()}
+
+
+class Landing:
+    """A place on the device that arrays of the same names and shapes are sent to again and again, in one copy each:
+    what a captured step reads. Copies take their turn in the stream, so a step that still reads it is not disturbed."""
+
+    def __init__(self, arrays: Arrays, device: torch.device):
+        sizes = [-(-array.nbytes // ALIGN) * ALIGN for array in arrays.values()]
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        self._packed = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+        places = zip(self._starts, arrays.items(), strict=False)
+        self.views = {name: _view(self._packed, start, array) for start, (name, array) in places}
+        self.send(arrays)
+
+    def send(self, arrays: Arrays) -> None:
+        pin = self._packed.is_cuda
+        host = torch.empty(self._starts[-1], dtype=torch.uint8, device="cpu", pin_memory=pin)
+        buffer = host.numpy()
+        for start, array in zip(self._starts, arrays.values(), strict=False):
+            buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._packed.copy_(host, non_blocking=True)
+
+
+def _view(packed: Tensor, start: int, array: np.ndarray) -> Tensor:
+    return packed[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)

@@ -43,10 +43,12 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
     inputs = step.groups[spec.group]
     assert isinstance(inputs, PagedInputs)
     # Positions and pages are gathered before the embedding, so whoever comes after it may read them early.
-    permanent = {} if inputs.row_index is None else {"row_index": inputs.row_index, "early": True}
+    captured: dict[str, Any] = {} if inputs.row_index is None else {"row_index": inputs.row_index, "early": True}
+    if inputs.work is not None:
+        captured["work"] = inputs.work
     kernel = ops.plan_attention(
         inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype,
-        **permanent,
+        **captured,
     )  # fmt: skip
     return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
 

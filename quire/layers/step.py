@@ -7,6 +7,7 @@ device to learn a shape.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class PagedInputs:
     page_table: Tensor  # [rows, max_pages] int32; entries past a row's pages are 0
     slots: Tensor  # [tokens] int64: page * page_tokens + offset, where each new token's entry is written
     row_index: Tensor | None = None  # [rows] int64: the row of `page_table` that is each row's; None: in order
+    work: Any = None  # lists that the attention kernels of a captured step read; None: made from the counts below
 
 
 @dataclass(slots=True)

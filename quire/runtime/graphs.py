@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,8 +60,8 @@ class DecodeGraphs:
         self._host_rows: list[int] = []  # what `_input` holds: decoding asks for the same rows step after step
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
         self._uses = {(size, choose): 0 for size in self._sizes for choose in (True, False)}
-        self._stream = torch.cuda.Stream(rows.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(rows.device)  # to capture on, and the memory graphs share; for mixed steps too
+        self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, host_rows: list[int], choose: bool) -> Decoded:
         """Captures, replays or runs eagerly, whichever is next. `choose`: every row is plain, so sample too."""
@@ -106,7 +107,7 @@ class DecodeGraphs:
         if host_rows == self._host_rows:
             return
         padded = host_rows + [PADDING] * (len(self._input) - len(host_rows))
-        self._input.copy_(torch.tensor(padded, dtype=torch.int64).pin_memory(), non_blocking=True)
+        self._input.copy_(torch.tensor(padded, dtype=torch.int64, device="cpu").pin_memory(), non_blocking=True)
         self._host_rows = host_rows
 
     def _decode(self, kind: tuple[int, bool]) -> _Outputs:
@@ -132,14 +133,24 @@ class DecodeGraphs:
             return None
 
     def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                outputs = self._decode(kind)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._graphs[kind] = (graph, outputs)
+        self._graphs[kind] = capture_graph(self.stream, self.pool, lambda: self._decode(kind))
         return self._graphs[kind]
+
+
+Outputs = TypeVar("Outputs")
+
+
+def capture_graph(
+    stream: torch.cuda.Stream, pool: Any, compute: Callable[[], Outputs]
+) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """What `compute` launches as a graph, and what it returned: the memory that every replay fills anew."""
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            outputs = compute()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, outputs

@@ -8,6 +8,7 @@ more than there are requests is kept empty: the padding of steps that were captu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,22 +79,23 @@ class DeviceRows:
     def gather(self, plan: Plan, samples_only: bool = False) -> Gathered:
         """The step's tensors. Lengths are read from the rows: the plan only has bounds of them. `samples_only`: the
         hidden states of tokens that are not sampled are not wanted."""
-        counts = np.array([row.count for row in plan.rows], np.int64)
         bounds = [row.start + row.count for row in plan.rows]
-        ends = np.cumsum(counts)
-        wants = np.array([row.wants_sample for row in plan.rows], bool)
-        host: Arrays = {
-            "rows": np.array([row.row for row in plan.rows], np.int64),
-            "counts": counts,
-            "query_starts": np.concatenate(([0], ends)).astype(np.int32),
-            "logits_index": (ends - 1)[wants],
-        }
-        sampled = np.flatnonzero(wants)
-        host["sample_places"], host["sample_rows"] = sampled, host["rows"][sampled]
-        if ends[-1] > len(counts):  # some rows compute several tokens
-            host["places"] = np.repeat(np.arange(len(counts)), counts)
-            host["offsets"] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        sent = upload({"step": host}, self.device)["step"]
+        sent = upload({"step": list_step(plan)}, self.device)["step"]
+        samples = [row.start + row.count for row in plan.rows if row.wants_sample] if samples_only else None
+        return self._gather(sent, [row.count for row in plan.rows], bounds, samples)
+
+    def gather_fixed(self, sent: dict[str, Tensor], works: dict[str, Any]) -> Gathered:
+        """The same from lists that are on the device already, padded to a fixed size: what a graph can be captured of.
+        `works`: of each group, see `PagedInputs`."""
+        gathered = self._gather(sent, [], [], [self.max_len] * len(sent["sample_rows"]))
+        for group, work in works.items():
+            inputs = gathered.step.groups[group]
+            assert isinstance(inputs, PagedInputs)
+            inputs.work = work
+        return gathered
+
+    def _gather(self, sent: dict[str, Tensor], counts: list[int], bounds: list[int],
+                sample_bounds: list[int] | None) -> Gathered:  # fmt: skip
         rows = sent["rows"]
         starts = self.computed[rows]  # [rows]
         token_rows, positions = rows, starts
@@ -107,9 +109,9 @@ class DeviceRows:
             seq_lens=seq_lens.to(torch.int32),
             logits_index=sent["logits_index"],
             groups=self._groups(rows, token_rows, positions),
-            counts=counts.tolist(),
+            counts=counts,
             len_bounds=bounds,
-            samples=Samples(sent["sample_places"], [bounds[i] for i in sampled]) if samples_only else None,
+            samples=None if sample_bounds is None else Samples(sent["sample_places"], sample_bounds),
         )
         self.computed[rows] = seq_lens
         return Gathered(step, sent["sample_rows"])
@@ -153,6 +155,26 @@ class DeviceRows:
     def append(self, rows: Tensor, tokens: Tensor) -> None:
         """Each row's sample becomes its next token; rows that sample have caught up, so it lands at `computed`."""
         self.tokens[rows, self.computed[rows]] = tokens.to(torch.int32)
+
+
+def list_step(plan: Plan) -> Arrays:
+    """A plan's rows and tokens as arrays."""
+    counts = np.array([row.count for row in plan.rows], np.int64)
+    ends = np.cumsum(counts)
+    rows = np.array([row.row for row in plan.rows], np.int64)
+    sampled = np.flatnonzero(np.array([row.wants_sample for row in plan.rows], bool))
+    host: Arrays = {
+        "rows": rows,
+        "counts": counts,
+        "query_starts": np.concatenate(([0], ends)).astype(np.int32),
+        "logits_index": ends[sampled] - 1,
+        "sample_places": sampled,
+        "sample_rows": rows[sampled],
+    }
+    if counts.sum() > len(counts):  # some rows compute several tokens
+        host["places"] = np.repeat(np.arange(len(counts)), counts)
+        host["offsets"] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return host
 
 
 def _cells(runs: list[tuple[int, int, list[int]]], width: int) -> Arrays:

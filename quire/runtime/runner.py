@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
+from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.rows import DeviceRows
 from quire.runtime.store import CacheStore
 from quire.sampling.batch import Batch
@@ -37,7 +38,8 @@ class Forward:
 
 class Runner:
     def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler,
-                 graphs: DecodeGraphs | None = None, *, max_batch_tokens: int = 0):  # fmt: skip
+                 graphs: DecodeGraphs | None = None, mixed: MixedGraphs | None = None, *,
+                 max_batch_tokens: int = 0):  # fmt: skip
         self._model = model
         self._max_batch_tokens = max_batch_tokens
         self._store = store
@@ -45,6 +47,7 @@ class Runner:
         self._sampling = sampling
         self._sampler = sampler
         self._graphs = graphs
+        self._mixed = mixed
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states so far
 
@@ -63,6 +66,11 @@ class Runner:
             self._store.apply(plan.snapshots)
             return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
         samples_only = not (self._pooling or self._prompt_top)
+        if self._mixed is not None and samples_only and (computed := self._mixed.run(plan)) is not None:
+            self._store.apply(plan.snapshots)
+            if not len(computed.rows):
+                return Forward(plan, None, None, {})
+            return Forward(plan, computed.rows, self._model.logits(computed.hidden), {})
         gathered = self._rows.gather(plan, samples_only)
         step = gathered.step
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
@@ -102,6 +110,8 @@ class Runner:
         self._rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
         yield
         yield from self._graphs.capture_missing()
+        if self._mixed is not None:
+            yield from self._mixed.capture_missing()
 
     @torch.inference_mode()
     def _rehearse(self, num_decodes: int, num_tokens: int) -> None:

@@ -86,7 +86,7 @@ def test_the_http_process_handles_ten_thousand_tokens_a_second(model_here: None)
         assert result["tokens_per_cpu_second"] >= FLOOR, results
 
 
-NUM_ROWS, NUM_STEPS = 8, 48
+NUM_ROWS, NUM_STEPS = 8, 256
 MAX_RATIO = 1.05
 
 
@@ -98,7 +98,7 @@ def test_the_engine_is_hardly_slower_behind_a_server(real: Started) -> None:
     with client_of(real) as client:
         pid = client.get("/admin/engine").json()["pid"]
         ratios = []
-        for salt in "abc":
+        for salt in "abcdefg":
             command = [sys.executable, "-m", "tests.e2e.direct_engine", str(NUM_ROWS), str(NUM_STEPS)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
             alone = json.loads(done.stdout)
@@ -109,7 +109,7 @@ def test_the_engine_is_hardly_slower_behind_a_server(real: Started) -> None:
             used, count = cpu_seconds(pid) - before, client.get("/v1/stats").json()["engine"]["steps"] - steps
             ratios.append((used / count) / (alone["cpu_seconds"] / alone["steps"]))
     print(f"ratios {ratios}")
-    assert sorted(ratios)[1] < MAX_RATIO, ratios
+    assert sorted(ratios)[len(ratios) // 2] < MAX_RATIO, ratios
 
 
 async def load_rows(url: str, bodies: list[dict[str, Any]]) -> None:

@@ -101,8 +101,42 @@ def check_latent_fp8(where: Where) -> None:
         close(latent_attention(q_latent, q_rope, small, plan, 0.05), want, dtype, f"latent attention, FP8, {counts}")
 
 
+def check_fixed_work(where: Where) -> None:
+    """Mixed steps of several shapes through the same lists, padded: tokens nobody attends for come out as zeros."""
+    from quire.kernels.triton import attention
+    from quire.kernels.triton.fixed_work import FixedWork
+
+    shapes = [(32, 8, 128), (8, 2, 64)] if where.large else [(4, 2, 16)]
+    size, singles = (300, 6) if where.large else (20, 4)
+    steps = [([100, 1, 1, 33], [3000, 700, 5, 33]), ([1, 1, 1], [4000, 1, 64]), ([250], [2100])]
+    if not where.large:
+        steps = [([7, 1, 1, 9], [40, 30, 1, 9]), ([1, 1, 1], [50, 1, 16]), ([18], [21])]
+    for dtype in where.dtypes:
+        for heads, kv_heads, head_dim in shapes:
+            for window in (None, 100 if where.large else 11):
+                work = FixedWork(size, singles, 2)
+                for turn, (counts, lens) in enumerate([steps[0], *steps]):  # the first only sizes the lists
+                    batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, 16)
+                    q = where.normal(size, heads, head_dim, dtype=dtype)
+                    q[: len(batch.q)] = batch.q
+                    positions = torch.zeros(size, dtype=torch.int64, device=where.device)
+                    positions[: len(batch.q)] = batch.positions
+                    pages = torch.zeros(8, 4096 // 16 + 1, dtype=torch.int32, device=where.device)
+                    pages[: len(lens), : batch.page_table.shape[1]] = batch.page_table
+                    plan = attention.plan_attention(pages, positions, [], [], 16, window, dtype, work=work)
+                    if turn:
+                        work.fill(counts, lens)
+                    where.poison()
+                    out = attention.paged_attention(q, batch.k_cache, batch.v_cache, plan, 0.2)
+                    if turn:
+                        what = f"fixed work, {heads} heads of {head_dim}, window {window}, counts {counts}"
+                        close(out[: len(batch.q)], batch.expected(0.2, window, None), dtype, what)
+                        assert not out[len(batch.q) :].any(), what
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "sinks": check_sinks,
+    "fixed_work": check_fixed_work,
     "latent_write": check_latent_write,
     "latent": check_latent,
     "latent_fp8": check_latent_fp8,

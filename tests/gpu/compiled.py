@@ -24,6 +24,7 @@ from quire.kernels.triton import (
     latent,
     launch,
     prefill_hopper,
+    prefill_shares,
     recurrent,
     recurrent_scan,
     recurrent_step,
@@ -61,7 +62,7 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, latent, prefill_hopper, recurrent_scan, recurrent_step, sample):
+    for module in (launch, attention, decode, latent, prefill_shares, recurrent_scan, recurrent_step, sample):
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)

@@ -230,7 +230,8 @@ def check_prefill(where: Where) -> None:
 
 def check_share_out(where: Where) -> None:
     """Every item goes to exactly one program, and no program has much more to do than another."""
-    from quire.kernels.triton import prefill, prefill_hopper
+    from quire.kernels.triton import prefill
+    from quire.kernels.triton.prefill_shares import MERGE, RECORD, share_out
 
     rng = where.random
     for _ in range(20):
@@ -240,15 +241,31 @@ def check_share_out(where: Where) -> None:
         tiles = prefill.list_tiles(rows, counts, bounds, 32)
         assert sum(tile[2] for tile in tiles) == sum(counts[row] for row in rows)
         window = rng.choice((None, rng.randint(1, 900)))
-        num_programs = min(rng.randint(1, 132), 8 * len(tiles))
-        shared = prefill_hopper.share_out(tiles, 8, window, num_programs)
-        begins, items = shared[: num_programs + 1], list(zip(*[iter(shared[num_programs + 1 :])] * 4, strict=True))
-        assert sorted(items) == sorted((kv_head, *tile[:3]) for tile in tiles for kv_head in range(8))
+        num_programs = rng.randint(1, 132)
+        shares = share_out(tiles, 8, window, num_programs)
+        begins, numbers = shares.items[: num_programs + 1], shares.items[num_programs + 1 :]
+        items = list(zip(*[iter(numbers)] * RECORD, strict=True))
         assert begins[0] == 0 and begins[-1] == len(items)
+        found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for item in items:
+            found.setdefault(item[:4], []).append(item[4:7])
+        assert sorted(found) == sorted((kv_head, *tile[:3]) for tile in tiles for kv_head in range(8))
+        merges = {tuple(m[2:5]): (m[0], m[1]) for m in zip(*[iter(shares.merges)] * MERGE, strict=True)}
+        slots = []
+        for (kv_head, _, first, size), parts in found.items():
+            assert sorted(part[0] for part in parts) == list(range(len(parts))), "each share once"
+            assert {part[1] for part in parts} == {len(parts)}
+            if len(parts) > 1:
+                slots += [part[2] for part in parts]
+                slot, num_shares = merges.pop((kv_head, first, size))
+                assert num_shares == len(parts) and sorted(part[2] for part in parts) == [
+                    *range(slot, slot + num_shares)
+                ]
+        assert not merges and sorted(slots) == list(range(len(slots))) and len(slots) <= num_programs
         cost = {tile[1]: -(-tile[3] // 128) + 1 for tile in tiles}
-        loads = [sum(cost[item[2]] for item in items[a:b]) for a, b in itertools.pairwise(begins)]
-        assert all(loads), "a program has nothing to do, though there are items enough"
-        assert window is not None or max(loads) - min(loads) <= max(cost.values())
+        loads = [sum(-(-cost[item[2]] // item[5]) for item in items[a:b]) for a, b in itertools.pairwise(begins)]
+        assert all(loads) or len(items) < num_programs, "a program has nothing to do, though there are items enough"
+        assert window is not None or len(items) < num_programs or max(loads) - min(loads) <= max(cost.values())
 
 
 def check_permanent_table(where: Where) -> None:

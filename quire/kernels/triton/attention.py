@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.triton import decode, fp8, prefill, prefill_hopper
-from quire.kernels.triton.launch import INTERPRETED, is_hopper
+from quire.kernels.triton import decode, fp8, prefill, prefill_hopper, prefill_shares
+from quire.kernels.triton.launch import INTERPRETED, is_hopper, num_multiprocessors
 
 MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
 
@@ -39,7 +39,7 @@ class _Scratch:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class Prepared:
     """What follows from a plan once the shape of the heads is known: the same for all layers."""
 
     decode_tuning: decode.DecodeTuning | None = None
@@ -49,8 +49,11 @@ class _Prepared:
     prefill_tuning: prefill.PrefillTuning | None = None
     tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
     num_tiles: int = 0
-    items: Tensor | None = None  # int32, see `prefill_hopper.share_out`; None: `prefill` does it
+    items: Tensor | None = None  # int32, see `prefill_shares.share_out`; None: `prefill` does it
     num_programs: int = 0
+    merges: Tensor | None = None  # int32, of items that were cut
+    num_merges: int = 0
+    partials: prefill_shares.Partials | None = None
     scratch: _Scratch | None = None
 
 
@@ -64,16 +67,18 @@ class TritonPlan:
     window: int | None
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
-    prepared: _Prepared | None = None
+    work: Any = None  # the `FixedWork` of a step that is captured
+    prepared: Prepared | None = None
     latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 
 def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
-                   window: int | None, dtype: torch.dtype, row_index: Tensor | None = None,
-                   early: bool = False) -> TritonPlan:  # fmt: skip
+                   window: int | None, dtype: torch.dtype, row_index: Tensor | None = None, early: bool = False,
+                   work: Any = None) -> TritonPlan:  # fmt: skip
     """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
-    permanent one of all rows; `early` is for `decode_attention`. The work is done when the first layer attends."""
-    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early)
+    permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
+    whenever its owner fills `work`, a `FixedWork`."""
+    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, work)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
@@ -81,11 +86,14 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
                     scales: Scales | None = None) -> Tensor:  # fmt: skip
     """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
     if plan.prepared is None:
-        plan.prepared = _prepare(plan, q, k_cache, plain=softcap is None and sinks is None)
+        plain = softcap is None and sinks is None
+        listed = _prepare if plan.work is None else plan.work.prepare
+        plan.prepared = listed(plan, q, k_cache, plain)
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
-    out = q.new_empty(num_tokens, num_heads * head_dim)
+    # A captured step may have tokens that nobody attends for; what they leave in the cache must be finite all the same.
+    out = (q.new_empty if plan.work is None else q.new_zeros)(num_tokens, num_heads * head_dim)
     if work.items is not None:
         pages, keys, values = plan.page_table, k_cache, v_cache
         if (scratch := work.scratch) is not None:
@@ -94,8 +102,14 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
                 k_cache, v_cache, plan.page_table, scratch.rows, scratch.columns, keys, values, scales.k, scales.v
             )
         prefill_hopper.prefill_attention(
-            q, keys, values, pages, plan.positions, work.items, work.num_programs, scale, window=plan.window, out=out
-        )
+            q, keys, values, pages, plan.positions, work.items, work.num_programs, scale, partials=work.partials,
+            window=plan.window, out=out,
+        )  # fmt: skip
+        if work.num_merges and work.partials is not None and work.merges is not None:
+            num_kv_heads = k_cache.shape[2]
+            prefill_shares.merge_shares(
+                work.partials, work.merges, work.num_merges, num_kv_heads, num_heads // num_kv_heads, out
+            )
     elif work.tiles is not None and work.prefill_tuning is not None:
         prefill.prefill_attention(
             q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
@@ -117,11 +131,11 @@ def supports(head_dim: int, page_tokens: int) -> bool:
     return head_dim in (16, 32, 64, 128, 256) and page_tokens >= 8
 
 
-def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prepared:
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
     """`plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
-    work = _Prepared()
+    work = Prepared()
     singles = [row for row, count in enumerate(counts) if count == 1]
     catch_ups = [row for row, count in enumerate(counts) if count > 1]
     if singles:
@@ -130,13 +144,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prep
         len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
-        work.decode_tuning = decode.tune(
-            len(singles), num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device
-        )
-        group = num_heads // num_kv_heads
-        work.workspace = decode.DecodeWorkspace.create(
-            len(singles), num_kv_heads, group, head_dim, work.decode_tuning.num_splits, q.device
-        )
+        plan_singles(work, len(singles), len_bound, q, k_cache)
     if not catch_ups:
         work.row_index = plan.row_index
         return work
@@ -147,7 +155,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prep
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
-    fields, items = [field for tile in tiles for field in tile], []
+    fields, items, merges = [field for tile in tiles for field in tile], [], []
     owners: list[int] = []
     columns: list[int] = []
     if not hopper:
@@ -159,14 +167,17 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prep
             for row, begin, end in zip(catch_ups, fresh, fresh[1:], strict=False):
                 owners += [row] * (end - begin)
                 columns += range(end - begin)
-        work.num_programs = prefill_hopper.num_programs(len(tiles), num_kv_heads, q.device)
-        fields, items = [], prefill_hopper.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
+        work.num_programs = num_multiprocessors(q.device.index)
+        shares = prefill_shares.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
+        fields, items, merges = [], shares.items + [0] * prefill_shares.RECORD, shares.merges
+        work.num_merges = len(merges) // prefill_shares.MERGE
+        work.partials = prefill_shares.Partials.create(work.num_programs, q.device)
     firsts = prefill.first_tokens(counts)
-    parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1]]
+    parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1], merges]
     uploaded = upload_ints(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
-        work.items = uploaded[1]
+        work.items, work.merges = uploaded[1], uploaded[7]
         if fresh is not None:
             # Past a row's own pages stand those of the next: keys there are never seen. The width is rounded so that
             # no other kernel has to be compiled for another stride.
@@ -176,6 +187,14 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> _Prep
     if singles:
         work.token_index, work.row_index = uploaded[2:4]
     return work
+
+
+def plan_singles(work: Prepared, num_singles: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
+    num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
+    work.decode_tuning = decode.tune(num_singles, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
+    work.workspace = decode.DecodeWorkspace.create(
+        num_singles, num_kv_heads, num_heads // num_kv_heads, head_dim, work.decode_tuning.num_splits, q.device
+    )
 
 
 def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
@@ -196,6 +215,6 @@ def upload_ints(parts: list[list[int]], device: torch.device) -> list[Tensor]:
     for part in parts:
         spans.append(slice(len(numbers), len(numbers) + len(part)))
         numbers += part + [0] * (-len(part) % 4)
-    host = torch.tensor(numbers, dtype=torch.int32)
+    host = torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever device is the caller's default
     sent = host if INTERPRETED else host.pin_memory().to(device, non_blocking=True)
     return [sent[span] for span in spans]

@@ -100,8 +100,10 @@ def _decode_kernel(
     row = index
     if HAS_ROWS:
         row = tl.load(row_index_ptr + index).to(tl.int64)
-    length = (tl.load(positions_ptr + token) + 1).to(tl.int32)
-    # A row that only pads the step has position -1 and maybe no row: nothing of it is read.
+    # A row that only pads the step has no token, or position -1 and maybe no row: nothing of it is read.
+    is_there = token >= 0
+    token = tl.maximum(token, 0)
+    length = (tl.load(positions_ptr + token, mask=is_there, other=-1) + 1).to(tl.int32)
     row = tl.maximum(row, 0)
 
     first_key = 0
@@ -174,7 +176,7 @@ def _decode_kernel(
                 total += sink_weight(sinks_ptr, heads, group < GROUP, best)
             out = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
             tl.store(out_base + heads[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty),
-                     mask=(group < GROUP)[:, None])  # fmt: skip
+                     mask=(group < GROUP)[:, None] & is_there)  # fmt: skip
         elif NUM_SPLITS > 1:
             # Partial results of (row, kv head): [NUM_SPLITS, GROUP_STORED, D], and their maxima and sums.
             cell = (index * num_kv_heads + kv_head) * NUM_SPLITS
@@ -262,7 +264,8 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
                      num_rows: int | None = None, early: bool = False,
                      sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
-    None) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for a row of nothing: zeros.
+    None; below 0: nothing is computed) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for
+    a row of nothing: zeros.
     `early`: positions and pages were there before the last kernel that was launched without dependent launch, so they
     may be read while kernels since then still run. `sinks` [heads] as in the reference. Returns, or fills,
     [tokens, heads * head_dim].

@@ -267,6 +267,8 @@ def _heads(num_heads: int) -> int:
 
 
 def _prepare(plan: TritonPlan, num_heads: int, rank: int, tuning: LatentTuning, device: torch.device) -> LatentWork:
+    if plan.work is not None:
+        raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
     work = LatentWork()
     counts = plan.counts
     singles = [row for row, count in enumerate(counts) if count == 1]

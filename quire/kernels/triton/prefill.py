@@ -112,6 +112,9 @@ def _prefill_kernel(
     if WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // BLOCK * BLOCK
     whole = tl.maximum((first_position + 1) // BLOCK * BLOCK, begin)  # before it, all queries see all keys
+    if num_tokens == 0:  # a tile that only pads the list
+        whole = begin
+        key_len = begin
     best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)

@@ -9,9 +9,6 @@ in the reference.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-
 import torch
 import triton
 from torch import Tensor
@@ -27,55 +24,60 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quire.kernels.triton.launch import num_multiprocessors
 from quire.kernels.triton.prefill import PrefillTuning
+from quire.kernels.triton.prefill_shares import BLOCK, LANES, RECORD, Partials
 
 HALF = 64  # heads are kept in two halves: 64 elements fill the 128 bytes over which shared memory is swizzled
-BLOCK_Q = 128
-BLOCK = 128
 STAGES = 2
-START_COST = 1  # what an item costs beside its blocks of keys, in blocks
-TUNING = PrefillTuning(block_q=BLOCK_Q, block=BLOCK)
+TUNING = PrefillTuning(block_q=LANES, block=BLOCK)
 
 
 @gluon.jit
-def _my_items(items_ptr):
+def _my_items(items_ptr, RECORD: gl.constexpr):
     """This program's list: where its first record stands, and how many there are."""
     program = gl.program_id(0)
     begin = gl.load(items_ptr + program)
-    return items_ptr + gl.num_programs(0) + 1 + begin * 4, gl.load(items_ptr + program + 1) - begin
+    return items_ptr + gl.num_programs(0) + 1 + begin * RECORD, gl.load(items_ptr + program + 1) - begin
 
 
 @gluon.jit
-def _record(records, turn, turns):
-    """kv head, row, first token, tokens of the item of that turn; past the end, of the last one."""
-    record = records + gl.minimum(turn, turns - 1) * 4
-    return gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+def _record(records, turn, turns, RECORD: gl.constexpr):
+    """kv head, row, first token, tokens, share and number of shares of the item of that turn; past the end, of the last
+    one. A program without any looks at what follows its empty list, another's record or zeros, and does nothing."""
+    record = records + gl.maximum(gl.minimum(turn, turns - 1), 0) * RECORD
+    return (gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
+            gl.load(record + 5))  # fmt: skip
 
 
 @gluon.jit
-def _span(first_position, num_tokens, window, WINDOW: gl.constexpr, BLOCK: gl.constexpr):
-    """The first block of keys that these tokens see, and how many blocks they see."""
+def _span(first_position, num_tokens, share, num_shares, window, WINDOW: gl.constexpr, BLOCK: gl.constexpr):
+    """The first block of keys of this share of what these tokens see, and how many blocks it has. There is one at
+    least: whoever cuts a tile does it by its length, which is exact."""
     first_block = 0
     if WINDOW:
         first_block = gl.maximum(first_position - window + 1, 0) // BLOCK
-    return first_block, gl.cdiv(first_position + num_tokens, BLOCK) - first_block
+    total = gl.cdiv(first_position + num_tokens, BLOCK) - first_block
+    begin = total * share // num_shares
+    return first_block + begin, total * (share + 1) // num_shares - begin
 
 
 @gluon.jit
 def _load_blocks(k_desc, v_desc, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, table_ptr,
                  table_stride, items_ptr, positions_ptr, num_kv_heads, window, PAGE: gl.constexpr,
-                 WINDOW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 WINDOW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+                 RECORD: gl.constexpr):  # fmt: skip
     """The copying warp: key blocks and value blocks in turn, each into two halves, on into the next item."""
     PAGES: gl.constexpr = BLOCK // PAGE
     done = 0
-    records, turns = _my_items(items_ptr)
-    kv_head, row, first_token, num_tokens = _record(records, 0, turns)
+    records, turns = _my_items(items_ptr, RECORD)
+    kv_head, row, first_token, num_tokens, share, num_shares = _record(records, 0, turns, RECORD)
     first_position = gl.load(positions_ptr + first_token).to(gl.int32)
     for turn in range(turns):
         # What the next item needs is asked for now, so that nobody waits for it then.
-        next_kv_head, next_row, next_first_token, next_num_tokens = _record(records, turn + 1, turns)
-        first_block, num_blocks = _span(first_position, num_tokens, window, WINDOW, BLOCK)
+        next_kv_head, next_row, next_first_token, next_num_tokens, next_share, next_num_shares = _record(
+            records, turn + 1, turns, RECORD
+        )
+        first_block, num_blocks = _span(first_position, num_tokens, share, num_shares, window, WINDOW, BLOCK)
         table_row = table_ptr + row.to(gl.int64) * table_stride
         last_page = (first_position + num_tokens - 1) // PAGE
         column = kv_head * 128
@@ -98,7 +100,13 @@ def _load_blocks(k_desc, v_desc, k_low, k_high, v_low, v_high, k_full, k_empty, 
                 tma.async_copy_global_to_shared(v_desc, [slot, column], v_full.index(stage), v_low.index(into))
                 tma.async_copy_global_to_shared(v_desc, [slot, column + 64], v_full.index(stage), v_high.index(into))
         done += num_blocks
-        kv_head, row, num_tokens = next_kv_head, next_row, next_num_tokens
+        kv_head, row, num_tokens, share, num_shares = (
+            next_kv_head,
+            next_row,
+            next_num_tokens,
+            next_share,
+            next_num_shares,
+        )
         first_position = gl.load(positions_ptr + next_first_token).to(gl.int32)
 
 
@@ -131,9 +139,8 @@ def _softmax_block(scores, best, total, positions, start, first_position, score_
             visible = visible & (keys[None, :] > positions[:, None] - window)
         scores = gl.where(visible, scores, float("-inf"))
     new_best = gl.maximum(best, gl.max(scores, 1) * score_scale)
-    safe_best = new_best
-    if WINDOW:
-        safe_best = gl.where(new_best == float("-inf"), 0.0, new_best)
+    # A query may see nothing of the first blocks of a window, or of its share.
+    safe_best = gl.where(new_best == float("-inf"), 0.0, new_best)
     weights = gl.exp2(scores * score_scale - safe_best[:, None])
     fade = gl.exp2(best - safe_best)
     return weights, new_best, total * fade + gl.sum(weights, 1), fade
@@ -141,9 +148,9 @@ def _softmax_block(scores, best, total, positions, start, first_position, score_
 
 @gluon.jit
 def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr, q_stride,
-                 out_ptr, items_ptr, positions_ptr, num_kv_heads, score_scale, window,
+                 out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads, score_scale, window,
                  HALF_INDEX: gl.constexpr, GROUP: gl.constexpr, GROUP_STORED: gl.constexpr, WINDOW: gl.constexpr,
-                 BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 BLOCK: gl.constexpr, STAGES: gl.constexpr, RECORD: gl.constexpr):  # fmt: skip
     """Four warps: 64 of the tile's 128 queries."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     MMA_OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -153,13 +160,15 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
     lanes = HALF_INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     rows = HALF_INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA_OUT))
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA_OUT))
-    records, turns = _my_items(items_ptr)
+    records, turns = _my_items(items_ptr, RECORD)
     done = 0
-    kv_head, _row, first_token, num_tokens = _record(records, 0, turns)
+    kv_head, _row, first_token, num_tokens, share, num_shares = _record(records, 0, turns, RECORD)
     first_position = gl.load(positions_ptr + first_token).to(gl.int32)
     _fetch_queries(q_low.index(0), q_high.index(0), q_ptr, q_stride, kv_head, first_token, num_tokens, HALF_INDEX,
                    GROUP, GROUP_STORED)  # fmt: skip
-    next_kv_head, _row, next_first_token, next_num_tokens = _record(records, 1, turns)
+    next_kv_head, _row, next_first_token, next_num_tokens, next_share, next_num_shares = _record(
+        records, 1, turns, RECORD
+    )
     for turn in range(turns):
         async_copy.wait_group(0)
         fence_async_shared()
@@ -170,8 +179,10 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
             _fetch_queries(q_low.index(other), q_high.index(other), q_ptr, q_stride, next_kv_head, next_first_token,
                            next_num_tokens, HALF_INDEX, GROUP, GROUP_STORED)  # fmt: skip
         next_position = gl.load(positions_ptr + next_first_token).to(gl.int32)
-        later_kv_head, _row, later_first_token, later_num_tokens = _record(records, turn + 2, turns)
-        first_block, num_blocks = _span(first_position, num_tokens, window, WINDOW, BLOCK)
+        later_kv_head, _row, later_first_token, later_num_tokens, later_share, later_num_shares = _record(
+            records, turn + 2, turns, RECORD
+        )
+        first_block, num_blocks = _span(first_position, num_tokens, share, num_shares, window, WINDOW, BLOCK)
         low = q_low.index(turn % 2)
         high = q_high.index(turn % 2)
         positions = first_position + lanes // GROUP_STORED
@@ -217,29 +228,45 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
         acc_low, acc_high, p = warpgroup_mma_wait(0, deps=[acc_low, acc_high, p])
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
 
-        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, MMA_OUT), assert_trivial=True)
-        offset = rows // GROUP_STORED
-        member = rows % GROUP_STORED
-        live = (offset < num_tokens) & (member < GROUP)
-        target = (first_token + offset).to(gl.int64) * (num_kv_heads * GROUP) + kv_head * GROUP + member
-        where = out_ptr + target[:, None] * 128 + columns[None, :]
-        gl.store(where, (acc_low * inverse[:, None]).to(dtype), mask=live[:, None])
-        gl.store(where + 64, (acc_high * inverse[:, None]).to(dtype), mask=live[:, None])
-        kv_head, first_token, num_tokens, first_position = (
+        if num_shares == 1:
+            inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, MMA_OUT), assert_trivial=True)
+            offset = rows // GROUP_STORED
+            member = rows % GROUP_STORED
+            live = (offset < num_tokens) & (member < GROUP)
+            target = (first_token + offset).to(gl.int64) * (num_kv_heads * GROUP) + kv_head * GROUP + member
+            where = out_ptr + target[:, None] * 128 + columns[None, :]
+            gl.store(where, (acc_low * inverse[:, None]).to(dtype), mask=live[:, None])
+            gl.store(where + 64, (acc_high * inverse[:, None]).to(dtype), mask=live[:, None])
+        else:
+            slot = gl.load(records + turn * RECORD + 6)
+            unfinished = sums_ptr + (slot * 128 + rows)[:, None] * 128 + columns[None, :]
+            gl.store(unfinished, acc_low)
+            gl.store(unfinished + 64, acc_high)
+            gl.store(stats_ptr + slot * 256 + lanes, best)
+            gl.store(stats_ptr + slot * 256 + 128 + lanes, total)
+        kv_head, first_token, num_tokens, first_position, share, num_shares = (
             next_kv_head,
             next_first_token,
             next_num_tokens,
             next_position,
+            next_share,
+            next_num_shares,
         )
-        next_kv_head, next_first_token, next_num_tokens = later_kv_head, later_first_token, later_num_tokens
+        next_kv_head, next_first_token, next_num_tokens, next_share, next_num_shares = (
+            later_kv_head,
+            later_first_token,
+            later_num_tokens,
+            later_share,
+            later_num_shares,
+        )
 
 
 @gluon.jit
 def _prefill_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, table_ptr, positions_ptr, items_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, sums_ptr, stats_ptr, table_ptr, positions_ptr, items_ptr,
     q_stride, table_stride, score_scale, window, num_kv_heads,
     GROUP: gl.constexpr, GROUP_STORED: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, num_warps: gl.constexpr,
+    WINDOW: gl.constexpr, RECORD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PAGES: gl.constexpr = BLOCK // PAGE
@@ -267,18 +294,18 @@ def _prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_attend_half, (q_low_0, q_high_0, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr,
-                            q_stride, out_ptr, items_ptr, positions_ptr, num_kv_heads, score_scale, window,
-                            0, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES)),
+                            q_stride, out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads,
+                            score_scale, window, 0, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES, RECORD)),
             (_attend_half, (q_low_1, q_high_1, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr,
-                            q_stride, out_ptr, items_ptr, positions_ptr, num_kv_heads, score_scale, window,
-                            1, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES)),
+                            q_stride, out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads,
+                            score_scale, window, 1, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES, RECORD)),
             (_load_blocks, (k_desc, v_desc,
                             k_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
                             k_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
                             v_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
                             v_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
                             k_full, k_empty, v_full, v_empty, table_ptr, table_stride, items_ptr,
-                            positions_ptr, num_kv_heads, window, PAGE, WINDOW, BLOCK, STAGES)),
+                            positions_ptr, num_kv_heads, window, PAGE, WINDOW, BLOCK, STAGES, RECORD)),
         ],
         [4, 1],
         [240, 40],
@@ -298,31 +325,11 @@ def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
     )
 
 
-def share_out(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> list[int]:
-    """Which items (a tile for one kv head) each program takes: where each one's list begins, num_programs + 1 numbers,
-    then a record per item: kv head, row, first token, tokens. Tiles come heaviest first, and the next item goes to
-    whoever has least to do."""
-    lists: list[list[int]] = [[] for _ in range(num_programs)]
-    loads = [(0, program) for program in range(num_programs)]
-    for row, first, size, num_keys in tiles:
-        seen = num_keys if window is None else min(num_keys, size + window + BLOCK)
-        cost = -(-seen // BLOCK) + START_COST
-        for kv_head in range(num_kv_heads):
-            load, program = loads[0]
-            lists[program] += (kv_head, row, first, size)
-            heapq.heapreplace(loads, (load + cost, program))
-    begins = itertools.accumulate((len(records) // 4 for records in lists), initial=0)
-    return [*begins, *itertools.chain.from_iterable(lists)]
-
-
-def num_programs(num_tiles: int, num_kv_heads: int, device: torch.device) -> int:
-    return min(num_multiprocessors(device.index), num_tiles * num_kv_heads)
-
-
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor,
-                      items: Tensor, programs: int, scale: float, *, window: int | None = None,
-                      out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """As `prefill.prefill_attention`, with `items` (int32) of tiles listed for `TUNING`, shared out to `programs`."""
+                      items: Tensor, programs: int, scale: float, *, partials: Partials | None = None,
+                      window: int | None = None, out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """As `prefill.prefill_attention`, with `items` (int32) of tiles listed for `TUNING`, shared out to `programs`.
+    Tiles that were cut are left in `partials`, for `prefill_shares.merge_shares`."""
     num_pages, page, num_kv_heads, head_dim = k_cache.shape
     group = q.shape[1] // num_kv_heads
     if out is None:
@@ -332,9 +339,9 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
     k_desc = TensorDescriptor(k_cache, shape, strides, [page, HALF], layout)
     v_desc = TensorDescriptor(v_cache, shape, strides, [page, HALF], layout)
     _prefill_hopper_kernel[(programs,)](
-        q, k_desc, v_desc, out, page_table, positions, items,
+        q, k_desc, v_desc, out, partials and partials.sums, partials and partials.stats, page_table, positions, items,
         q.stride(0), page_table.stride(0), scale * 1.4426950408889634, window or 0, num_kv_heads,
         GROUP=group, GROUP_STORED=triton.next_power_of_2(group), PAGE=page, BLOCK=BLOCK, STAGES=STAGES,
-        WINDOW=window is not None, num_warps=4,
+        WINDOW=window is not None, RECORD=RECORD, num_warps=4,
     )  # fmt: skip
     return out

@@ -28,6 +28,9 @@ from quire.kernels.triton.recurrent_step import L2_EPS, silu, softplus
 CHUNK = 64  # tokens; the inverse below is right for up to four blocks of 16
 CONV_TOKENS = 32  # a convolution's tile: half a chunk, which is what fits into the registers
 BLOCK = tl.constexpr(16)
+# Rows of a matrix that a program of the walk takes at least. With 16 of them Triton's products of 64 tokens read memory
+# that is not theirs (on Hopper; with 32 tokens all is well).
+MIN_VALUES = 32
 
 
 @triton.jit
@@ -296,7 +299,9 @@ def _walk(x: Tensor, mixed: Tensor, alone: tuple[Tensor, ...] | None, a_log: Ten
           positions: Tensor, rows: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """`alone`: what chunks worked out without the state; None: there is no delta rule."""
     value_block = _block(shape.value_dim)
-    while value_block > 16 and len(rows) * shape.num_heads * _block(shape.value_dim) // value_block < _programs(x):
+    while value_block > MIN_VALUES and len(rows) * shape.num_heads * _block(shape.value_dim) // value_block < _programs(
+        x
+    ):
         value_block //= 2
     blocks = triton.cdiv(shape.value_dim, value_block)
     _scan_kernel[(shape.num_heads * blocks, len(rows))](

@@ -78,7 +78,7 @@ def _one_row_kernel(
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
-    up_ptr = weight_ptr + out_features.to(tl.int64) * in_features
+    up_ptr = weight_ptr + tl.cast(out_features, tl.int64) * in_features  # one output: Triton makes it a constant
     # The weight is nobody's output: its first tile is under way before the input is there, each later one before the
     # one in hand is used.
     weight = _weight_tile(weight_ptr, outs, columns, in_features, out_features, EVEN)
@@ -155,7 +155,7 @@ def _few_rows_kernel(
         across = tl.trans(x)
         acc = tl.dot(weight.to(x.dtype), across, acc, input_precision=PRECISION)
         if SILU:
-            other = _weight_tile(weight_ptr + out_features.to(tl.int64) * in_features, outs, columns, in_features,
+            other = _weight_tile(weight_ptr + tl.cast(out_features, tl.int64) * in_features, outs, columns, in_features,
                                  out_features, EVEN)  # fmt: skip
             up = tl.dot(other.to(x.dtype), across, up, input_precision=PRECISION)
     inside = outs < out_features

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 
+MULTIPLE = 16  # what the matrix units want the number of outputs to be; others are padded with zeros
+
+
 class Fp8:
     def __init__(self, ops: Ops):
         from quire.kernels.triton import fp8, skinny
@@ -35,14 +38,17 @@ class Fp8:
                 weight.stored = torch.float8_e4m3fn
 
     def finish(self, linear: Linear) -> None:
-        weight, scale = self._fp8.quantize_rows(linear.weight.data)
-        linear.register_buffer("weight_scale", scale)  # [out_features] float32
+        padded = torch.nn.functional.pad(linear.weight.data, (0, 0, 0, -len(linear.weight) % MULTIPLE))
+        weight, scale = self._fp8.quantize_rows(padded)
+        linear.register_buffer("weight_scale", scale)  # [out_features, rounded up] float32
         del linear.weight
-        linear.register_buffer("weight", weight)  # [out_features, in_features]
+        linear.register_buffer("weight", weight)  # [out_features, rounded up, in_features]
 
     def apply(self, linear: Linear, x: Activation, norm: RMSNorm | None, silu_mul: bool,
               residual: Tensor | None) -> Activation:  # fmt: skip
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if linear.out_features % MULTIPLE:
+            return self._apply_padded(linear, x, weight, eps, silu_mul, residual)
         if not isinstance(x, Scaled):
             if len(x) == 1:
                 return self._skinny.skinny_linear(
@@ -55,4 +61,17 @@ class Fp8:
         )  # fmt: skip
         if silu_mul:
             return Scaled(*self._fp8.quantize_rows(out, silu_mul=True), x.dtype)
+        return out if residual is None else residual.add_(out)
+
+    def _apply_padded(self, linear: Linear, x: Activation, norm_weight: Tensor | None, eps: float, silu_mul: bool,
+                      residual: Tensor | None) -> Tensor:  # fmt: skip
+        """An odd number of outputs, a vocabulary say: nothing is fused."""
+        if not isinstance(x, Scaled):
+            x = Scaled(*self._fp8.quantize_rows(x, norm_weight=norm_weight, eps=eps), x.dtype)
+        out = self._fp8.scaled_product(x.values, x.scale, linear.weight, linear.weight_scale, None, x.dtype)
+        out = out[:, : linear.out_features].contiguous()
+        if linear.bias is not None:
+            out += linear.bias
+        if silu_mul:
+            out = self.ops.silu_mul(out)
         return out if residual is None else residual.add_(out)

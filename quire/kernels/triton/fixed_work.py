@@ -1,0 +1,99 @@
+"""Work lists of attention that stay in one place, for mixed steps that are captured: sizes are the most there can be.
+
+A captured step launches its kernels with the same grid and the same addresses every time; what changes is what stands
+in these lists. `runtime.mixed_graphs` makes one for each graph and cache group, lets the first run size it, and fills
+it before each replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton import prefill, prefill_hopper
+from quire.kernels.triton.attention import Prepared, TritonPlan, plan_singles
+from quire.kernels.triton.launch import INTERPRETED, is_hopper, num_multiprocessors
+from quire.kernels.triton.prefill_shares import MERGE, RECORD, Partials, max_merges, share_out
+
+NOBODY = -1
+
+
+@dataclass(slots=True)
+class _Lists:
+    """What the kernels read, cut out of one tensor, and what it takes to write it."""
+
+    numbers: Tensor  # int32: tiles, or merges and items; then the singles' tokens, then their rows
+    num_fields: int  # of tiles, or of merges and items
+    num_merge_fields: int
+    tokens_per_tile: int
+    num_kv_heads: int
+    window: int | None
+    hopper: bool
+
+
+class FixedWork:
+    def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
+        """The most tokens, rows of one token and rows of several that a step may have."""
+        self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups
+        self._lists: _Lists | None = None
+        self._prepared: Prepared | None = None
+
+    def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+        """As `attention` prepares a plan, but once for all steps; nothing is listed yet."""
+        if self._prepared is None:
+            self._prepared = self._make(plan, q, k_cache, plain)
+        return self._prepared
+
+    def fill(self, counts: list[int], len_bounds: list[int]) -> None:
+        """List the next step's work: tokens of each row, and bounds of their lengths."""
+        lists = self._lists
+        assert lists is not None, "the first run sizes the lists"
+        singles = [row for row, count in enumerate(counts) if count == 1]
+        catch_ups = [row for row, count in enumerate(counts) if count > 1]
+        tiles = prefill.list_tiles(catch_ups, counts, len_bounds, lists.tokens_per_tile)
+        if lists.hopper:
+            assert self._prepared is not None
+            shares = share_out(tiles, lists.num_kv_heads, lists.window, self._prepared.num_programs)
+            fields = shares.merges + [0] * (lists.num_merge_fields - len(shares.merges)) + shares.items
+        else:
+            fields = [field for tile in tiles for field in tile]
+        firsts = prefill.first_tokens(counts)
+        spare = [NOBODY] * ((len(lists.numbers) - lists.num_fields) // 2 - len(singles))
+        numbers = fields + [0] * (lists.num_fields - len(fields))
+        numbers += [firsts[row] for row in singles] + spare + singles + spare
+        host = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        lists.numbers.copy_(host if INTERPRETED else host.pin_memory(), non_blocking=True)
+
+    def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+        num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+        work = Prepared()
+        hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
+        work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
+        per_tile = prefill.tile_tokens(work.prefill_tuning, q.shape[1], num_kv_heads)
+        work.num_tiles = -(-self._num_tokens // per_tile) + self._num_catch_ups
+        num_fields, num_merge_fields = work.num_tiles * prefill.TILE_FIELDS, 0
+        if hopper:
+            work.num_programs = num_multiprocessors(q.device.index)
+            num_merge_fields = max_merges(work.num_programs) * MERGE
+            work.num_merges = max_merges(work.num_programs)
+            work.partials = Partials.create(work.num_programs, q.device)
+            # One record more than there can be: a program without items looks at it.
+            num_items = max(work.num_tiles * num_kv_heads, work.num_programs) + 1
+            num_fields = num_merge_fields + work.num_programs + 1 + num_items * RECORD
+        num_fields = -(-num_fields // 4) * 4  # kernels are compiled for pointers that are multiples of 16 bytes
+        singles = -(-self._num_singles // 4) * 4
+        numbers = torch.zeros(num_fields + 2 * singles, dtype=torch.int32, device=q.device)
+        numbers[num_fields:] = NOBODY
+        if hopper:
+            work.merges, work.items = numbers[:num_merge_fields], numbers[num_merge_fields:num_fields]
+        else:
+            work.tiles = numbers[:num_fields]
+        if self._num_singles:
+            len_bound = plan.page_table.shape[1] * plan.page_tokens
+            plan_singles(work, self._num_singles, min(len_bound, plan.window or len_bound), q, k_cache)
+            work.token_index = numbers[num_fields : num_fields + self._num_singles]
+            work.row_index = numbers[num_fields + singles : num_fields + singles + self._num_singles]
+        self._lists = _Lists(numbers, num_fields, num_merge_fields, per_tile, num_kv_heads, plan.window, hopper)
+        return work

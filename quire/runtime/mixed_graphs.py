@@ -1,0 +1,157 @@
+"""CUDA graphs of mixed steps: some rows decode, some catch up with a few hundred tokens, all in one launch.
+
+Launched kernel by kernel, such a step takes the host longer than the device: a short prompt, or the tail of one whose
+beginning is cached, would wait for the host, and so would every stream that decodes beside it. Steps are padded to a
+few sizes; what they compute is read from lists in fixed places, which are sent before each replay. All are captured
+ahead, in idle moments: a size that is not there yet runs eagerly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.pacing import STEP_SIZES
+from quire.kernels.upload import Arrays, Landing
+from quire.models.registry import Model
+from quire.runtime.graphs import capture_graph
+from quire.runtime.rows import DeviceRows, list_step
+from quire.types import Plan
+
+MAX_CATCH_UPS = 8  # rows of several tokens in one step
+MANY_SINGLES = 64
+SMALL = 512  # tokens; up to here padding costs less than launching kernel by kernel
+MAX_PADDING = 1.34  # of what is computed, beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    tokens: int
+    singles: int  # rows of one token
+
+    @property
+    def samples(self) -> int:
+        return self.singles + MAX_CATCH_UPS
+
+    @property
+    def rows(self) -> int:
+        """The last one is always padding: tokens that pad belong to it."""
+        return self.singles + MAX_CATCH_UPS + 1
+
+
+@dataclass(slots=True)
+class Computed:
+    rows: Tensor  # [samples] int64
+    hidden: Tensor  # [samples, width]
+
+
+@dataclass(slots=True)
+class _Graph:
+    landing: Landing
+    works: dict[str, Any]  # of each cache group
+    graph: torch.cuda.CUDAGraph | None = None
+    hidden: Tensor | None = None  # [size.samples, width]
+
+
+class MixedGraphs:
+    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows,
+                 fixed_work: Callable[[int, int, int], Any], max_rows: int, pool: Any, stream: Any):  # fmt: skip
+        self._model, self._caches, self._rows = model, caches, rows
+        self._fixed_work = fixed_work
+        self._pool, self._stream = pool, stream
+        self._sizes = step_sizes(max_rows)
+        self._graphs: dict[Size, _Graph] = {}
+
+    def run(self, plan: Plan) -> Computed | None:
+        """None: there is no graph for such a step."""
+        size = fitting_size(plan, self._graphs)
+        if size is None:
+            return None
+        captured = self._graphs[size]
+        assert captured.graph is not None and captured.hidden is not None
+        arrays = pad_step(list_step(plan), size, self._rows.padding_row)
+        captured.landing.send(arrays)
+        counts, bounds = [row.count for row in plan.rows], [row.start + row.count for row in plan.rows]
+        for work in captured.works.values():
+            work.fill(counts, bounds)
+        captured.graph.replay()
+        num_samples = sum(row.wants_sample for row in plan.rows)
+        return Computed(captured.landing.views["sample_rows"][:num_samples], captured.hidden[:num_samples])
+
+    def capture_missing(self) -> Iterator[None]:
+        """One with each `next`. A model whose mixed steps can't be captured stays as it is."""
+        for size in self._sizes:
+            if size not in self._graphs:
+                try:
+                    self._graphs[size] = self._capture(size)
+                except NotImplementedError:
+                    return
+                except RuntimeError as error:
+                    warnings.warn(f"Mixed steps of {size.tokens} tokens could not be captured ({error}).", stacklevel=2)
+                    return
+                yield
+
+    @torch.inference_mode()
+    def _capture(self, size: Size) -> _Graph:
+        made = self.make(size)
+        self.compute(made)  # compiles and warms what a capture may not
+        made.graph, made.hidden = capture_graph(self._stream, self._pool, lambda: self.compute(made))
+        return made
+
+    def make(self, size: Size) -> _Graph:
+        nobody = pad_step(list_step(Plan(0, [])), size, self._rows.padding_row)
+        works = {spec.group: self._fixed_work(size.tokens, size.singles, MAX_CATCH_UPS) for spec in self._rows.specs}
+        return _Graph(Landing(nobody, self._rows.device), works)
+
+    def compute(self, made: _Graph) -> Tensor:
+        gathered = self._rows.gather_fixed(made.landing.views, made.works)
+        return self._model.forward(gathered.step, self._caches)
+
+
+def step_sizes(max_rows: int) -> list[Size]:
+    """The tail of a cached prompt first, alone and beside a few decodes; then larger ones."""
+    found = []
+    for tokens in STEP_SIZES:
+        for singles in dict.fromkeys((0, min(MANY_SINGLES, max_rows), max_rows)):
+            if singles < tokens and (singles > 0 or tokens <= SMALL or tokens % SMALL == 0):
+                found.append(Size(tokens, singles))
+    return found
+
+
+def fitting_size(plan: Plan, there: Mapping[Size, Any]) -> Size | None:
+    """The smallest size, of those that are there, that the plan fits into without much padding."""
+    tokens = sum(row.count for row in plan.rows)
+    singles = sum(row.count == 1 for row in plan.rows)
+    if len(plan.rows) - singles > MAX_CATCH_UPS:
+        return None
+    most = max(SMALL, int(MAX_PADDING * tokens))
+    fits = [size for size in there if tokens <= size.tokens <= most and singles <= size.singles]
+    return min(fits, key=lambda size: (size.tokens, size.singles), default=None)
+
+
+def pad_step(arrays: Arrays, size: Size, padding_row: int) -> Arrays:
+    """The step's lists at their full lengths. Tokens that pad belong to the padding row, whose length stays 0."""
+    num_tokens = int(arrays["counts"].sum())
+    places = arrays.get("places", np.arange(num_tokens))
+    return {
+        "rows": _padded(arrays["rows"], size.rows, padding_row, np.int64),
+        "counts": _padded(arrays["counts"], size.rows, 0, np.int64),
+        "query_starts": _padded(arrays["query_starts"], size.rows + 1, num_tokens, np.int32),
+        "logits_index": _padded(arrays["logits_index"], size.samples, 0, np.int64),
+        "sample_places": _padded(arrays["sample_places"], size.samples, size.rows - 1, np.int64),
+        "sample_rows": _padded(arrays["sample_rows"], size.samples, padding_row, np.int64),
+        "places": _padded(places, size.tokens, size.rows - 1, np.int64),
+        "offsets": _padded(arrays.get("offsets", np.zeros(num_tokens)), size.tokens, 0, np.int64),
+    }
+
+
+def _padded(array: np.ndarray, length: int, value: int, dtype: type) -> np.ndarray:
+    padded: np.ndarray = np.full(length, value, dtype)
+    padded[: len(array)] = array
+    return padded

@@ -1,0 +1,76 @@
+"""Mixed steps padded to a fixed size: the sizes, and that padding changes nothing of what the step computes."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.upload import Landing
+from quire.layers.step import PagedInputs
+from quire.runtime.mixed_graphs import MAX_CATCH_UPS, Size, fitting_size, pad_step, step_sizes
+from quire.runtime.rows import DeviceRows, list_step
+from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams
+
+CPU = torch.device("cpu")
+PAGE = 4
+
+
+def plan_of(*rows: tuple[int, int, int, bool]) -> Plan:
+    return Plan(0, [PlanRow(f"r{row}", row, start, count, 0, wants) for row, start, count, wants in rows])
+
+
+def make_rows() -> DeviceRows:
+    rows = DeviceRows(6, 40, [CacheSpec("full", "paged", (0,), (1, 16), "float32", page_tokens=PAGE)], CPU)
+    params = SamplingParams()
+    added = [
+        RowInit(f"r{row}", row, [10 * row + i for i in range(30)], 30, 5 * row, params, (), 0, 0) for row in range(1, 5)
+    ]
+    writes = [PageWrite(0, row, 0, [10 * row + i for i in range(9)]) for row in range(1, 5)]
+    draws = {"keys": torch.arange(4).numpy(), "scales": torch.ones(4).numpy()}
+    rows.apply(added, writes, draws)
+    return rows
+
+
+def test_a_padded_step_computes_the_same_tokens() -> None:
+    plan = plan_of((1, 5, 6, False), (3, 15, 1, True), (4, 20, 3, True))
+    size = Size(32, 4)
+    exact, fixed = make_rows(), make_rows()
+    want = exact.gather(plan, samples_only=True)
+    landing = Landing(pad_step(list_step(Plan(0, [])), size, fixed.padding_row), CPU)
+    landing.send(pad_step(list_step(plan), size, fixed.padding_row))
+    got = fixed.gather_fixed(landing.views, {"full": "work"})
+    for name in ("tokens", "positions"):
+        assert getattr(got.step, name)[:10].tolist() == getattr(want.step, name).tolist()
+        assert getattr(got.step, name)[10:].tolist() == [0] * 22, name
+    mine, theirs = got.step.groups["full"], want.step.groups["full"]
+    assert isinstance(mine, PagedInputs) and isinstance(theirs, PagedInputs)
+    assert mine.work == "work"
+    assert mine.slots[:10].tolist() == theirs.slots.tolist()
+    assert set(mine.slots[10:].tolist()) == {0}, "padding is written to the page that is nobody's"
+    assert mine.page_table[:3].tolist() == theirs.page_table.tolist()
+    assert got.step.logits_index[:2].tolist() == want.step.logits_index.tolist()
+    assert got.sample_rows.tolist() == [3, 4] + [fixed.padding_row] * (size.samples - 2)
+    assert fixed.computed.tolist() == exact.computed.tolist()
+
+
+def test_a_step_takes_the_smallest_size_that_is_there() -> None:
+    sizes = dict.fromkeys(step_sizes(256))
+    assert fitting_size(plan_of((1, 0, 60, True)), sizes) == Size(64, 0)
+    assert fitting_size(plan_of((1, 0, 60, True), (2, 9, 1, True)), sizes) == Size(128, 64)
+    decodes = [(row, 9, 1, True) for row in range(70)]
+    assert fitting_size(plan_of((99, 0, 200, True), *decodes), sizes) == Size(384, 256)
+    assert fitting_size(plan_of((1, 0, 1900, True), *decodes), sizes) == Size(2048, 256)
+
+
+def test_what_would_be_mostly_padding_is_not_padded() -> None:
+    sizes = {Size(2048, 0): None, Size(512, 0): None}
+    assert fitting_size(plan_of((1, 0, 40, True)), sizes) == Size(512, 0), "small: launches would take longer"
+    assert fitting_size(plan_of((1, 0, 1000, True)), sizes) is None
+    assert fitting_size(plan_of((1, 0, 1600, True)), sizes) == Size(2048, 0)
+    assert fitting_size(plan_of((1, 0, 2049, True)), sizes) is None
+
+
+def test_too_many_prompts_at_once_are_not_padded() -> None:
+    sizes = {Size(512, 0): None}
+    rows = [(row, 0, 4, True) for row in range(MAX_CATCH_UPS)]
+    assert fitting_size(plan_of(*rows), sizes) is not None
+    assert fitting_size(plan_of(*rows, (50, 0, 4, True)), sizes) is None

@@ -26,6 +26,7 @@ from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.selftest import check_ops
 from quire.kernels.table import (
     Ops,
+    RowOps,
     select_choice,
     select_fixed_ops,
     select_ops,
@@ -119,7 +120,7 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
     row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
-    mixed = _mixed_graphs(model, store, rows, graphs, limits.max_rows)
+    mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     sampling_ops = None if config.engine.kernels == "torch" else select_sampling(device.type)
     sampler = Sampler(model.vocab_size, device, sampling_ops, select_choice(device.type, config.engine.kernels))
@@ -168,13 +169,13 @@ def _can_capture(model: Model) -> bool:
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
-def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, graphs: DecodeGraphs | None,
-                  max_rows: int) -> MixedGraphs | None:  # fmt: skip
+def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: RowOps | None,
+                  graphs: DecodeGraphs | None, max_rows: int) -> MixedGraphs | None:  # fmt: skip
     """Where decodes are captured, and everything the model keeps is in pages."""
     fixed_work = getattr(getattr(model, "ops", None), "fixed_work", None)
-    if graphs is None or fixed_work is None or any(spec.kind != "paged" for spec in model.specs):
+    if row_ops is None or graphs is None or fixed_work is None or any(spec.kind != "paged" for spec in model.specs):
         return None
-    return MixedGraphs(model, store.tensors, rows, fixed_work, max_rows, graphs.pool, graphs.stream)
+    return MixedGraphs(model, store.tensors, rows, row_ops, fixed_work, max_rows, graphs.pool, graphs.stream)
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:

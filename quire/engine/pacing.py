@@ -12,7 +12,7 @@ from typing import Protocol
 from quire.types import Plan
 
 # Tokens of a mixed step that suit the device: whole tiles of its matrix units, and sizes that graphs are captured for.
-STEP_SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+STEP_SIZES = (32, 64, *range(128, 2049, 128))
 
 
 class Chunking(Protocol):

@@ -37,6 +37,11 @@ def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str
     return {name: {key: next(views) for key in part} for name, part in parts.items()}
 
 
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """One tensor that the caller does not touch again; on CUDA without waiting for the copy."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 class Landing:
     """A place on the device that arrays of the same names and shapes are sent to again and again, in one copy each:
     what a captured step reads. Copies take their turn in the stream, so a step that still reads it is not disturbed."""

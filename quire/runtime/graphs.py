@@ -79,12 +79,7 @@ class DecodeGraphs:
             outputs = graph[1]
         chosen = None
         if outputs.chosen is not None:
-            # Behind the graph in the same stream, so the next replay can't overwrite what is still to be copied.
-            host = outputs.chosen.to("cpu", non_blocking=True)
-            size = kind[0]
-            chosen = Sampled(
-                host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None
-            )
+            chosen = fetch_chosen(outputs.chosen, count)
         return Decoded(self._input[:count], outputs.logits[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
@@ -117,10 +112,8 @@ class DecodeGraphs:
         logits = self._model.logits(self._model.forward(decode.step, self._caches))
         chosen = None
         if choose:
-            chosen = torch.empty(9 * size, dtype=torch.uint8, device=rows.device)
-            out = chosen[: 8 * size].view(torch.int64), chosen[8 * size :].view(torch.bool)
             append_to = (rows, self._rows.tokens, self._rows.computed)
-            self._ops.choose(logits, decode.keys, decode.lengths, decode.scales, append_to=append_to, out=out)
+            chosen = choose_tokens(self._ops, logits, decode.keys, decode.lengths, decode.scales, append_to)
         return _Outputs(logits, chosen)
 
     def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
@@ -135,6 +128,25 @@ class DecodeGraphs:
     def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
         self._graphs[kind] = capture_graph(self.stream, self.pool, lambda: self._decode(kind))
         return self._graphs[kind]
+
+
+def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor,
+           append_to: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # fmt: skip
+    """Greedy or by temperature, a token for each of `logits` [n, vocab], which joins its row. Tokens and flags are in
+    one tensor, [9 * n] bytes: one copy takes them to the host."""
+    size = len(logits)
+    chosen = torch.empty(9 * size, dtype=torch.uint8, device=logits.device)
+    out = chosen[: 8 * size].view(torch.int64), chosen[8 * size :].view(torch.bool)
+    ops.choose(logits, keys, lengths, scales, append_to=append_to, out=out)
+    return chosen
+
+
+def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
+    """What `choose_tokens` left, on its way to the host: of the first `count` rows. Behind the graph in its stream, so the
+    next replay can't overwrite what is still to be copied."""
+    host = chosen.to("cpu", non_blocking=True)
+    size = len(host) // 9
+    return Sampled(host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None)
 
 
 Outputs = TypeVar("Outputs")

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.engine.pacing import STEP_SIZES
+from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
 from quire.models.registry import Model
-from quire.runtime.graphs import capture_graph
+from quire.runtime.graphs import capture_graph, choose_tokens, fetch_chosen
 from quire.runtime.rows import DeviceRows, list_step
+from quire.sampling.sampler import Sampled
 from quire.types import Plan
 
 MAX_CATCH_UPS = 8  # rows of several tokens in one step
@@ -49,6 +51,13 @@ class Size:
 class Computed:
     rows: Tensor  # [samples] int64
     hidden: Tensor  # [samples, width]
+    chosen: Sampled | None  # on its way to the host, where every row is plain
+
+
+@dataclass(slots=True)
+class _Outputs:
+    hidden: Tensor  # [size.samples, width]
+    chosen: Tensor  # see `graphs.choose_tokens`; whoever samples otherwise puts another token in its place
 
 
 @dataclass(slots=True)
@@ -56,33 +65,34 @@ class _Graph:
     landing: Landing
     works: dict[str, Any]  # of each cache group
     graph: torch.cuda.CUDAGraph | None = None
-    hidden: Tensor | None = None  # [size.samples, width]
+    outputs: _Outputs | None = None
 
 
 class MixedGraphs:
-    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows,
+    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps,
                  fixed_work: Callable[[int, int, int], Any], max_rows: int, pool: Any, stream: Any):  # fmt: skip
-        self._model, self._caches, self._rows = model, caches, rows
+        self._model, self._caches, self._rows, self._ops = model, caches, rows, ops
         self._fixed_work = fixed_work
         self._pool, self._stream = pool, stream
         self._sizes = step_sizes(max_rows)
         self._graphs: dict[Size, _Graph] = {}
 
-    def run(self, plan: Plan) -> Computed | None:
-        """None: there is no graph for such a step."""
+    def run(self, plan: Plan, choose: bool) -> Computed | None:
+        """None: there is no graph for such a step. `choose`: every row is greedy or goes by temperature alone."""
         size = fitting_size(plan, self._graphs)
         if size is None:
             return None
         captured = self._graphs[size]
-        assert captured.graph is not None and captured.hidden is not None
+        assert captured.graph is not None and captured.outputs is not None
         arrays = pad_step(list_step(plan), size, self._rows.padding_row)
         captured.landing.send(arrays)
         counts, bounds = [row.count for row in plan.rows], [row.start + row.count for row in plan.rows]
         for work in captured.works.values():
             work.fill(counts, bounds)
         captured.graph.replay()
-        num_samples = sum(row.wants_sample for row in plan.rows)
-        return Computed(captured.landing.views["sample_rows"][:num_samples], captured.hidden[:num_samples])
+        count, outputs = sum(row.wants_sample for row in plan.rows), captured.outputs
+        chosen = fetch_chosen(outputs.chosen, count) if choose and count else None
+        return Computed(captured.landing.views["sample_rows"][:count], outputs.hidden[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
         """One with each `next`. A model whose mixed steps can't be captured stays as it is."""
@@ -101,7 +111,7 @@ class MixedGraphs:
     def _capture(self, size: Size) -> _Graph:
         made = self.make(size)
         self.compute(made)  # compiles and warms what a capture may not
-        made.graph, made.hidden = capture_graph(self._stream, self._pool, lambda: self.compute(made))
+        made.graph, made.outputs = capture_graph(self._stream, self._pool, lambda: self.compute(made))
         return made
 
     def make(self, size: Size) -> _Graph:
@@ -109,9 +119,13 @@ class MixedGraphs:
         works = {spec.group: self._fixed_work(size.tokens, size.singles, MAX_CATCH_UPS) for spec in self._rows.specs}
         return _Graph(Landing(nobody, self._rows.device), works)
 
-    def compute(self, made: _Graph) -> Tensor:
+    def compute(self, made: _Graph) -> _Outputs:
         gathered = self._rows.gather_fixed(made.landing.views, made.works)
-        return self._model.forward(gathered.step, self._caches)
+        hidden = self._model.forward(gathered.step, self._caches)
+        device, rows = self._rows, gathered.sample_rows
+        draws = (device.keys[rows], device.computed[rows], device.scales[rows])
+        append_to = (rows, device.tokens, device.computed)
+        return _Outputs(hidden, choose_tokens(self._ops, self._model.logits(hidden), *draws, append_to))
 
 
 def step_sizes(max_rows: int) -> list[Size]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire.kernels.upload import send
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
@@ -30,7 +31,7 @@ class Forward:
 
     plan: Plan
     rows: Tensor | None  # [samples]; None: nothing is sampled
-    logits: Tensor | None  # [samples, vocab] float32
+    logits: Tensor | None  # [samples, vocab] float32; None: nothing is sampled, or the graph has
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
     pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], where a prompt is now complete
     chosen: Sampled | None = None  # on its way to the host: the graph has sampled already
@@ -66,11 +67,16 @@ class Runner:
             self._store.apply(plan.snapshots)
             return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
         samples_only = not (self._pooling or self._prompt_top)
-        if self._mixed is not None and samples_only and (computed := self._mixed.run(plan)) is not None:
-            self._store.apply(plan.snapshots)
-            if not len(computed.rows):
-                return Forward(plan, None, None, {})
-            return Forward(plan, computed.rows, self._model.logits(computed.hidden), {})
+        if self._mixed is not None and samples_only:
+            sampled = [row.row for row in plan.rows if row.wants_sample]
+            plain = not plan.may_mask and self._sampling.is_plain(sampled)
+            computed = self._mixed.run(plan, choose=plain)
+            if computed is not None:
+                self._store.apply(plan.snapshots)
+                if not sampled:
+                    return Forward(plan, None, None, {})
+                logits = self._model.logits(computed.hidden) if computed.chosen is None else None
+                return Forward(plan, computed.rows, logits, {}, chosen=computed.chosen)
         gathered = self._rows.gather(plan, samples_only)
         step = gathered.step
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
@@ -84,10 +90,10 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
-        if forward.logits is None or forward.rows is None:
-            return Ready(forward)
         if forward.chosen is not None:
             return Ready(forward, forward.chosen)
+        if forward.logits is None or forward.rows is None:
+            return Ready(forward)
         sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
         batch = self._sampling.gather([row.row for row in sampling_rows])
         bounds = [row.start + row.count for row in sampling_rows]
@@ -186,7 +192,7 @@ class Runner:
                     bits = bytearray(masks[index].ljust(4 * num_words, b"\0"))
                     words[place] = torch.frombuffer(bits, dtype=torch.int32)
                 place += 1
-        return words.to(self._rows.device)
+        return send(words, self._rows.device)
 
 
 class Pooling:

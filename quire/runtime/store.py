@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.upload import send
 from quire.types import CacheSpec, Copy, CopyKind
 
 
@@ -49,15 +50,15 @@ class CacheStore:
         kind, group = run[0].kind, run[0].group
         dim = 2 if self.specs[group].kind == "paged" else 1  # where units are counted
         device = self._device[group]
-        targets = torch.tensor([c.target for c in run])
+        targets = torch.tensor([c.target for c in run], device="cpu")
         if kind is CopyKind.ZERO:
             _as_bytes(device).index_fill_(dim, targets.to(device.device), 0)
             return
         source = self._host_of(group) if kind is CopyKind.IN else device
         target = self._host_of(group) if kind is CopyKind.OUT else device
-        sources = torch.tensor([c.source for c in run])
+        sources = torch.tensor([c.source for c in run], device="cpu")
         source, target = _as_bytes(source), _as_bytes(target)
-        moved = source.index_select(dim, sources.to(source.device)).to(target.device)
+        moved = source.index_select(dim, send(sources, source.device)).to(target.device)
         if self._checksums is not None and kind is CopyKind.OUT:
             for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
                 self._checksums[group, copy.target] = checksum
@@ -65,7 +66,7 @@ class CacheStore:
             for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
                 if self._checksums.get((group, copy.source)) != checksum:
                     raise CorruptUnits(f"host unit {copy.source} of group {group} does not match its checksum")
-        target.index_copy_(dim, targets.to(target.device), moved)
+        target.index_copy_(dim, send(targets, target.device), moved)
 
     def _host_of(self, group: int) -> Tensor:
         if group not in self._host:

@@ -28,9 +28,9 @@ from quire.kernels.triton.recurrent_step import L2_EPS, silu, softplus
 CHUNK = 64  # tokens; the inverse below is right for up to four blocks of 16
 CONV_TOKENS = 32  # a convolution's tile: half a chunk, which is what fits into the registers
 BLOCK = tl.constexpr(16)
-# Rows of a matrix that a program of the walk takes at least. With 16 of them Triton's products of 64 tokens read memory
-# that is not theirs (on Hopper; with 32 tokens all is well).
-MIN_VALUES = 32
+# Rows of a matrix that a program of the walk takes at least. With 16 or 32, products of 64 tokens read memory that
+# is not theirs on Hopper (Triton 3.6; products of 32 tokens are right).
+MIN_VALUES = 64
 
 
 @triton.jit

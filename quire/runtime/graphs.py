@@ -142,8 +142,8 @@ def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, sc
 
 
 def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
-    """What `choose_tokens` left, on its way to the host: of the first `count` rows. Behind the graph in its stream, so the
-    next replay can't overwrite what is still to be copied."""
+    """What `choose_tokens` left, on its way to the host: of the first `count` rows. Behind the graph in its stream, so
+    the next replay can't overwrite what is still to be copied."""
     host = chosen.to("cpu", non_blocking=True)
     size = len(host) // 9
     return Sampled(host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None)

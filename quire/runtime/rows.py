@@ -7,6 +7,7 @@ more than there are requests is kept empty: the padding of steps that were captu
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,5 +184,5 @@ def _cells(runs: list[tuple[int, int, list[int]]], width: int) -> Arrays:
         at = [row * width + first for row, first, _ in runs]
         return {"cells": np.array(at, np.int64), "values": np.array([values[0] for _, _, values in runs], np.int32)}
     cells = [np.arange(row * width + first, row * width + first + len(values)) for row, first, values in runs]
-    values = [np.array(values, np.int32) for _, _, values in runs]
+    values = [np.frombuffer(array("i", values), np.int32) for _, _, values in runs]  # a third of np.array's time
     return {"cells": np.concatenate(cells).astype(np.int64), "values": np.concatenate(values)}

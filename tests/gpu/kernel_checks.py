@@ -243,14 +243,14 @@ def check_share_out(where: Where) -> None:
         window = rng.choice((None, rng.randint(1, 900)))
         num_programs = rng.randint(1, 132)
         shares = share_out(tiles, 8, window, num_programs)
-        begins, numbers = shares.items[: num_programs + 1], shares.items[num_programs + 1 :]
+        begins, numbers = shares.items[: num_programs + 1].tolist(), shares.items[num_programs + 1 :].tolist()
         items = list(zip(*[iter(numbers)] * RECORD, strict=True))
         assert begins[0] == 0 and begins[-1] == len(items)
         found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for item in items:
             found.setdefault(item[:4], []).append(item[4:7])
         assert sorted(found) == sorted((kv_head, *tile[:3]) for tile in tiles for kv_head in range(8))
-        merges = {tuple(m[2:5]): (m[0], m[1]) for m in zip(*[iter(shares.merges)] * MERGE, strict=True)}
+        merges = {tuple(m[2:5]): (m[0], m[1]) for m in zip(*[iter(shares.merges.tolist())] * MERGE, strict=True)}
         slots = []
         for (kv_head, _, first, size), parts in found.items():
             assert sorted(part[0] for part in parts) == list(range(len(parts))), "each share once"

@@ -7,14 +7,17 @@ can be captured; a mixed step uploads one small table, without waiting.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.triton import decode, fp8, prefill, prefill_hopper, prefill_shares
-from quire.kernels.triton.launch import INTERPRETED, is_hopper, num_multiprocessors
+from quire.kernels.triton.launch import is_hopper, num_multiprocessors
+from quire.kernels.upload import send
 
 MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
 
@@ -155,7 +158,8 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
-    fields, items, merges = [field for tile in tiles for field in tile], [], []
+    fields = [field for tile in tiles for field in tile]
+    items = merges = np.zeros(0, np.int32)
     owners: list[int] = []
     columns: list[int] = []
     if not hopper:
@@ -169,11 +173,21 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
                 columns += range(end - begin)
         work.num_programs = num_multiprocessors(q.device.index)
         shares = prefill_shares.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
-        fields, items, merges = [], shares.items + [0] * prefill_shares.RECORD, shares.merges
+        spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items looks at it
+        fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
         work.num_merges = len(merges) // prefill_shares.MERGE
         work.partials = prefill_shares.Partials.create(work.num_programs, q.device)
     firsts = prefill.first_tokens(counts)
-    parts = [fields, items, [firsts[row] for row in singles], singles, owners, columns, (fresh or [])[:-1], merges]
+    parts: list[Sequence[int] | np.ndarray] = [
+        fields,
+        items,
+        [firsts[row] for row in singles],
+        singles,
+        owners,
+        columns,
+        (fresh or [])[:-1],
+        merges,
+    ]
     uploaded = upload_ints(parts, q.device)
     work.num_tiles, work.tiles = len(tiles), uploaded[0]
     if hopper:
@@ -207,14 +221,12 @@ def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: 
     return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
 
 
-def upload_ints(parts: list[list[int]], device: torch.device) -> list[Tensor]:
-    """To the device in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels are
-    compiled anew for pointers that are aligned differently."""
-    numbers: list[int] = []
-    spans = []
-    for part in parts:
-        spans.append(slice(len(numbers), len(numbers) + len(part)))
-        numbers += part + [0] * (-len(part) % 4)
-    host = torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever device is the caller's default
-    sent = host if INTERPRETED else host.pin_memory().to(device, non_blocking=True)
-    return [sent[span] for span in spans]
+def upload_ints(parts: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
+    """To the device as int32 in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels
+    are compiled anew for pointers that are aligned differently."""
+    begins = list(itertools.accumulate((-(-len(part) // 4) * 4 for part in parts), initial=0))
+    numbers = np.zeros(begins[-1], np.int32)
+    for begin, part in zip(begins, parts, strict=False):
+        numbers[begin : begin + len(part)] = part
+    sent = send(torch.from_numpy(numbers), device)
+    return [sent[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.triton import prefill, prefill_hopper
 from quire.kernels.triton.attention import Prepared, TritonPlan, plan_singles
-from quire.kernels.triton.launch import INTERPRETED, is_hopper, num_multiprocessors
+from quire.kernels.triton.launch import is_hopper, num_multiprocessors
 from quire.kernels.triton.prefill_shares import MERGE, RECORD, Partials, max_merges, share_out
 
 NOBODY = -1
@@ -56,15 +57,18 @@ class FixedWork:
         if lists.hopper:
             assert self._prepared is not None
             shares = share_out(tiles, lists.num_kv_heads, lists.window, self._prepared.num_programs)
-            fields = shares.merges + [0] * (lists.num_merge_fields - len(shares.merges)) + shares.items
+            parts = [(0, shares.merges), (lists.num_merge_fields, shares.items)]
         else:
-            fields = [field for tile in tiles for field in tile]
+            parts = [(0, np.array(tiles, np.int32).reshape(-1))]
+        numbers = np.zeros(len(lists.numbers), np.int32)
+        numbers[lists.num_fields :] = NOBODY
         firsts = prefill.first_tokens(counts)
-        spare = [NOBODY] * ((len(lists.numbers) - lists.num_fields) // 2 - len(singles))
-        numbers = fields + [0] * (lists.num_fields - len(fields))
-        numbers += [firsts[row] for row in singles] + spare + singles + spare
-        host = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        lists.numbers.copy_(host if INTERPRETED else host.pin_memory(), non_blocking=True)
+        token_index, row_index = lists.num_fields, (lists.num_fields + len(numbers)) // 2
+        parts += [(token_index, np.array([firsts[row] for row in singles])), (row_index, np.array(singles))]
+        for begin, part in parts:
+            numbers[begin : begin + len(part)] = part
+        host = torch.from_numpy(numbers)
+        lists.numbers.copy_(host.pin_memory() if lists.numbers.is_cuda else host, non_blocking=True)
 
     def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
         num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]

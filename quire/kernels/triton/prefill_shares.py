@@ -1,16 +1,15 @@
 """How the Hopper catch-up kernel's work is shared out to its programs, and how shares of one tile become whole again.
 
-An item is a tile for one key-value head. Many items go to whoever has least to do; few, as for the short tail of a long
-cached prompt, are cut along their keys, so that all programs have something: each then leaves its share unfinished,
+An item is a tile for one key-value head. Many items are dealt out whole; few, as for the short tail of a long cached
+prompt, are cut along their keys, so that all programs have something: each then leaves its share unfinished,
 with its largest score and its sum, and `merge_shares` puts them together.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,14 +23,13 @@ LANES = 128  # queries of a tile
 HEAD = 128
 BLOCK = 128  # keys at a time
 MIN_BLOCKS = 4  # of a share: less would not be worth merging
-START_COST = 1  # what an item costs beside its blocks of keys, in blocks
 MERGE_LANES = 32  # that one program merges
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    items: list[int]  # where each program's list begins, num_programs + 1 numbers, then a record per item
-    merges: list[int]  # a record per merge
+    items: np.ndarray  # int32: where each program's list begins, num_programs + 1 numbers, then a record per item
+    merges: np.ndarray  # int32: a record per merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +46,36 @@ class Partials:
 
 
 def share_out(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> Shares:
-    """Tiles come heaviest first (see `prefill.list_tiles`), and the next item goes to whoever has least to do."""
-    lists: list[list[int]] = [[] for _ in range(num_programs)]
-    loads = [(0, program) for program in range(num_programs)]
-    merges: list[int] = []
-    num_slots = 0
-    for row, first, size, num_keys in tiles:
-        seen = num_keys if window is None else min(num_keys, size + window + BLOCK)
-        blocks = -(-seen // BLOCK)
-        num_shares = max(1, min(num_programs // (len(tiles) * num_kv_heads), blocks // MIN_BLOCKS))
-        cost = -(-blocks // num_shares) + START_COST
-        for kv_head in range(num_kv_heads):
-            if num_shares > 1:
-                merges += (num_slots, num_shares, kv_head, first, size, 0, 0, 0)
-            for share in range(num_shares):
-                load, program = loads[0]
-                lists[program] += (kv_head, row, first, size, share, num_shares, num_slots + share, 0)
-                heapq.heapreplace(loads, (load + cost, program))
-            num_slots += num_shares if num_shares > 1 else 0
-    begins = itertools.accumulate((len(records) // RECORD for records in lists), initial=0)
-    return Shares([*begins, *itertools.chain.from_iterable(lists)], merges)
+    """Tiles come heaviest first (see `prefill.list_tiles`) and are dealt out to and fro: whoever got the heaviest of
+    one round gets the lightest of the next."""
+    fields = np.array(tiles, np.int32).reshape(-1, 4)  # row, first token, tokens, keys
+    num_keys = fields[:, 3]
+    seen = num_keys if window is None else np.minimum(num_keys, fields[:, 2] + window + BLOCK)
+    most = num_programs // max(len(tiles) * num_kv_heads, 1)
+    num_shares = np.clip(-(-seen // BLOCK) // MIN_BLOCKS, 1, max(most, 1))  # of each tile
+    heads = np.arange(num_kv_heads, dtype=np.int32)
+    whole = np.zeros((len(tiles), num_kv_heads, RECORD), np.int32)
+    whole[..., 0], whole[..., 1:4], whole[..., 5] = heads, fields[:, None, :3], num_shares[:, None]
+    items = whole.reshape(-1, RECORD)
+    slots = np.cumsum(np.where(items[:, 5] > 1, items[:, 5], 0)) - items[:, 5]  # of those that are cut, the first
+    if most > 1:
+        cut = items[:, 5] > 1
+        merges = np.zeros((cut.sum(), MERGE), np.int32)
+        merges[:, 0], merges[:, 1], merges[:, 2] = slots[cut], items[cut, 5], items[cut, 0]
+        merges[:, 3:5] = items[cut, 2:4]
+        repeats = items[:, 5]
+        items = np.repeat(items, repeats, axis=0)
+        items[:, 4] = np.arange(len(items)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        items[:, 6] = np.repeat(slots, repeats) + items[:, 4]
+    else:
+        merges = np.zeros((0, MERGE), np.int32)
+    turn = np.arange(len(items))
+    place = turn % num_programs
+    program = np.where(turn // num_programs % 2 == 0, place, num_programs - 1 - place)
+    begins = np.zeros(num_programs + 1, np.int32)
+    np.cumsum(np.bincount(program, minlength=num_programs), out=begins[1:])
+    dealt = items[np.argsort(program, kind="stable")]
+    return Shares(np.concatenate((begins, dealt.reshape(-1))), merges.reshape(-1))
 
 
 def max_merges(num_programs: int) -> int:

@@ -104,7 +104,7 @@ def build(config: Config) -> Built:
     cache = CacheIndex([spec], [config.cache.num_pages or 4096], None)
     engine = Engine(Scheduler(cache, limits), Parrot())
     memory: dict[str, Any] = {"device": "none"}
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"top_p": 0.95}  # told to clients that ask what is in force; the parrot needs none
     ready = ready_message(engine, vocab_size=VOCAB, max_len=max_len, eos_ids=(END,), defaults=defaults, model="parrot",
                           dtype="float32", memory=memory)  # fmt: skip
     return Built(engine, ready)

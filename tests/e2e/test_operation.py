@@ -200,6 +200,15 @@ def test_cors_for_the_origins_that_were_named(slow: Started) -> None:
         assert client.get("/healthz", headers=origin).headers["access-control-allow-origin"] == origin["origin"]
         reply = client.options(CHAT, headers={**origin, "access-control-request-method": "POST"})
         assert reply.status_code == 204 and "authorization" in reply.headers["access-control-allow-headers"]
+        asking = {**origin, "access-control-request-method": "POST",
+                  "access-control-request-headers": "authorization,x-stainless-lang"}  # fmt: skip
+        assert "x-stainless-lang" in client.options(CHAT, headers=asking).headers["access-control-allow-headers"], (
+            "the SDKs say what they are in headers of their own"
+        )
+        asking["access-control-request-headers"] = "a: b"
+        assert client.options(CHAT, headers=asking).headers["access-control-allow-headers"].startswith("authorization")
+        shown = client.get("/healthz", headers=origin).headers["access-control-expose-headers"]
+        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(shown.split(", "))
         other = client.get("/healthz", headers={"origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
 
@@ -227,7 +236,9 @@ def test_rate_limits(model_here: None) -> None:
             assert replies[0].headers["x-ratelimit-remaining-requests"] == "2"
             assert int(replies[1].headers["x-ratelimit-remaining-tokens"]) < 1000
             assert replies[3].json()["error"]["code"] == "rate_limited" and int(replies[3].headers["retry-after"]) > 1
+            assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 429, "that is work too"
             assert client.get("/v1/models").status_code == 200
+            assert 'quire_failures_total{code="rate_limited",route="other"} 2.0' in client.get("/metrics").text
     finally:
         started.stop()
 

@@ -1,7 +1,7 @@
 """An engine process without a model: the real scheduler, cache index and loop around a device that repeats.
 
 In a ChatML prompt it says what the last user message said, so a test can put any words into the model's mouth; any
-other prompt it repeats for ever. `STUB_STEP_SECONDS` makes each step take that long.
+other prompt it repeats for ever. `STUB_STEP_SECONDS` makes each step take that long, `STUB_START_SECONDS` the start.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def script_of(prompt: list[int]) -> list[int]:
 
 
 def build(config: Config) -> Built:
+    time.sleep(float(os.environ.get("STUB_START_SECONDS", "0")))
     max_len = config.model.max_model_len or 4096
     limits = Limits(
         max_rows=config.scheduler.max_rows or 64,

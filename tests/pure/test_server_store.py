@@ -10,7 +10,6 @@ import pytest
 from quire.server.store import ResponseStore, StoredResponse
 from quire.types import QuireError
 
-
 MANY = 1 << 30
 
 

@@ -1,21 +1,21 @@
-"""Who owns which bytes of the cache: pools, the prefix tree, leases and the host swap space, for all groups at once.
+"""Who gets which bytes of the cache: leases, the prefix tree and the host swap space, for all groups at once.
 
 The scheduler calls it while it plans (`admit`, `reserve`, `snapshot`, `swap_out`, `swap_in`) and while it commits
 (`commit`, `release`, `settle`). It moves no bytes: what must move is appended to the plan, and the runtime moves it
 in plan order. It imports no torch, so that it can be tested and simulated in milliseconds.
 
-What is released while steps are in flight goes to limbo first and is free only when the step it names has committed.
+The units themselves are counted by the `Stock`: what is released while steps are in flight is free only when the step
+it names has committed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from quire.cache.claims import Claims
 from quire.cache.lease import Lease, Snapshot, token_bytes
-from quire.cache.match import CacheStats, Match
+from quire.cache.match import CacheStats, Lookup, Match
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
+from quire.cache.stock import Stock
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 
@@ -31,15 +31,14 @@ class CacheIndex:
         self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
         self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
         self.windowed = [g for g in self.paged if specs[g].window is not None]
-        self.pools = [Pool(n) for n in num_units]
-        self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(specs)]
         self.can_swap = num_host_units is not None and all(n > 1 for n in num_host_units)
         self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
         leaf_first = [g in self.paged and g not in self.windowed for g in range(len(specs))]
         self.tree = PrefixTree(len(specs), leaf_first, [spec.kind == "state" for spec in specs])
-        self._num_idle = [0] * len(specs)  # units only the tree holds: free for the taking, once evicted
-        self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
-        self._settled = 0
+        self.stock = Stock(self.tree, num_units, num_host_units, self.stats)
+        self._lookup = Lookup(specs, self.tree)
+        self.available = self.stock.available
+        self.settle = self.stock.settle
         self._to_clear: list[Copy] = []
         self._leases: set[Lease] = set()  # those that hold something, for check()
         self.claims = Claims(self.page_tokens)
@@ -47,13 +46,14 @@ class CacheIndex:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def available(self, group: int) -> int:
-        return self.pools[group].num_free + self._num_idle[group]
+    @property
+    def pools(self) -> list[Pool]:
+        return self.stock.pools
 
     @property
     def settled(self) -> int:
         """The last step that is known to have committed."""
-        return self._settled
+        return self.stock.settled
 
     def reservable(self, request: Request) -> int:
         """How many tokens this request could have state for, with all that is free now."""
@@ -68,20 +68,8 @@ class CacheIndex:
         max_pages = last // self.page_tokens
         if not self._may_share(request) or max_pages == 0:
             return Match()
-        nodes: list[Node] = []
-        best = 0
-        runs = [0] * len(self.specs)  # per windowed group: pages present without a gap, up to here
         lease.extend_keys(request.tokens, max_pages)  # admission needs them all: announcing names every page
-        for index in range(max_pages):
-            node = self.tree.get(lease.keys[index])
-            if node is None or not self._extends_full_groups(node):
-                break
-            nodes.append(node)
-            for group in self.windowed:
-                runs[group] = runs[group] + 1 if node.units[group] != ABSENT else 0
-            if self._offers(node, index + 1, runs):
-                best = index + 1
-        return Match(best * self.page_tokens, len(nodes) * self.page_tokens, nodes[:best])
+        return self._lookup.longest(lease.keys[:max_pages])
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -110,7 +98,7 @@ class CacheIndex:
         if self._snapshots is not None:
             self._snapshots.note_fork(lease, match)
         for group in self.state:
-            slot = self._take(group)
+            slot = self.stock.take(group)
             lease.units[group] = [slot]
             if match.nodes:
                 plan.copies.append(Copy(CopyKind.DEVICE, group, match.nodes[-1].units[group], slot))
@@ -118,7 +106,9 @@ class CacheIndex:
                 plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
         for group in self.paged:
             if group not in self.windowed:  # a window's pages are taken as it moves on
-                lease.units[group].extend(self._take(group) for _ in range(self._num_missing(lease, group, request)))
+                lease.units[group].extend(
+                    self.stock.take(group) for _ in range(self._num_missing(lease, group, request))
+                )
         if source is not None:
             self._copy_tail(request, source, plan)
         self.stats.lookups += 1
@@ -139,7 +129,7 @@ class CacheIndex:
             units = lease.units[group]
             first = len(units)
             if first < need:
-                units.extend(self._take(group) for _ in range(need - first))
+                units.extend(self.stock.take(group) for _ in range(need - first))
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
@@ -161,7 +151,7 @@ class CacheIndex:
         if any(self.available(group) < 1 for group in self.state):
             return
         lease: Lease = request.lease
-        slots = {group: self._take(group) for group in self.state}
+        slots = {group: self.stock.take(group) for group in self.state}
         for group, slot in slots.items():
             plan.snapshots.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], slot))
         lease.snapshots.append(Snapshot(length, slots))
@@ -174,13 +164,13 @@ class CacheIndex:
         num_pages = -(-request.computed // self.page_tokens)
         wanted = [units[:num_pages] if g in self.paged else units for g, units in enumerate(lease.units)]
         counts = [sum(unit != ABSENT for unit in units) for units in wanted]
-        if any(count > pool.num_free for count, pool in zip(counts, self.host_pools, strict=True)):
+        if any(count > pool.num_free for count, pool in zip(counts, self.stock.host_pools, strict=True)):
             return False
         host: list[list[int]] = []
         for group, units in enumerate(wanted):
             moved = []
             for unit in units:
-                target = ABSENT if unit == ABSENT else self.host_pools[group].take()
+                target = ABSENT if unit == ABSENT else self.stock.host_pools[group].take()
                 moved.append(target)
                 if unit != ABSENT:
                     plan.copies.append(Copy(CopyKind.OUT, group, unit, target))
@@ -208,7 +198,7 @@ class CacheIndex:
             kept = num_matched if group in self.paged else 0
             for index, source in enumerate(sources):
                 if index >= kept:
-                    unit = ABSENT if source == ABSENT else self._take(group)
+                    unit = ABSENT if source == ABSENT else self.stock.take(group)
                     lease.units[group].append(unit)
                     if source != ABSENT:
                         plan.copies.append(Copy(CopyKind.IN, group, source, unit))
@@ -249,7 +239,7 @@ class CacheIndex:
         for group in self.paged:
             for unit in lease.units[group][keep:]:
                 if unit != ABSENT:
-                    self._retire(group, unit, fence)
+                    self.stock.retire(group, unit, fence)
             del lease.units[group][keep:]
         for snapshot in [s for s in lease.snapshots if s.length > length]:
             lease.snapshots.remove(snapshot)
@@ -273,7 +263,7 @@ class CacheIndex:
         for group, units in enumerate(lease.units):
             for unit in units:
                 if unit != ABSENT:
-                    self._retire(group, unit, fence)
+                    self.stock.retire(group, unit, fence)
             units.clear()
         for snapshot in lease.snapshots:
             self._retire_snapshot(snapshot, fence)
@@ -283,51 +273,9 @@ class CacheIndex:
         self._leases.discard(lease)
         return self.claims.withdraw(request)
 
-    def settle(self, step: int) -> None:
-        """Every step up to this one has committed and its copies are done: what waited for it is free."""
-        self._settled = max(self._settled, step)
-        limbo = self._limbo
-        while limbo and limbo[0][0] <= self._settled:
-            _, on_host, group, unit = limbo.popleft()
-            self._drop(on_host, group, unit)
-
-    def num_unreachable(self) -> int:
-        """Units that are neither free nor the prefix tree's alone: with no request left, they have leaked."""
-        on_device = sum(pool.num_units - 1 - self.available(group) for group, pool in enumerate(self.pools))
-        on_host = sum(pool.num_units - 1 - pool.num_free for pool in self.host_pools)
-        return on_device + on_host
-
     def check(self) -> None:
         """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
-        self.tree.check()
-        owners: list[dict[int, int]] = [{} for _ in self.specs]
-        host_owners: list[dict[int, int]] = [{} for _ in self.specs]
-
-        def own(table: list[dict[int, int]], group: int, unit: int) -> None:
-            if unit != ABSENT:
-                table[group][unit] = table[group].get(unit, 0) + 1
-
-        for lease in self._leases:
-            for group in range(len(self.specs)):
-                for unit in lease.units[group]:
-                    own(owners, group, unit)
-                for unit in lease.host[group] if lease.host else ():
-                    own(host_owners, group, unit)
-            for snapshot in lease.snapshots:
-                for group, slot in snapshot.slots.items():
-                    own(owners, group, slot)
-        for _, on_host, group, unit in self._limbo:
-            own(host_owners if on_host else owners, group, unit)
-        idle = [0] * len(self.specs)
-        for node in self.tree.nodes():
-            for group, unit in enumerate(node.units):
-                own(owners, group, unit)
-                idle[group] += unit != ABSENT and self.pools[group].refs(unit) == 1
-        for group in range(len(self.specs)):
-            self.pools[group].check(owners[group])
-            self.host_pools[group].check(host_owners[group])
-            assert idle[group] == self._num_idle[group], f"group {group}: idle count is off"
-        assert all(fence > self._settled for fence, *_ in self._limbo), "something overstayed in limbo"
+        self.stock.check(self._leases)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -336,17 +284,6 @@ class CacheIndex:
         units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
         return min(units) * self.page_tokens if units else 1 << 62
 
-    def _extends_full_groups(self, node: Node) -> bool:
-        return all(node.units[g] != ABSENT for g in self.paged if g not in self.windowed)
-
-    def _offers(self, node: Node, num_pages: int, runs: list[int]) -> bool:
-        """Can every group go on from exactly here? A window needs its last window, a state its snapshot."""
-        for group in self.windowed:
-            window = self.specs[group].window or 0
-            if runs[group] < min(num_pages, -(-(window - 1) // self.page_tokens)):
-                return False
-        return all(node.units[group] != ABSENT for group in self.state)
-
     def _share_matched(self, lease: Lease, group: int, match: Match) -> None:
         """References to the matched pages; those a window no longer reaches are left out."""
         first = 0
@@ -354,15 +291,15 @@ class CacheIndex:
             first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
         for index, node in enumerate(match.nodes):
             unit = node.units[group] if index >= first else ABSENT
-            if unit != ABSENT and self.pools[group].share(unit) == 2:
-                self._num_idle[group] -= 1
+            if unit != ABSENT:
+                self.stock.borrow(group, unit)
             lease.units[group].append(unit)
 
     def _unshare(self, lease: Lease) -> None:
         for group in self.paged:
             for unit in lease.units[group]:
                 if unit != ABSENT:
-                    self._drop(False, group, unit)
+                    self.stock.drop(group, unit)
             lease.units[group].clear()
 
     def _has_room(self, lease: Lease, num_tokens: int, margin: int) -> bool:
@@ -378,43 +315,15 @@ class CacheIndex:
     def _window_pages(self, group: int) -> int:
         return -(-(self.specs[group].window or 0) // self.page_tokens) + 1
 
-    def _take(self, group: int) -> int:
-        pool = self.pools[group]
-        if not pool.num_free:
-            unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
-            assert unit != ABSENT, "asked for more units than available() promised"
-            self._num_idle[group] -= 1
-            self.stats.evicted_units += 1
-            pool.drop(unit)
-        return pool.take()
-
-    def _retire(self, group: int, unit: int, fence: int, *, on_host: bool = False) -> None:
-        if self._limbo:
-            fence = max(fence, self._limbo[-1][0])  # in order, at worst a step late
-        if fence <= self._settled:
-            self._drop(on_host, group, unit)
-        else:
-            self._limbo.append((fence, on_host, group, unit))
-
     def _retire_snapshot(self, snapshot: Snapshot, fence: int) -> None:
         for group, slot in snapshot.slots.items():
-            self._retire(group, slot, fence)
-
-    def _drop(self, on_host: bool, group: int, unit: int) -> None:
-        if on_host:
-            self.host_pools[group].drop(unit)
-        elif self.pools[group].drop(unit) == 1:
-            node = self.tree.holder(group, unit)
-            if node is not None:  # the tree is the last one to hold it
-                self._num_idle[group] += 1
-                self.tree.touch(node)
-                self.tree.offer(node, group)
+            self.stock.retire(group, slot, fence)
 
     def _drop_host(self, lease: Lease, fence: int) -> None:
         for group, units in enumerate(lease.host):
             for unit in units:
                 if unit != ABSENT:
-                    self._retire(group, unit, fence, on_host=True)
+                    self.stock.retire(group, unit, fence, on_host=True)
         lease.host = []
 
     def _may_share(self, request: Request) -> bool:
@@ -444,7 +353,7 @@ class CacheIndex:
         for group in self.paged:
             units = lease.units[group]
             if len(units) == index:
-                units.append(self._take(group))
+                units.append(self.stock.take(group))
             plan.copies.append(Copy(CopyKind.DEVICE, group, source.lease.units[group][index], units[index]))
         request.computed = request.prompt_len - 1
         self.stats.copied_on_write += 1
@@ -455,17 +364,13 @@ class CacheIndex:
         if units:
             node = self._node(request, index + 1)
             for group, unit in units.items():
-                if node.units[group] == ABSENT:  # else someone computed the same page before; ours stays private
-                    self.pools[group].share(unit)
-                    self.tree.attach(node, group, unit)
+                self.stock.lend(node, group, unit)
 
     def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         node = self._node(request, snapshot.length // self.page_tokens)
         for group, slot in snapshot.slots.items():
-            if node.units[group] == ABSENT:
-                self.pools[group].share(slot)
-                self.tree.attach(node, group, slot)
-            self._drop(False, group, slot)
+            self.stock.lend(node, group, slot)
+            self.stock.drop(group, slot)
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True
             self.tree.reoffer(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
@@ -487,5 +392,5 @@ class CacheIndex:
             for index in range(min(first_seen, len(units)) - 1, -1, -1):
                 if units[index] == ABSENT:
                     break
-                self._retire(group, units[index], fence)
+                self.stock.retire(group, units[index], fence)
                 units[index] = ABSENT

@@ -1,10 +1,12 @@
-"""What a look-up in the prefix tree found, and what the cache has counted so far."""
+"""Looking a prompt up in the prefix tree: how far every group can offer it. And what the cache has counted so far."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.tree import Node
+from quire.cache.tree import ABSENT, Node, PrefixTree
+from quire.types import CacheSpec
 
 
 @dataclass(slots=True)
@@ -14,6 +16,41 @@ class Match:
     length: int = 0
     reach: int = 0  # how far the paged groups alone would go; beyond `length` where a snapshot is missing
     nodes: list[Node] = field(default_factory=list)
+
+
+class Lookup:
+    """Groups of full attention need every page of a prefix, a window its last window, a state its snapshot."""
+
+    def __init__(self, specs: Sequence[CacheSpec], tree: PrefixTree):
+        self._tree = tree
+        self._page_tokens = specs[0].page_tokens
+        self._full = [g for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window is None]
+        self._state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
+        windows = {g: spec.window for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window is not None}
+        self._window_pages = {g: -(-(window - 1) // self._page_tokens) for g, window in windows.items()}
+
+    def longest(self, keys: Sequence[bytes]) -> Match:
+        """The longest beginning of these pages that every group can go on from."""
+        nodes: list[Node] = []
+        best = 0
+        runs = dict.fromkeys(self._window_pages, 0)  # per windowed group: pages present without a gap, up to here
+        for num_pages, key in enumerate(keys, start=1):
+            node = self._tree.get(key)
+            if node is None or not all(node.units[group] != ABSENT for group in self._full):
+                break
+            nodes.append(node)
+            for group in runs:
+                runs[group] = runs[group] + 1 if node.units[group] != ABSENT else 0
+            if self._offers(node, num_pages, runs):
+                best = num_pages
+        return Match(best * self._page_tokens, len(nodes) * self._page_tokens, nodes[:best])
+
+    def _offers(self, node: Node, num_pages: int, runs: dict[int, int]) -> bool:
+        """Can every group go on from exactly here?"""
+        for group, window_pages in self._window_pages.items():
+            if runs[group] < min(num_pages, window_pages):
+                return False
+        return all(node.units[group] != ABSENT for group in self._state)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.types import Plan
+
 KEPT_STEPS = 64  # shapes of the last steps
 
 
@@ -47,3 +49,13 @@ class SchedulerStats:
     prompt_rows: int = 0  # of these, rows that computed tokens of a prompt
     prompt_tokens: int = 0  # of the computed tokens; the others were sampled before
     recent: deque[StepShape] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+
+    def count(self, plan: Plan, prompt_rows: int, prompt_tokens: int) -> None:
+        """A step was planned."""
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        self.steps += 1
+        self.computed_tokens += num_tokens
+        self.rows += num_rows
+        self.prompt_rows += prompt_rows
+        self.prompt_tokens += prompt_tokens
+        self.recent.append(StepShape(plan.step, num_rows, prompt_rows, num_tokens, prompt_tokens))

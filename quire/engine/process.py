@@ -221,6 +221,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         suspects=engine.num_suspects,
         state=engine.states.state.value,
         transitions=dict(engine.states.counts),
+        at=scheduler.clock(),
     )
 
 

@@ -1,13 +1,15 @@
 """Requests that wait: a heap by the order policy, with removal in constant time and a running count of tokens.
 
 A request that was pushed back keeps its place, because its key does not change. Deadlines have a heap of their own,
-so that a step never walks over everyone who waits.
+so that a step never walks over everyone who waits. Beside the queue stand those who wait for another's prompt.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import le
 
 from quire.engine.policies import Order, OrderKey
 from quire.types import Request, Status
@@ -54,6 +56,37 @@ class WaitQueue:
         assert {id(r) for r in live} == {id(r) for r in self._members.values()}
         assert self.num_tokens == sum(len(r.tokens) for r in self._members.values())
         assert all(r.status in (Status.WAITING, Status.SWAPPED) for r in self._members.values())
+
+
+class HeldRequests:
+    """Requests that wait for a page of their prompt which another one computes, by that page's key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, list[Request]] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return (r for requests in self._by_key.values() for r in requests if r.status is Status.HELD)
+
+    def put(self, key: bytes, request: Request) -> None:
+        request.status = Status.HELD
+        self._by_key.setdefault(key, []).append(request)
+
+    def take(self, keys: Iterable[bytes]) -> list[Request]:
+        """Whoever waited for one of these pages; those that ended meanwhile are forgotten."""
+        return [r for key in keys for r in self._by_key.pop(key, ()) if r.status is Status.HELD]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The cache had no room for the head of the queue, when so many were running and so much was free."""
+
+    request: Request
+    num_running: int
+    room: list[int]  # units that could be had, per group
+
+    def still_holds(self, request: Request, num_running: int, room: list[int]) -> bool:
+        """Nothing was freed since: matching a long prompt at every step is costly."""
+        return self.request is request and num_running >= self.num_running and all(map(le, room, self.room))
 
 
 class Deadlines:

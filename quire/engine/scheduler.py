@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
-from operator import le
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
-from quire.engine.limits import Limits, SchedulerStats, StepShape
+from quire.engine.limits import Limits, SchedulerStats
+from quire.engine.outcome import append_tokens, last_delta, why_bad
 from quire.engine.pacing import Chunking, choose_chunking
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
-from quire.engine.queue import Deadlines, WaitQueue
+from quire.engine.queue import Deadlines, HeldRequests, Refusal, WaitQueue
+from quire.engine.rows import Rows
 from quire.types import (
     Delta,
     FinishReason,
@@ -29,8 +29,6 @@ from quire.types import (
     RowInit,
     Status,
     StepOutput,
-    Timing,
-    Usage,
 )
 
 
@@ -49,15 +47,13 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request that has not ended
         self.waiting = WaitQueue(self._order)
         self.running: list[Request] = []  # RUNNING and DRAINING, in order
-        self._held: dict[bytes, list[Request]] = {}  # key -> requests that wait for that page
+        self._held = HeldRequests()
         self._deadlines = Deadlines()
-        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
-        self._row_limbo: deque[tuple[int, int]] = deque()  # (fence, row)
-        self._freed_rows: list[int] = []  # to be told to the device with the next plan
+        self._rows = Rows(limits.max_rows)
         self._last_step = 0
         self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
-        self._refused: tuple[Request, int, list[int]] | None = None  # the head of the queue, when the cache had no room
+        self._refused: Refusal | None = None  # of the head of the queue, when the cache had no room for it
         self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
         self._only: set[str] | None = None  # while a failed step is being bisected: who may run
 
@@ -147,21 +143,11 @@ class Scheduler:
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
             return None
-        plan.freed, self._freed_rows = self._freed_rows, []
+        plan.freed = self._rows.take_freed()
         self._last_step = plan.step
-        self._count(plan)
-        return plan
-
-    def _count(self, plan: Plan) -> None:
-        stats, num_rows, num_tokens = self.stats, len(plan.rows), plan.num_tokens
-        prompt_rows, prompt_tokens = self._num_prompt
+        self.stats.count(plan, *self._num_prompt)
         self._num_prompt = (0, 0)
-        stats.steps += 1
-        stats.computed_tokens += num_tokens
-        stats.rows += num_rows
-        stats.prompt_rows += prompt_rows
-        stats.prompt_tokens += prompt_tokens
-        stats.recent.append(StepShape(plan.step, num_rows, prompt_rows, num_tokens, prompt_tokens))
+        return plan
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """How long a step took, for policies that learn from it."""
@@ -226,9 +212,9 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            if not self._free_rows and not any(self._gives_way(r, request) for r in self.running):
+            if not self._rows.num_free and not any(self._gives_way(r, request) for r in self.running):
                 return  # no row and nobody to push out: don't match its prompt again at every step
-            if self._is_still_too_large(request):
+            if self._refused is not None and self._refused.still_holds(request, len(self.running), self._room()):
                 if self._push_out_for(request, plan):
                     continue
                 return
@@ -236,9 +222,9 @@ class Scheduler:
                 continue
             margin = len(self.running)  # each running request will soon want a page
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
-            if not self._free_rows or not take(request, plan, margin):
-                if self._free_rows:
-                    self._refused = (request, len(self.running), self._room())
+            if not self._rows.num_free or not take(request, plan, margin):
+                if self._rows.num_free:
+                    self._refused = Refusal(request, len(self.running), self._room())
                 if self._push_out_for(request, plan):
                     continue
                 return
@@ -251,13 +237,6 @@ class Scheduler:
                 self.cache.reserve(request, end, plan)
             if end > request.planned:
                 budget -= self._plan_row(request, end, plan)
-
-    def _is_still_too_large(self, request: Request) -> bool:
-        """The cache had no room for it and nothing was freed since: matching a long prompt at every step is costly."""
-        if self._refused is None or self._refused[0] is not request:
-            return False
-        _, num_running, room = self._refused
-        return len(self.running) >= num_running and all(map(le, self._room(), room))
 
     def _room(self) -> list[int]:
         return [self.cache.available(group) for group in range(len(self.cache.specs))]
@@ -280,7 +259,7 @@ class Scheduler:
         if victim is None:
             return False
         self._preempt(victim, plan)
-        return self._only is not None and victim.status is not Status.DRAINING and bool(self._free_rows)
+        return self._only is not None and victim.status is not Status.DRAINING and self._rows.num_free > 0
 
     def _hold(self, request: Request) -> bool:
         """Put a request aside while another computes the same prompt."""
@@ -290,20 +269,17 @@ class Scheduler:
         if key is None:
             return False
         self.waiting.remove(request)
-        request.status = Status.HELD
-        self._held.setdefault(key, []).append(request)
+        self._held.put(key, request)
         return True
 
     def _wake(self, keys: list[bytes]) -> None:
-        for key in keys:
-            for request in self._held.pop(key, ()):
-                if request.status is Status.HELD:
-                    request.status = Status.WAITING
-                    self.waiting.push(request)
+        for request in self._held.take(keys):
+            request.status = Status.WAITING
+            self.waiting.push(request)
 
     def _start(self, request: Request, plan: Plan) -> None:
         """A request takes a row; the device is told everything about it."""
-        request.row = self._free_rows.pop()
+        request.row = self._rows.take()
         request.planned = request.computed
         request.status = Status.RUNNING
         if not request.admitted_at:
@@ -355,15 +331,8 @@ class Scheduler:
         if request.row < 0:
             return
         self.running.remove(request)
-        self._freed_rows.append(request.row)
-        self._row_limbo.append((fence, request.row))
+        self._rows.give_back(request.row, fence, self.cache.settled)
         request.row = -1
-        self._settle_rows(0)
-
-    def _settle_rows(self, step: int) -> None:
-        settled = max(step, self.cache.settled)
-        while self._row_limbo and self._row_limbo[0][0] <= settled:
-            self._free_rows.append(self._row_limbo.popleft()[1])
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -389,40 +358,26 @@ class Scheduler:
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)
-                reason = self._append(request, delta)
+                request.first_token_at = request.first_token_at or self.clock()
+                reason = append_tokens(request, delta)
+                self.stats.sampled_tokens += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
             elif arrived := self.cache.commit(request, self._last_step):
                 self._wake(arrived)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
-        self.cache.settle(plan.step)
-        self._settle_rows(plan.step)
+        self._settle(plan.step)
         return deltas
 
-    def _append(self, request: Request, delta: Delta) -> FinishReason | None:
-        """The new tokens become the request's, up to the one that ends it; what lies beyond is dropped."""
-        if not request.first_token_at:
-            request.first_token_at = self.clock()
-        reason, used = None, 0
-        for token in delta.token_ids:
-            request.tokens.append(token)
-            used += 1
-            if token in request.stop_ids and request.num_sampled >= request.params.min_tokens:
-                reason = FinishReason.STOP
-                break
-            if len(request.tokens) >= request.max_len:
-                reason = FinishReason.LENGTH
-                break
-        self.stats.sampled_tokens += used
-        if used < len(delta.token_ids):
-            delta.token_ids = delta.token_ids[:used]
-            delta.logprobs = delta.logprobs[:used] if delta.logprobs else None
-        return reason
+    def _settle(self, step: int) -> None:
+        """Every step up to this one has committed: rows and units that waited for it are free."""
+        self.cache.settle(step)
+        self._rows.settle(self.cache.settled)
 
     def _spoil(self, request: Request, delta: Delta) -> FinishReason:
         """No token could be chosen for it; its state must not reach anyone else."""
-        error = _why_bad(request)
+        error = why_bad(request)
         delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
         self.cache.scrub(request)
         return FinishReason.ERROR
@@ -442,14 +397,7 @@ class Scheduler:
         request.status = Status.ENDED
         del self.requests[request.id]
         self.stats.ended += 1
-        now = self.clock()
-        timing = Timing(
-            queue=(request.admitted_at or now) - request.arrival,
-            first_token=(request.first_token_at - request.arrival) if request.first_token_at else 0.0,
-            total=now - request.arrival,
-        )
-        usage = Usage(request.prompt_len, request.cached_len, request.num_sampled)
-        return Delta(request.id, finish_reason=reason, usage=usage, timing=timing)
+        return last_delta(request, reason, self.clock())
 
     # -- when a step fails ----------------------------------------------------------------------------------------
 
@@ -476,9 +424,8 @@ class Scheduler:
             self._drop_state(request)
             self.waiting.push(request)
         for plan in plans:
-            self._freed_rows.extend(plan.freed)
-        self.cache.settle(self._last_step)
-        self._settle_rows(self._last_step)
+            self._rows.tell_again(plan.freed)
+        self._settle(self._last_step)
         return reached
 
     def shrink_steps(self, plans: list[Plan]) -> bool:
@@ -499,26 +446,14 @@ class Scheduler:
     def check(self) -> None:
         self.cache.check()
         self.waiting.check()
-        held = [r for requests in self._held.values() for r in requests if r.status is Status.HELD]
+        held = list(self._held)
         places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
         assert places == set(self.requests), f"lost or doubled: {places ^ set(self.requests)}"
         assert len(self.waiting) + len(self.running) + len(held) == len(self.requests)
-        rows = [r.row for r in self.running]
-        everywhere = rows + self._free_rows + [row for _, row in self._row_limbo]
-        assert sorted(everywhere) == list(range(self.limits.max_rows)), "a row was lost or given out twice"
+        self._rows.check([r.row for r in self.running])
         for request in self.running:
             assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
             assert request.inflight >= request.pending >= 0
         for request in self.waiting:
             assert request.row < 0 and request.inflight == 0 and request.pending == 0
             assert request.status is Status.SWAPPED or request.lease.is_empty
-
-
-def _why_bad(request: Request) -> QuireError:
-    """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
-    if request.grammar is None:
-        what = "The model produced logits that are not finite."
-        return QuireError("bad_logits", what, "Check the weights and the dtype.")
-    what = "The grammar and the other sampling parameters together allow no token."
-    hint = "Look at min_tokens, logit_bias and bad_words, or at the weights and the dtype."
-    return getattr(request.grammar, "error", None) or QuireError("no_allowed_token", what, hint)

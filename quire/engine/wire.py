@@ -172,6 +172,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     suspects: int = 0  # groups that must run by themselves until it is clear who made a step fail
     state: str = "idle"
     transitions: dict[str, int] = {}
+    at: float = 0.0  # when it was said, on the machine's monotonic clock: a busy reader takes several at once
 
 
 class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):

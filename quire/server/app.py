@@ -62,8 +62,9 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
 
     @app.exception_handler(QuireError)
     async def quire_error(request: Request, error: QuireError) -> Response:
-        server.note_failure(route_label(request.scope), request.state.request_id, error)
-        return show(request, from_quire_error(error, server.generation.retry_after()))
+        route = route_label(request.scope)
+        server.note_failure(route, request.state.request_id, error)
+        return show(request, from_quire_error(error, server.generation.retry_after(), route))
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:

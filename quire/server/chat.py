@@ -55,6 +55,7 @@ Message = dict[str, Any]
 class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
+    schema_places: list[str] = field(default_factory=list)  # where the client wrote each one's parameters
     tool_choice: str = "auto"  # none, auto, required, or the name of a tool
     parallel_tools: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -126,8 +127,8 @@ class ChatPrompts:
             message = f"There are {len(conversation.tools)} tools, the limit is {self._max_tools}."
             raise bad_request("too_many_tools", message, "tools")
         self.check_output(conversation.output, conversation.output_param)
-        for index, tool in enumerate(conversation.tools):
-            _check_tool(tool, index, self._max_schema)
+        for tool, where in zip(conversation.tools, conversation.schema_places, strict=True):
+            _check_tool(tool, where, self._max_schema)
         names = [tool["function"]["name"] for tool in conversation.tools]
         if len(set(names)) != len(names):
             raise bad_request("invalid_tool", "Two tools have the same name.", "tools")
@@ -234,18 +235,18 @@ def _num_chars(content: Any) -> int:
     return sum(len(part.get("text", "")) for part in content) if isinstance(content, list) else 0
 
 
-def _check_tool(tool: Mapping[str, Any], index: int, max_schema: int) -> None:
+def _check_tool(tool: Mapping[str, Any], where: str, max_schema: int) -> None:
     function = tool["function"]
     schema = function.get("parameters")
     if schema is None:
         return
     if schema.get("type", "object") != "object":
         message = f"The parameters of tool {function['name']!r} must be a JSON schema of type object."
-        raise bad_request("invalid_tool", message, f"tools[{index}].function.parameters")
+        raise bad_request("invalid_tool", message, where)
     size = len(json.dumps(schema))
     if size > max_schema:
         message = f"The parameters of tool {function['name']!r} have {size} characters, the limit is {max_schema}."
-        raise bad_request("schema_too_large", message, f"tools[{index}].function.parameters")
+        raise bad_request("schema_too_large", message, where)
 
 
 def _tool_spec(tool: Mapping[str, Any]) -> ToolSpec:

@@ -43,6 +43,13 @@ INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "gramma
                           "prepare_failed", "detokenize_failed", "frames_lost", "frames_damaged",
                           "check_failed"})  # fmt: skip
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
+# What clients of a route call what has another name with us. `param` is in the client's words.
+CLIENT_NAMES = {
+    "/v1/chat/completions": {"prompt": "messages", "logprobs": "top_logprobs"},
+    "/v1/responses": {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
+    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "/v1/embeddings": {"prompt": "input"},
+}
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -71,12 +78,13 @@ def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param)
 
 
-def from_quire_error(error: QuireError, retry_after: int = 1) -> ApiError:
+def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -> ApiError:
     """Whatever is not known to be our failure is the caller's: a prompt, a parameter, a template that refuses."""
     status = STATUS_BY_CODE.get(error.code, 400)
     headers = {"retry-after": str(retry_after)} if status in (429, 503) else {}
     message = INSIDE_MESSAGE if error.code in INSIDE_CODES else str(error)
-    return ApiError(status, error.code, message, error.param, headers)
+    param = CLIENT_NAMES.get(route, {}).get(error.param or "", error.param)
+    return ApiError(status, error.code, message, param, headers)
 
 
 def dialect_of(path: str) -> Dialect:

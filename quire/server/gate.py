@@ -27,7 +27,12 @@ BODY_SECONDS = 60.0  # without a byte of a body that was announced
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
+CORS_SHOWN = ", ".join(
+    ("x-request-id", "request-id", "retry-after",
+     *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")))
+)  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,4096}")
 
 
 class Gate:
@@ -47,12 +52,12 @@ class Gate:
         origin = headers.get("origin")
         if origin is None or not self._origins:
             return {}
+        shown = {"access-control-expose-headers": CORS_SHOWN}
         if "*" in self._origins:
-            return {"access-control-allow-origin": "*", "access-control-expose-headers": "x-request-id"}
+            return {"access-control-allow-origin": "*", **shown}
         if origin not in self._origins:
             return {}
-        return {"access-control-allow-origin": origin, "access-control-expose-headers": "x-request-id",
-                "vary": "origin"}  # fmt: skip
+        return {"access-control-allow-origin": origin, "vary": "origin", **shown}
 
 
 class _Passage:
@@ -102,7 +107,8 @@ class _Passage:
             self._check_key(scope)
             self._check_body()
             await self._app(scope, self._count_body, self._send_on)
-        except ApiError as error:
+        except ApiError as error:  # of the gate's own: what a route refuses, the app has answered and counted
+            self._server.metrics.failed(route_label(scope), error.code)
             await self._refuse(error)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
@@ -121,7 +127,10 @@ class _Passage:
             return False
         if "access-control-allow-origin" not in self._extra:
             raise ApiError(403, "cors_forbidden", "This origin may not call from a browser; see --cors-origins.")
-        self._extra |= {"access-control-allow-methods": CORS_METHODS, "access-control-allow-headers": CORS_HEADERS,
+        # Clients send headers of their own about themselves; which ones is no business of ours.
+        asked = self._headers.get("access-control-request-headers", "")
+        allowed = asked if _HEADER_NAMES.fullmatch(asked) else CORS_HEADERS
+        self._extra |= {"access-control-allow-methods": CORS_METHODS, "access-control-allow-headers": allowed,
                         "access-control-max-age": "600"}  # fmt: skip
         await self._send_on({"type": "http.response.start", "status": 204, "headers": []})
         await self._send_on({"type": "http.response.body", "body": b""})
@@ -144,7 +153,7 @@ class _Passage:
         if server.draining and path.startswith("/v1/"):
             headers = {"retry-after": "5", "connection": "close"}
             raise ApiError(503, "shutting_down", "The server is shutting down.", headers=headers)
-        if server.rates.active and self._scope["method"] == "POST" and path.startswith("/v1/"):
+        if server.rates.active and self._scope["method"] == "POST":
             self._limits = server.rates.budget(key if server.keys and key else _address(self._scope))
             self._limits.take_request()
             scope["state"]["budget"] = self._limits

@@ -150,6 +150,11 @@ class Run:
     _closed: bool = False
 
     @property
+    def params(self) -> SamplingParams:
+        """As they are in force: what the client left out is the model's own."""
+        return next(iter(self._samples.values())).request.params
+
+    @property
     def num_samples(self) -> int:
         return len(self._samples)
 

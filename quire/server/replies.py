@@ -87,7 +87,7 @@ class EventStream(Response):
         except QuireError as error:
             server.note_failure(run.job.route, run.job.request_id, error)
             self._broke(scope, error.code)
-            await reader.send_frame(encoder.fail(from_quire_error(error)))
+            await reader.send_frame(encoder.fail(from_quire_error(error, route=run.job.route)))
         except Exception:
             self._broke(scope, "internal_error")
             await reader.send_frame(encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))

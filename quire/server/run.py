@@ -90,7 +90,7 @@ def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, lo
         metrics=metrics,
         generation=Generation(client, edge, settings, metrics),
         chat=ChatPrompts(edge, config),
-        store=ResponseStore(settings.response_store, settings.max_stored),
+        store=ResponseStore(settings.response_store, settings.max_stored, settings.max_stored_bytes),
         names=served_names(config),
         keys=KeyRing(settings.api_key),
         admin_keys=KeyRing(settings.admin_key),

@@ -1,6 +1,7 @@
 """Stored responses in one SQLite file, read and written in a thread of its own so that the event loop never waits.
 
-Without a file they live in memory and are gone at exit. Only the newest are kept.
+Without a file they live in memory and are gone at exit. Only the newest are kept: each holds its whole conversation, so
+both their number and their bytes are bounded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CREATE TABLE IF NOT EXISTS responses (
     messages TEXT NOT NULL
 )
 """
+_SIZE = "length(body) + length(items) + length(messages)"  # bytes: all of it is JSON in ASCII
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    def __init__(self, path: str | None, max_stored: int):
-        self._max_stored = max_stored
+    def __init__(self, path: str | None, max_stored: int, max_bytes: int):
+        self._max_stored, self._max_bytes = max_stored, max_bytes
+        self._num_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-store")
         try:
             self._database = self._thread.submit(self._open, path or ":memory:").result()
@@ -48,13 +51,13 @@ class ResponseStore:
             what = f"The response store {path} can't be opened: {error}."
             raise QuireError("invalid_setting", what, "Give another file.", "response_store") from None
 
-    @staticmethod
-    def _open(path: str) -> sqlite3.Connection:
+    def _open(self, path: str) -> sqlite3.Connection:
         database = sqlite3.connect(path, isolation_level=None)
         if path != ":memory:":
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=NORMAL")
         database.execute(_TABLE)
+        self._num_bytes = database.execute(f"SELECT COALESCE(SUM({_SIZE}), 0) FROM responses").fetchone()[0]
         return database
 
     async def put(self, response: StoredResponse) -> None:
@@ -64,7 +67,17 @@ class ResponseStore:
     def _put(self, response: StoredResponse, texts: list[str]) -> None:
         insert = "INSERT OR REPLACE INTO responses (id, owner, body, items, messages) VALUES (?, ?, ?, ?, ?)"
         cursor = self._database.execute(insert, (response.id, response.owner, *texts))
-        self._database.execute("DELETE FROM responses WHERE number <= ?", ((cursor.lastrowid or 0) - self._max_stored,))
+        newest = cursor.lastrowid or 0
+        self._num_bytes += sum(map(len, texts))
+        self._drop("number <= ?", newest - self._max_stored)
+        oldest = "number = (SELECT MIN(number) FROM responses) AND number < ?"
+        while self._num_bytes > self._max_bytes and self._drop(oldest, newest):
+            pass
+
+    def _drop(self, where: str, *values: object) -> int:
+        sizes = self._database.execute(f"DELETE FROM responses WHERE {where} RETURNING {_SIZE}", values).fetchall()
+        self._num_bytes -= sum(size for (size,) in sizes)
+        return len(sizes)
 
     async def get(self, response_id: str, owner: str) -> StoredResponse | None:
         query = "SELECT body, items, messages FROM responses WHERE id = ? AND owner = ?"
@@ -75,8 +88,7 @@ class ResponseStore:
         return StoredResponse(response_id, owner, body, items, messages)
 
     async def delete(self, response_id: str, owner: str) -> bool:
-        query = "DELETE FROM responses WHERE id = ? AND owner = ?"
-        return bool(await self._do(lambda: self._database.execute(query, (response_id, owner)).rowcount))
+        return bool(await self._do(lambda: self._drop("id = ? AND owner = ?", response_id, owner)))
 
     async def close(self) -> None:
         await self._do(self._database.close)

@@ -1,7 +1,7 @@
 """An engine process without a model: the real scheduler, cache index and loop around a device that repeats.
 
 In a ChatML prompt it says what the last user message said, so a test can put any words into the model's mouth; any
-other prompt it repeats for ever. `STUB_STEP_SECONDS` makes each step take that long.
+other prompt it repeats for ever. `STUB_STEP_SECONDS` makes each step take that long, `STUB_START_SECONDS` the start.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def script_of(prompt: list[int]) -> list[int]:
 
 
 def build(config: Config) -> Built:
+    time.sleep(float(os.environ.get("STUB_START_SECONDS", "0")))
     max_len = config.model.max_model_len or 4096
     limits = Limits(
         max_rows=config.scheduler.max_rows or 64,
@@ -104,7 +105,7 @@ def build(config: Config) -> Built:
     cache = CacheIndex([spec], [config.cache.num_pages or 4096], None)
     engine = Engine(Scheduler(cache, limits), Parrot())
     memory: dict[str, Any] = {"device": "none"}
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"top_p": 0.95}  # told to clients that ask what is in force; the parrot needs none
     ready = ready_message(engine, vocab_size=VOCAB, max_len=max_len, eos_ids=(END,), defaults=defaults, model="parrot",
                           dtype="float32", memory=memory)  # fmt: skip
     return Built(engine, ready)

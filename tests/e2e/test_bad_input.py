@@ -62,7 +62,7 @@ CASES = [
     ("an empty stop", CHAT, chat(stop=[""]), 400, "invalid_parameter", "stop"),
     ("stream options alone", CHAT, chat(stream_options={}), 400, "invalid_value", "stream_options"),
     ("top_logprobs alone", CHAT, chat(top_logprobs=2), 400, "invalid_value", "top_logprobs"),
-    ("too many logprobs", CHAT, chat(logprobs=True, top_logprobs=999), 400, "invalid_parameter", "logprobs"),
+    ("too many logprobs", CHAT, chat(logprobs=True, top_logprobs=999), 400, "invalid_parameter", "top_logprobs"),
     ("bias on no token", CHAT, chat(logit_bias={"x": 1}), 400, "invalid_value", "logit_bias"),
     ("bias beyond the vocabulary", CHAT, chat(logit_bias={"999999": 1}), 400, "invalid_parameter", "logit_bias"),
     ("too many tools", CHAT, chat(tools=[TOOL] * 9), 400, "too_many_tools", "tools"),

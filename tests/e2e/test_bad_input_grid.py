@@ -51,23 +51,23 @@ ROUTES = {
     "responses": Route(
         "/v1/responses", {"input": "hi"}, ({"input": []}, "invalid_value", "input"), "input",
         length="max_output_tokens", tool={"type": "function", "name": "f", "parameters": PARAMETERS},
-        tool_param="tools[0].function.parameters",
+        tool_param="tools[0].parameters",
         schema={"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, schema_param="text.format",
     ),
     "messages": Route(
         "/v1/messages", {**MESSAGES, "max_tokens": 4}, ({"messages": []}, "invalid_value", "messages"), "messages",
         long=[{**USER, "content": LONG}], dialect="anthropic", stop="stop_sequences",
-        tool={"name": "f", "input_schema": PARAMETERS}, tool_param="tools[0].function.parameters",
+        tool={"name": "f", "input_schema": PARAMETERS}, tool_param="tools[0].input_schema",
         schema={"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         schema_param="output_config.format",
     ),
     "count_tokens": Route(
         "/v1/messages/count_tokens", MESSAGES, ({"messages": []}, "invalid_value", "messages"), "messages",
         dialect="anthropic", stop=None, length=None, long=None, tool={"name": "f", "input_schema": PARAMETERS},
-        tool_param="tools[0].function.parameters",
+        tool_param="tools[0].input_schema",
     ),
     "embeddings": Route(
-        "/v1/embeddings", {"input": "hi"}, ({"input": ""}, "empty_prompt", "prompt"), "input", stop=None, length=None,
+        "/v1/embeddings", {"input": "hi"}, ({"input": ""}, "empty_prompt", "input"), "input", stop=None, length=None,
     ),
     "tokenize": Route("/tokenize", {"prompt": "hi"}, None, "prompt", stop=None, length=None, long=None),
 }  # fmt: skip
@@ -115,6 +115,7 @@ def test_wrong_type(http: Any, route: Route) -> None:
     if route.length is not None:
         refuse(http, route, {"temperature": "hot"}, 400, "invalid_value", "temperature")
         refuse(http, route, {route.length: "5"}, 400, "invalid_value", route.length)
+        refuse(http, route, {route.length: -1}, 400, "invalid_parameter", route.length)
 
 
 def test_blank_prompt(http: Any, route: Route) -> None:
@@ -132,7 +133,7 @@ def test_unknown_model(http: Any, route: Route) -> None:
 
 def test_over_long_prompt(http: Any, route: Route) -> None:
     if route.long is not None:
-        message = refuse(http, route, {route.prompt: route.long}, 400, "prompt_too_long", "prompt")
+        message = refuse(http, route, {route.prompt: route.long}, 400, "prompt_too_long", route.prompt)
         numbers = [int(word) for word in message.replace(",", "").split() if word.isdigit()]
         assert 2048 in numbers and any(3000 <= number <= 3100 for number in numbers), "both counts"
 
@@ -203,7 +204,7 @@ def test_n_too_large(http: Any, route: Route) -> None:
 def test_stop_list_too_long(http: Any, route: Route) -> None:
     if route.stop is not None:
         refuse(http, route, {route.stop: ["x"] * 65}, 400, "invalid_value", route.stop)
-        refuse(http, route, {route.stop: ["x" * 5000]}, 400, "invalid_parameter", "stop")
+        refuse(http, route, {route.stop: ["x" * 5000]}, 400, "invalid_parameter", route.stop)
 
 
 def test_invalid_schema(tiny: Started, route: Route) -> None:

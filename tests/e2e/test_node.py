@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).with_name("node_clients.cjs")
 HELLO, ARGUMENTS = "Hello there, parrot!", {"city": "Bern", "days": 2}
 
 
-def test_node_clients(stub: Started) -> None:
+def run_clients(started: Started, call: str, *model: str) -> dict[str, Any]:
     node = shutil.which("node")
     if node is None:
         pytest.skip("Node is not installed")
@@ -24,9 +25,24 @@ def test_node_clients(stub: Started) -> None:
         found = subprocess.run([node, "-e", f"require({package!r})"], capture_output=True, cwd=SCRIPT.parent)
         if found.returncode:
             pytest.skip(f"the npm package {package} is not installed; NODE_PATH may say where it is")
-    done = subprocess.run([node, str(SCRIPT), stub.url, KEY, CALL], text=True, capture_output=True, timeout=60)
+    command = [node, str(SCRIPT), started.url, KEY, call, *model]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_the_real_model(real: Started) -> None:
+    said = run_clients(real, "What is the weather in Bern? Use the tool.", "smollm2")
+    openai, anthropic = said["openai"], said["anthropic"]
+    assert openai["whole"] and openai["whole"] == openai["streamed"] == openai["response"]
+    assert anthropic["whole"] == anthropic["streamed"] == openai["whole"] and anthropic["stop"] == "max_tokens"
+    assert json.loads(openai["called"]) == json.loads(openai["argumentsText"]) == anthropic["called"]
+    assert isinstance(anthropic["called"], dict) and anthropic["reason"] == "tool_use"
+    assert openai["refused"] == anthropic["refused"] == 404
+
+
+def test_node_clients(stub: Started) -> None:
+    said = run_clients(stub, CALL)
     openai, anthropic = said["openai"], said["anthropic"]
     assert openai["whole"] == openai["streamed"] == openai["response"] == HELLO
     assert json.loads(openai["called"]) == json.loads(openai["argumentsText"]) == ARGUMENTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,14 @@ def test_probes_and_metrics(slow: Started) -> None:
             assert line in text, line
 
 
+def test_every_route_stands_in_the_docs(slow: Started) -> None:
+    text = (ROOT / "docs" / "server.md").read_text()
+    with client_of(slow) as client:
+        routes = client.get("/openapi.json").json()["paths"]
+    missing = [path for path in routes if re.sub(r"\{(\w+?)(:path)?\}", r"{\1}", path) not in text]
+    assert not missing, missing
+
+
 def test_hanging_up_cancels_a_stream(slow: Started) -> None:
     with client_of(slow) as client:
         with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as reply:
@@ -128,6 +137,14 @@ def test_deadlines(slow: Started) -> None:
         message = {"model": None, "max_tokens": 4000, "messages": [{"role": "user", "content": "word " * 900}]}
         with client.stream("POST", "/v1/messages", json={**message, "timeout": 0.2, "stream": True}) as stream:
             assert list(events_of(stream.iter_lines()))[-1]["error"]["type"] == "timeout_error"
+        with client.stream("POST", "/v1/chat/completions", json={**message, "timeout": 0.2, "stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert json.loads(lines[-2][6:])["error"]["code"] == "deadline_exceeded" and lines[-1] == "data: [DONE]"
+        response = {"input": "word " * 900, "max_output_tokens": 4000, "timeout": 0.2, "stream": True}
+        with client.stream("POST", "/v1/responses", json=response) as stream:
+            last = list(events_of(stream.iter_lines()))[-1]
+        assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "deadline_exceeded"
+        assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
         until(lambda: is_idle(client))
 
 
@@ -200,6 +217,15 @@ def test_cors_for_the_origins_that_were_named(slow: Started) -> None:
         assert client.get("/healthz", headers=origin).headers["access-control-allow-origin"] == origin["origin"]
         reply = client.options(CHAT, headers={**origin, "access-control-request-method": "POST"})
         assert reply.status_code == 204 and "authorization" in reply.headers["access-control-allow-headers"]
+        asking = {**origin, "access-control-request-method": "POST",
+                  "access-control-request-headers": "authorization,x-stainless-lang"}  # fmt: skip
+        assert "x-stainless-lang" in client.options(CHAT, headers=asking).headers["access-control-allow-headers"], (
+            "the SDKs say what they are in headers of their own"
+        )
+        asking["access-control-request-headers"] = "a: b"
+        assert client.options(CHAT, headers=asking).headers["access-control-allow-headers"].startswith("authorization")
+        shown = client.get("/healthz", headers=origin).headers["access-control-expose-headers"]
+        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(shown.split(", "))
         other = client.get("/healthz", headers={"origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
 
@@ -227,7 +253,9 @@ def test_rate_limits(model_here: None) -> None:
             assert replies[0].headers["x-ratelimit-remaining-requests"] == "2"
             assert int(replies[1].headers["x-ratelimit-remaining-tokens"]) < 1000
             assert replies[3].json()["error"]["code"] == "rate_limited" and int(replies[3].headers["retry-after"]) > 1
+            assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 429, "that is work too"
             assert client.get("/v1/models").status_code == 200
+            assert 'quire_failures_total{code="rate_limited",route="other"} 2.0' in client.get("/metrics").text
     finally:
         started.stop()
 
@@ -305,7 +333,7 @@ def test_a_step_that_hangs_shows_in_the_probe(model_here: None) -> None:
     started = start(stub_command("--stall-timeout", "1"), {"STUB_STEP_SECONDS": "3"})
     try:
         with client_of(started) as client, ThreadPoolExecutor(1) as pool:
-            assert client.get("/healthz").status_code == 200
+            until(lambda: client.get("/healthz").status_code == 200)
             answer = pool.submit(client.post, COMPLETE, json={"prompt": "one", "max_tokens": 1})
             until(lambda: client.get("/healthz").status_code == 503)
             assert "past a step" in client.get("/readyz").json()["problem"]

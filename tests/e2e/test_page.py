@@ -399,6 +399,16 @@ def test_the_engine_and_request_views(server: Started, browser: Browser) -> None
     assert browser.complaints == []
 
 
+def test_rates_are_over_the_engines_own_time(server: Started, browser: Browser) -> None:
+    """Signs of life that waited for a busy HTTP process arrive all at once; that is no burst of tokens."""
+    open_page(browser, server.url)
+    before = {"t": 100.0, "at": 80.0, "beat_age": 0.1, "steps": 10, "sampled_tokens": 40, "prompt_tokens": 0,
+              "computed_tokens": 40, "busy_seconds": 1.0}  # fmt: skip
+    now = {**before, "t": 100.5, "at": 100.0, "steps": 60, "sampled_tokens": 240, "computed_tokens": 240}
+    script = f"import('/page/feed.js').then(({{ rates }}) => rates({json.dumps(before)}, {json.dumps(now)}, {{}}))"
+    assert browser.evaluate(script) == {"rate": 10, "prompt": 0, "decode": 4, "busy": 0}
+
+
 def test_it_fits_a_phone_and_follows_the_theme(server: Started, browser: Browser) -> None:
     browser.send("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     try:

@@ -44,15 +44,53 @@ def test_logprobs_are_the_models(client) -> None:
     assert all(value < 0 for value in logprobs.token_logprobs[1:])
 
 
+def test_openais_client_on_every_route(client) -> None:
+    """Whole and streamed give the same greedy words; what a route answers is what the other says of it."""
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").object == "model"
+    raw = {"model": "smollm2", "prompt": "One, two, three,", "max_tokens": 5, "temperature": 0}
+    whole = client.completions.create(**raw).choices[0].text
+    assert "four" in whole
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**raw, stream=True)) == whole
+    asked = {"model": "smollm2", "temperature": 0, "max_output_tokens": 8}
+    reply = client.responses.create(**asked, input=QUESTION[0]["content"])
+    assert "Paris" in reply.output_text
+    events = list(client.responses.create(**asked, input=QUESTION[0]["content"], stream=True))
+    assert events[0].type == "response.created" and events[-1].response.output_text == reply.output_text
+    assert client.responses.retrieve(reply.id).output_text == reply.output_text
+    assert client.responses.input_items.list(reply.id).data[0].content[0].text == QUESTION[0]["content"]
+    more = client.responses.create(**asked, input="And of Italy?", previous_response_id=reply.id)
+    assert more.usage.input_tokens > reply.usage.total_tokens and more.usage.input_tokens_details.cached_tokens >= 32
+    client.responses.delete(reply.id)
+    vectors = client.embeddings.create(model="smollm2", input=["a cat", "a dog"]).data
+    assert len(vectors) == 2 and len(vectors[0].embedding) == len(vectors[1].embedding) > 100
+
+
 def test_anthropics_client(real: Started) -> None:
     need("anthropic")
     from anthropic import Anthropic
 
     client = Anthropic(base_url=real.url, api_key=KEY, max_retries=0, timeout=120)
-    with client.messages.stream(model="smollm2", max_tokens=6, messages=QUESTION) as stream:
+    asked = {"model": "smollm2", "max_tokens": 6, "messages": QUESTION, "extra_body": {"temperature": 0}}
+    with client.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text and final.content[0].text == text and final.usage.output_tokens <= 6
+    whole = client.messages.create(**asked)
+    assert whole.content[0].text == text
+    count = client.messages.count_tokens(model="smollm2", messages=QUESTION).input_tokens
+    assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+def test_text_routes(real: Started) -> None:
+    import httpx
+
+    with httpx.Client(base_url=real.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+        shown = http.post("/render", json={"messages": QUESTION}).json()
+        assert QUESTION[0]["content"] in shown["prompt"] and shown["count"] == len(shown["tokens"])
+        given = {"prompt": shown["prompt"], "add_special_tokens": False}
+        assert http.post("/tokenize", json=given).json()["tokens"] == shown["tokens"]
+        assert http.post("/detokenize", json={"tokens": shown["tokens"]}).json()["prompt"] == shown["prompt"]
 
 
 def test_the_http_process_has_no_torch(real: Started) -> None:

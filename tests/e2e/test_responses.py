@@ -66,6 +66,20 @@ def test_length_makes_it_incomplete(client) -> None:
     assert reply.status == "incomplete" and reply.incomplete_details.reason == "max_output_tokens"
     events = list(client.responses.create(model="parrot", input="one two three", max_output_tokens=2, stream=True))
     assert events[-1].type == "response.incomplete"
+    done = next(event for event in events if event.type == "response.output_item.done")
+    assert done.item.status == events[-1].response.output[0].status == reply.output[0].status == "incomplete"
+    said = "Let me see. " + CALL + " and on and on"
+    whole = client.responses.create(model="parrot", input=said, tools=TOOLS).usage.output_tokens
+    reply = client.responses.create(model="parrot", input=said, tools=TOOLS, max_output_tokens=whole - 3)
+    assert reply.status == "incomplete", "what was complete before the end stays so"
+    assert [item.status for item in reply.output] == ["completed", "completed", "incomplete"], reply.output
+
+
+def test_the_parameters_in_force_are_told(client) -> None:
+    """Of what is left out the model's own defaults, not the API's."""
+    told = [client.responses.create(model="parrot", input="x", **given) for given in ({}, {"temperature": 0.5})]
+    assert [reply.temperature for reply in told] == [1.0, 0.5]
+    assert [reply.top_p for reply in told] == [0.95, 0.95]
 
 
 def test_function_calls_and_their_results(client) -> None:

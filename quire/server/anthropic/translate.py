@@ -55,6 +55,7 @@ def conversation_of(body: CountBody) -> Conversation:
     return Conversation(
         messages=messages,
         tools=[_tool_of(tool, index) for index, tool in enumerate(body.tools or ())],
+        schema_places=[f"tools[{index}].input_schema" for index in range(len(body.tools or ()))],
         tool_choice=named or (kinds[choice.type] if choice is not None else "auto"),
         parallel_tools=not (choice is not None and choice.disable_parallel_tool_use),
         template_kwargs=_template_kwargs(body),

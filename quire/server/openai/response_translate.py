@@ -38,9 +38,11 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
         if body.reasoning.effort == "none":
             kwargs.setdefault("enable_thinking", False)
     choice = body.tool_choice
+    tools = _tools_of(body.tools or ())
     return Conversation(
         messages=[*system, *messages],
-        tools=[function for index, tool in enumerate(body.tools or ()) for function in _tools_of(tool, index)],
+        tools=list(tools.values()),
+        schema_places=[f"{where}.parameters" for where in tools],
         tool_choice=choice.name if isinstance(choice, NamedResponseTool) else choice or "auto",
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
@@ -62,14 +64,19 @@ def namespaced(tools: Iterable[ResponseTool]) -> dict[str, tuple[str, str]]:
             for space in spaces for tool in space.tools or () if tool.name is not None}  # fmt: skip
 
 
-def _tools_of(tool: ResponseTool, index: int) -> list[dict[str, Any]]:
-    if tool.type != "namespace":
-        return [_tool_of(tool, f"tools[{index}]")]
-    name = _needed(tool.name, f"tools[{index}].name")
-    functions = [_tool_of(inner, f"tools[{index}].tools[{place}]") for place, inner in enumerate(tool.tools or ())]
-    for one in functions:
-        one["function"]["name"] = full_name(name, one["function"]["name"])
-    return functions
+def _tools_of(tools: Iterable[ResponseTool]) -> dict[str, dict[str, Any]]:
+    """The functions, those in namespaces too, by where they stand."""
+    found: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.type != "namespace":
+            found[where] = _tool_of(tool, where)
+            continue
+        name = _needed(tool.name, f"{where}.name")
+        for place, inner in enumerate(tool.tools or ()):
+            one = found[f"{where}.tools[{place}]"] = _tool_of(inner, f"{where}.tools[{place}]")
+            one["function"]["name"] = full_name(name, one["function"]["name"])
+    return found
 
 
 def _tool_of(tool: ResponseTool, where: str) -> dict[str, Any]:

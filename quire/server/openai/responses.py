@@ -38,6 +38,7 @@ class ResponseState:
         self._call_ids: dict[int, str] = {}
         self._logprobs: list[dict[str, Any]] = []
         self._num_told = 0  # of the logprobs, with the deltas of a stream
+        self._cut: Block | None = None  # the item that the end of the response broke off
 
     def feed(self, pieces: Iterable[Piece]) -> list[Change]:
         changes: list[Change] = []
@@ -48,6 +49,16 @@ class ResponseState:
             if piece.logprobs:
                 self._logprobs += chat_logprobs(piece.logprobs, self._tokenizer)["content"]
         return changes
+
+    def close(self) -> list[Change]:
+        """Nothing more comes: the item that is open ends here, as it is."""
+        changes = self.blocks.finish()
+        if changes and self.status != "completed":
+            self._cut = changes[-1].block
+        return changes
+
+    def item_status(self, block: Block) -> str:
+        return "incomplete" if block is self._cut else "completed"
 
     def fresh_logprobs(self) -> list[dict[str, Any]]:
         """Those that no delta has told yet."""
@@ -89,8 +100,7 @@ class ResponseState:
         return "incomplete" if self.end.reason == "length" else "completed"
 
     def body(self) -> dict[str, Any]:
-        given, status = self._body, self.status
-        item_status = "incomplete" if status == "incomplete" else "completed"
+        given, status, params = self._body, self.status, self.run.params
         error = None if self.error is None else {"code": self.error.code, "message": self.error.message}
         return {
             "id": self.id,
@@ -103,16 +113,16 @@ class ResponseState:
             "max_output_tokens": given.max_output_tokens,
             "metadata": given.metadata or {},
             "model": self._model,
-            "output": [self.item(block, item_status) for block in self.blocks.all],
+            "output": [self.item(block, self.item_status(block)) for block in self.blocks.all],
             "parallel_tool_calls": given.parallel_tool_calls is not False,
             "previous_response_id": given.previous_response_id,
             "reasoning": {"effort": given.reasoning.effort if given.reasoning else None, "summary": None},
             "store": given.store is not False,
-            "temperature": self.run.job.params.temperature if given.temperature is not None else 1.0,
+            "temperature": params.temperature,
             "text": _shown(given.text) or {"format": {"type": "text"}},
             "tool_choice": _shown(given.tool_choice) or "auto",
             "tools": [_shown(tool) for tool in given.tools or ()],
-            "top_p": given.top_p if given.top_p is not None else 1.0,
+            "top_p": params.top_p,
             "truncation": given.truncation or "disabled",
             "usage": self._usage() if self.end is not None else None,
             "user": given.user,
@@ -148,7 +158,7 @@ class ResponseWhole:
         self._state.feed(pieces)
 
     async def body(self) -> dict[str, Any]:
-        self._state.blocks.finish()
+        self._state.close()
         await self._store(self._state)
         return self._state.body()
 
@@ -170,12 +180,13 @@ class ResponseStream:
         return b"".join(map(self._change, self._state.feed(pieces)))
 
     async def finish(self) -> bytes:
-        last = b"".join(map(self._change, self._state.blocks.finish()))
+        last = b"".join(map(self._change, self._state.close()))
         await self._store(self._state)  # first, so that whoever reads the last event finds it stored
         return last + self._event(f"response.{self._state.status}", response=self._state.body())
 
     def fail(self, error: ApiError) -> bytes:
         self._state.error = error
+        self._state.close()
         return self._event("response.failed", response=self._state.body())
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
@@ -219,7 +230,7 @@ class ResponseStream:
             else:
                 frames = done("response.output_text.done", **place, text=block.text, logprobs=part["logprobs"])
             frames += done("response.content_part.done", **place, part=part)
-        item = self._state.item(block, "completed")
+        item = self._state.item(block, self._state.item_status(block))
         return frames + done("response.output_item.done", output_index=block.index, item=item)
 
 

@@ -50,6 +50,7 @@ def conversation_of(body: ChatBody) -> Conversation:
     return Conversation(
         messages=[message_of(message, index) for index, message in enumerate(body.messages)],
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        schema_places=[f"tools[{index}].function.parameters" for index in range(len(body.tools or ()))],
         tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,

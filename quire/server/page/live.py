@@ -98,7 +98,7 @@ class LiveFeed:
         health = self._server.health()
         sample = {
             "t": round(now, 3),
-            "beat_age": health["step_age_seconds"],  # so that rates are over the engine's own time, not ours
+            "beat_age": health["step_age_seconds"],
             "problem": health["problem"],
             **stats_body(self._server)["engine"],
             **self._read_metrics(),

@@ -252,7 +252,7 @@ function openRow(request) {
     "tr",
     {},
     h("td.mono", {}, request.id),
-    h("td", {}, request.output_tokens ? "answering" : "waiting"),
+    h("td", {}, request.output_tokens ? "answering" : "no token yet"),
     h("td.right", {}, count(request.prompt_tokens)),
     h("td.right", {}, count(request.output_tokens)),
     h("td.right", {}, seconds(request.seconds)),

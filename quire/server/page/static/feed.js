@@ -115,35 +115,38 @@ export class Feed {
   #point() {
     const now = this.samples.at(-1);
     const before = this.samples.at(-2);
-    const point = {
-      t: now.t,
-      gap: !before || now.t - before.t > 5,
-      running: now.running,
-      waiting: now.waiting + now.held,
-      ...fullest(now.groups),
-    };
-    if (point.gap)
-      return { ...point, rate: null, prompt: null, decode: null, busy: null, ttft: [null, null], tpot: [null, null] };
-    const time = now.t - now.beat_age - (before.t - before.beat_age); // between the engine's two signs of life
-    const last = this.points.at(-1);
-    const idle = now.steps === before.steps;
-    if (time < 0.05 && idle && last.rate !== null && now.beat_age < 2) {
-      // no news yet: as it was
-      Object.assign(point, { rate: last.rate, prompt: last.prompt, decode: last.decode, busy: last.busy });
-    } else {
-      const sampled = now.sampled_tokens - before.sampled_tokens;
-      const steps = now.steps - before.steps;
-      point.rate = time > 0 ? sampled / time : 0;
-      const prompt = now.prompt_tokens - before.prompt_tokens;
-      point.prompt = steps ? prompt / steps : 0;
-      point.decode = steps ? (now.computed_tokens - before.computed_tokens - prompt) / steps : 0;
-      point.busy = time > 0 ? Math.min(1, (now.busy_seconds - before.busy_seconds) / time) : 0;
-    }
+    const point = { t: now.t, running: now.running, waiting: now.waiting + now.held, ...fullest(now.groups) };
+    // A hole, or another engine that counts anew.
+    if (!before || now.t - before.t > 5 || now.steps < before.steps)
+      return { ...point, gap: true, ...NO_RATES, ttft: [null, null], tpot: [null, null] };
     const past = this.samples.find((sample) => sample.t >= now.t - RECENT);
-    point.ttft = [0.5, 0.95].map((share) => quantile(share, past.ttft, now.ttft, this.hello.ttft_bounds));
-    point.tpot = [0.5, 0.95].map((share) => quantile(share, past.tpot, now.tpot, this.hello.tpot_bounds));
-    return point;
+    return {
+      ...point,
+      gap: false,
+      ...rates(before, now, this.points.at(-1)),
+      ttft: [0.5, 0.95].map((share) => quantile(share, past.ttft, now.ttft, this.hello.ttft_bounds)),
+      tpot: [0.5, 0.95].map((share) => quantile(share, past.tpot, now.tpot, this.hello.tpot_bounds)),
+    };
   }
+}
+
+const NO_RATES = { rate: null, prompt: null, decode: null, busy: null };
+
+/** Counters of two samples as rates over the engine's own time: its signs of life may come late, and several at once. */
+export function rates(before, now, last) {
+  const time = now.at - before.at;
+  const steps = now.steps - before.steps;
+  if (time < 0.05 && !steps && last.rate !== null && now.beat_age < 2) {
+    const { rate, prompt, decode, busy } = last; // no news yet: as it was
+    return { rate, prompt, decode, busy };
+  }
+  const prompt = now.prompt_tokens - before.prompt_tokens;
+  return {
+    rate: time > 0 ? (now.sampled_tokens - before.sampled_tokens) / time : 0,
+    prompt: steps ? prompt / steps : 0,
+    decode: steps ? (now.computed_tokens - before.computed_tokens - prompt) / steps : 0,
+    busy: time > 0 ? Math.min(1, (now.busy_seconds - before.busy_seconds) / time) : 0,
+  };
 }
 
 /** How full the fullest group is, in shares; `cached` is null where the engine does not tell it. */

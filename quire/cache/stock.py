@@ -1,0 +1,119 @@
+"""All units of all groups, on the device and on the host: which are free, which the prefix tree alone still holds, and
+which are in limbo until the step that may use them has committed.
+
+`CacheIndex` decides who gets what, this keeps the count. `take` evicts from the tree when nothing is free, so what is
+`available` is what can really be had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from quire.cache.lease import Lease
+from quire.cache.match import CacheStats
+from quire.cache.pool import Pool
+from quire.cache.tree import ABSENT, Node, PrefixTree
+
+
+class Stock:
+    def __init__(self, tree: PrefixTree, num_units: list[int], num_host_units: list[int] | None, stats: CacheStats):
+        self.tree = tree
+        self.stats = stats
+        self.pools = [Pool(n) for n in num_units]
+        self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
+        self.settled = 0  # the last step that is known to have committed
+        self._num_idle = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
+        self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
+
+    def available(self, group: int) -> int:
+        return self.pools[group].num_free + self._num_idle[group]
+
+    def take(self, group: int) -> int:
+        """A unit nobody else has; the caller asked `available` before."""
+        pool = self.pools[group]
+        if not pool.num_free:
+            unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
+            assert unit != ABSENT, "asked for more units than available() promised"
+            self._num_idle[group] -= 1
+            self.stats.evicted_units += 1
+            pool.drop(unit)
+        return pool.take()
+
+    def borrow(self, group: int, unit: int) -> None:
+        """A lease takes a share of what the tree holds."""
+        if self.pools[group].share(unit) == 2:
+            self._num_idle[group] -= 1
+
+    def lend(self, node: Node, group: int, unit: int) -> None:
+        """The tree takes a share of what a lease holds. Had someone computed the same before, it stays private."""
+        if node.units[group] == ABSENT:
+            self.pools[group].share(unit)
+            self.tree.attach(node, group, unit)
+
+    def retire(self, group: int, unit: int, fence: int, *, on_host: bool = False) -> None:
+        """One holder less, once step `fence` has committed."""
+        if self._limbo:
+            fence = max(fence, self._limbo[-1][0])  # in order, at worst a step late
+        if fence <= self.settled:
+            self.drop(group, unit, on_host=on_host)
+        else:
+            self._limbo.append((fence, on_host, group, unit))
+
+    def drop(self, group: int, unit: int, *, on_host: bool = False) -> None:
+        """One holder less, now."""
+        if on_host:
+            self.host_pools[group].drop(unit)
+        elif self.pools[group].drop(unit) == 1:
+            node = self.tree.holder(group, unit)
+            if node is not None:  # the tree is the last one to hold it
+                self._num_idle[group] += 1
+                self.tree.touch(node)
+                self.tree.offer(node, group)
+
+    def settle(self, step: int) -> None:
+        """Every step up to this one has committed and its copies are done: what waited for it is free."""
+        self.settled = max(self.settled, step)
+        limbo = self._limbo
+        while limbo and limbo[0][0] <= self.settled:
+            _, on_host, group, unit = limbo.popleft()
+            self.drop(group, unit, on_host=on_host)
+
+    def num_unreachable(self) -> int:
+        """Units that are neither free nor the prefix tree's alone: with no request left, they have leaked."""
+        on_device = sum(pool.num_units - 1 - self.available(group) for group, pool in enumerate(self.pools))
+        on_host = sum(pool.num_units - 1 - pool.num_free for pool in self.host_pools)
+        return on_device + on_host
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Every unit is free, or owned by leases, tree and limbo exactly as often as it is referenced."""
+        self.tree.check()
+        groups = range(len(self.pools))
+        owners: list[dict[int, int]] = [{} for _ in groups]
+        host_owners: list[dict[int, int]] = [{} for _ in groups]
+
+        def own(table: list[dict[int, int]], group: int, unit: int) -> None:
+            if unit != ABSENT:
+                table[group][unit] = table[group].get(unit, 0) + 1
+
+        for lease in leases:
+            for group in groups:
+                for unit in lease.units[group]:
+                    own(owners, group, unit)
+                for unit in lease.host[group] if lease.host else ():
+                    own(host_owners, group, unit)
+            for snapshot in lease.snapshots:
+                for group, slot in snapshot.slots.items():
+                    own(owners, group, slot)
+        for _, on_host, group, unit in self._limbo:
+            own(host_owners if on_host else owners, group, unit)
+        idle = [0] * len(self.pools)
+        for node in self.tree.nodes():
+            for group, unit in enumerate(node.units):
+                own(owners, group, unit)
+                idle[group] += unit != ABSENT and self.pools[group].refs(unit) == 1
+        for group in groups:
+            self.pools[group].check(owners[group])
+            self.host_pools[group].check(host_owners[group])
+            assert idle[group] == self._num_idle[group], f"group {group}: idle count is off"
+        assert all(fence > self.settled for fence, *_ in self._limbo), "something overstayed in limbo"

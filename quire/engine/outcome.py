@@ -1,0 +1,47 @@
+"""What a step's tokens mean for one request: which of them are its own, whether they end it, and what its end says.
+
+Plain functions on a request and its delta, called by the scheduler while it commits.
+"""
+
+from __future__ import annotations
+
+from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
+
+
+def append_tokens(request: Request, delta: Delta) -> FinishReason | None:
+    """The new tokens become the request's, up to the one that ends it; what lies beyond is dropped."""
+    reason, used = None, 0
+    for token in delta.token_ids:
+        request.tokens.append(token)
+        used += 1
+        if token in request.stop_ids and request.num_sampled >= request.params.min_tokens:
+            reason = FinishReason.STOP
+            break
+        if len(request.tokens) >= request.max_len:
+            reason = FinishReason.LENGTH
+            break
+    if used < len(delta.token_ids):
+        delta.token_ids = delta.token_ids[:used]
+        delta.logprobs = delta.logprobs[:used] if delta.logprobs else None
+    return reason
+
+
+def last_delta(request: Request, reason: FinishReason, now: float) -> Delta:
+    """The end of a request, with what it took."""
+    timing = Timing(
+        queue=(request.admitted_at or now) - request.arrival,
+        first_token=(request.first_token_at - request.arrival) if request.first_token_at else 0.0,
+        total=now - request.arrival,
+    )
+    usage = Usage(request.prompt_len, request.cached_len, request.num_sampled)
+    return Delta(request.id, finish_reason=reason, usage=usage, timing=timing)
+
+
+def why_bad(request: Request) -> QuireError:
+    """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
+    if request.grammar is None:
+        what = "The model produced logits that are not finite."
+        return QuireError("bad_logits", what, "Check the weights and the dtype.")
+    what = "The grammar and the other sampling parameters together allow no token."
+    hint = "Look at min_tokens, logit_bias and bad_words, or at the weights and the dtype."
+    return getattr(request.grammar, "error", None) or QuireError("no_allowed_token", what, hint)

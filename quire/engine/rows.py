@@ -1,0 +1,48 @@
+"""The device's rows: which are free, which are in limbo, and which the device must be told are free again.
+
+A row that is given back may still be read by steps in flight; it goes to the next request only when they have
+committed. The scheduler is the only caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Rows:
+    def __init__(self, num_rows: int):
+        self._num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))  # a stack: low numbers first
+        self._limbo: deque[tuple[int, int]] = deque()  # (fence, row)
+        self._untold: list[int] = []  # given back since the last plan
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def give_back(self, row: int, fence: int, settled: int) -> None:
+        """Free once step `fence` has committed; `settled`: the last step that has."""
+        self._untold.append(row)
+        self._limbo.append((fence, row))
+        self.settle(settled)
+
+    def settle(self, step: int) -> None:
+        """Every step up to this one has committed."""
+        while self._limbo and self._limbo[0][0] <= step:
+            self._free.append(self._limbo.popleft()[1])
+
+    def take_freed(self) -> list[int]:
+        """For the next plan: the device forgets who had these."""
+        freed, self._untold = self._untold, []
+        return freed
+
+    def tell_again(self, rows: list[int]) -> None:
+        """The plan that said so never ran."""
+        self._untold.extend(rows)
+
+    def check(self, taken: list[int]) -> None:
+        everywhere = taken + self._free + [row for _, row in self._limbo]
+        assert sorted(everywhere) == list(range(self._num_rows)), "a row was lost or given out twice"

@@ -27,11 +27,21 @@ class Lookup:
         self._full = [g for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window is None]
         self._state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
         windows = {g: spec.window for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window is not None}
+        self._simple = self._full[0] if len(self._full) == len(specs) == 1 else None
         self._window_pages = {g: -(-(window - 1) // self._page_tokens) for g, window in windows.items()}
 
     def longest(self, keys: Sequence[bytes]) -> Match:
         """The longest beginning of these pages that every group can go on from."""
         nodes: list[Node] = []
+        if self._simple is not None:  # every page is as good as another: a long prompt has hundreds of them
+            get, group = self._tree.get, self._simple
+            for key in keys:
+                node = get(key)
+                if node is None or node.units[group] == ABSENT:
+                    break
+                nodes.append(node)
+            length = len(nodes) * self._page_tokens
+            return Match(length, length, nodes)
         best = 0
         runs = dict.fromkeys(self._window_pages, 0)  # per windowed group: pages present without a gap, up to here
         for num_pages, key in enumerate(keys, start=1):

@@ -237,9 +237,7 @@ class CacheIndex:
         lease: Lease = request.lease
         keep = -(-length // self.page_tokens)
         for group in self.paged:
-            for unit in lease.units[group][keep:]:
-                if unit != ABSENT:
-                    self.stock.retire(group, unit, fence)
+            self.stock.retire(group, _present(lease.units[group][keep:]), fence)
             del lease.units[group][keep:]
         for snapshot in [s for s in lease.snapshots if s.length > length]:
             lease.snapshots.remove(snapshot)
@@ -261,9 +259,7 @@ class CacheIndex:
         """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""
         lease: Lease = request.lease
         for group, units in enumerate(lease.units):
-            for unit in units:
-                if unit != ABSENT:
-                    self.stock.retire(group, unit, fence)
+            self.stock.retire(group, _present(units), fence)
             units.clear()
         for snapshot in lease.snapshots:
             self._retire_snapshot(snapshot, fence)
@@ -289,17 +285,13 @@ class CacheIndex:
         first = 0
         if group in self.windowed:
             first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
-        for index, node in enumerate(match.nodes):
-            unit = node.units[group] if index >= first else ABSENT
-            if unit != ABSENT:
-                self.stock.borrow(group, unit)
-            lease.units[group].append(unit)
+        units = [ABSENT] * min(first, len(match.nodes)) + [node.units[group] for node in match.nodes[first:]]
+        self.stock.borrow(group, _present(units))
+        lease.units[group] += units
 
     def _unshare(self, lease: Lease) -> None:
         for group in self.paged:
-            for unit in lease.units[group]:
-                if unit != ABSENT:
-                    self.stock.drop(group, unit)
+            self.stock.drop(group, _present(lease.units[group]))
             lease.units[group].clear()
 
     def _has_room(self, lease: Lease, num_tokens: int, margin: int) -> bool:
@@ -317,13 +309,11 @@ class CacheIndex:
 
     def _retire_snapshot(self, snapshot: Snapshot, fence: int) -> None:
         for group, slot in snapshot.slots.items():
-            self.stock.retire(group, slot, fence)
+            self.stock.retire(group, [slot], fence)
 
     def _drop_host(self, lease: Lease, fence: int) -> None:
         for group, units in enumerate(lease.host):
-            for unit in units:
-                if unit != ABSENT:
-                    self.stock.retire(group, unit, fence, on_host=True)
+            self.stock.retire(group, _present(units), fence, on_host=True)
         lease.host = []
 
     def _may_share(self, request: Request) -> bool:
@@ -370,7 +360,7 @@ class CacheIndex:
         node = self._node(request, snapshot.length // self.page_tokens)
         for group, slot in snapshot.slots.items():
             self.stock.lend(node, group, slot)
-            self.stock.drop(group, slot)
+            self.stock.drop(group, [slot])
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True
             self.tree.reoffer(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
@@ -392,5 +382,10 @@ class CacheIndex:
             for index in range(min(first_seen, len(units)) - 1, -1, -1):
                 if units[index] == ABSENT:
                     break
-                self.stock.retire(group, units[index], fence)
+                self.stock.retire(group, [units[index]], fence)
                 units[index] = ABSENT
+
+
+def _present(units: list[int]) -> list[int]:
+    """A copy, without those that fell out of a window."""
+    return [unit for unit in units if unit != ABSENT]

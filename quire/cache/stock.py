@@ -24,7 +24,7 @@ class Stock:
         self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
         self.settled = 0  # the last step that is known to have committed
         self._num_idle = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
-        self._limbo: deque[tuple[int, bool, int, int]] = deque()  # (fence, on host, group, unit), fences ascending
+        self._limbo: deque[tuple[int, bool, int, list[int]]] = deque()  # (fence, on host, group, units), ascending
 
     def available(self, group: int) -> int:
         return self.pools[group].num_free + self._num_idle[group]
@@ -40,10 +40,10 @@ class Stock:
             pool.drop(unit)
         return pool.take()
 
-    def borrow(self, group: int, unit: int) -> None:
+    def borrow(self, group: int, units: list[int]) -> None:
         """A lease takes a share of what the tree holds."""
-        if self.pools[group].share(unit) == 2:
-            self._num_idle[group] -= 1
+        share = self.pools[group].share
+        self._num_idle[group] -= sum(share(unit) == 2 for unit in units)
 
     def lend(self, node: Node, group: int, unit: int) -> None:
         """The tree takes a share of what a lease holds. Had someone computed the same before, it stays private."""
@@ -51,33 +51,37 @@ class Stock:
             self.pools[group].share(unit)
             self.tree.attach(node, group, unit)
 
-    def retire(self, group: int, unit: int, fence: int, *, on_host: bool = False) -> None:
-        """One holder less, once step `fence` has committed."""
+    def retire(self, group: int, units: list[int], fence: int, *, on_host: bool = False) -> None:
+        """One holder less of each, once step `fence` has committed."""
         if self._limbo:
             fence = max(fence, self._limbo[-1][0])  # in order, at worst a step late
         if fence <= self.settled:
-            self.drop(group, unit, on_host=on_host)
+            self.drop(group, units, on_host=on_host)
         else:
-            self._limbo.append((fence, on_host, group, unit))
+            self._limbo.append((fence, on_host, group, units))
 
-    def drop(self, group: int, unit: int, *, on_host: bool = False) -> None:
-        """One holder less, now."""
+    def drop(self, group: int, units: list[int], *, on_host: bool = False) -> None:
+        """One holder less of each, now."""
         if on_host:
-            self.host_pools[group].drop(unit)
-        elif self.pools[group].drop(unit) == 1:
-            node = self.tree.holder(group, unit)
-            if node is not None:  # the tree is the last one to hold it
-                self._num_idle[group] += 1
-                self.tree.touch(node)
-                self.tree.offer(node, group)
+            for unit in units:
+                self.host_pools[group].drop(unit)
+            return
+        pool, tree = self.pools[group], self.tree
+        for unit in units:
+            if pool.drop(unit) == 1:
+                node = tree.holder(group, unit)
+                if node is not None:  # the tree is the last one to hold it
+                    self._num_idle[group] += 1
+                    tree.touch(node)
+                    tree.offer(node, group)
 
     def settle(self, step: int) -> None:
         """Every step up to this one has committed and its copies are done: what waited for it is free."""
         self.settled = max(self.settled, step)
         limbo = self._limbo
         while limbo and limbo[0][0] <= self.settled:
-            _, on_host, group, unit = limbo.popleft()
-            self.drop(group, unit, on_host=on_host)
+            _, on_host, group, units = limbo.popleft()
+            self.drop(group, units, on_host=on_host)
 
     def num_unreachable(self) -> int:
         """Units that are neither free nor the prefix tree's alone: with no request left, they have leaked."""
@@ -105,8 +109,9 @@ class Stock:
             for snapshot in lease.snapshots:
                 for group, slot in snapshot.slots.items():
                     own(owners, group, slot)
-        for _, on_host, group, unit in self._limbo:
-            own(host_owners if on_host else owners, group, unit)
+        for _, on_host, group, units in self._limbo:
+            for unit in units:
+                own(host_owners if on_host else owners, group, unit)
         idle = [0] * len(self.pools)
         for node in self.tree.nodes():
             for group, unit in enumerate(node.units):

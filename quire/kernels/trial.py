@@ -27,6 +27,7 @@ class TrialShape:
     """What decides which kernels a model's attention layers get compiled."""
 
     width: int
+    inner_width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -83,7 +84,7 @@ def _try_silu_mul(ops: Ops, shape: TrialShape, device: torch.device) -> None:
 def _try_linear(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     if ops.fused_linear is None:
         return
-    weight = _random(device, shape.dtype, 2 * shape.width, shape.width) * shape.width**-0.5
+    weight = _random(device, shape.dtype, 2 * shape.inner_width, shape.width) * shape.width**-0.5
     norm = _random(device, shape.dtype, shape.width)
     for num_rows in (1, 8):
         x = _random(device, shape.dtype, num_rows, shape.width)

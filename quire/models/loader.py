@@ -201,6 +201,7 @@ def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: to
         if spec.kind == "paged":
             shape = TrialShape(
                 width=config.width,
+                inner_width=config.inner_width,
                 num_heads=config.num_heads,
                 num_kv_heads=spec.shape[0],
                 head_dim=spec.shape[1],

@@ -494,7 +494,7 @@ def check_trial(where: Where) -> None:
 
     for dtype in where.dtypes:
         for window in (None, 7):
-            heads = (4096, 32, 8, 128) if where.large else (64, 4, 2, 16)
+            heads = (4096, 12288, 32, 8, 128) if where.large else (64, 96, 4, 2, 16)
             shape = TrialShape(*heads, 16, window, qk_norm=window is None, dtype=dtype, cache_dtype=dtype)
             failed = [
                 (row.name, error) for row, error in failing_rows(select_ops("cuda"), shape, torch.device(where.device))

@@ -64,7 +64,8 @@ def gather_rows(rows: Tensor, row_tokens: Tensor, computed: Tensor, keys: Tensor
     """The next token of each of `rows` [n] int64, from `row_tokens` [max_rows, max_len] int32 at `computed` [max_rows]
     int64, which moves on by one; and what its sampling wants, `keys` and `scales` [max_rows]."""
     num_rows, device = rows.shape[0], rows.device
-    tokens, positions, lengths, out_keys = torch.empty(4, num_rows, dtype=torch.int64, device=device)
+    stride = num_rows + num_rows % 2  # each at a multiple of 16 bytes: kernels are compiled anew for others
+    tokens, positions, lengths, out_keys = torch.empty(4, stride, dtype=torch.int64, device=device)[:, :num_rows]
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
     out_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     _gather_kernel[(num_rows,)](

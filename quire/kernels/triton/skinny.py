@@ -129,7 +129,7 @@ def _one_row_kernel(
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or sixteen rows would get a kernel of their own
 def _few_rows_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr, next_bytes,
     num_rows, in_features, out_features, x_stride,

@@ -1,5 +1,5 @@
-"""The chunks of OpenAI's chat and completion streams: a head that stays, a choice that changes, usage where it was asked
-for, and how a stream ends, well or not. Both streams make their frames here.
+"""The chunks of OpenAI's chat and completion streams: a head that stays, a choice that changes, usage where it was
+asked for, and how a stream ends, well or not. Both streams make their frames here.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """`quire bench offline|latency|start|gap|…`: measure the engine, or a server of any make.
 
-The benchmarks themselves are in `quire.bench`.
+The benchmarks themselves are in `quire.bench`, their flags in `bench_flags`.
 
 Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench_flags import FLAGS
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
-from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
+from quire.config_build import config_from_args
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -36,29 +37,10 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit codes: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.",
     )
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
-    _add_offline(benchmarks)
-    _add_batch(benchmarks)
-    _add_latency(benchmarks)
-    _add_start(benchmarks)
-    _add_gap(benchmarks)
-    _add_growth(benchmarks)
-    scheduler = benchmarks.add_parser(
-        "scheduler",
-        help="what deciding costs, without a model",
-        description="Time plan and commit against a device that answers at once, and how their cost grows.",
-    )
-    _add_json(scheduler)
-    kernels = benchmarks.add_parser(
-        "kernels",
-        help="each GPU kernel against the card's own ceilings",
-        description="Time every CUDA kernel, in TB/s or TFLOP/s, beside what the card reads and multiplies at best.",
-    )
-    kernels.add_argument("--only", default="", metavar="NAME", help="only kernels whose name contains this")
-    _add_json(kernels)
+    for add in FLAGS:
+        add(benchmarks)
     add_online(benchmarks)
     add_compare(benchmarks)
-    _add_llama_cpp(benchmarks)
-    _add_quality(benchmarks)
 
 
 def run(args: Namespace) -> int:
@@ -99,181 +81,6 @@ def _show(report: Report) -> None:
     from quire.bench.tables import show
 
     show(report)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-
-
-def _add_offline(benchmarks: Any) -> None:
-    from quire.bench.workloads import TEMPERATURE, WORKLOADS
-
-    parser = benchmarks.add_parser(
-        "offline",
-        usage="quire bench offline (--requests FILE | --workload NAME…) [options]",
-        help="a batch of requests from start to end",
-        description="Submit requests all at once and time them to the end. Answers run to their full length.",
-    )
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument(
-        "--requests",
-        type=Path,
-        metavar="FILE",
-        help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
-    )
-    work.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS),
-                      help="work made from the seed, the same for every engine; several share one start")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw from (default: 0)")
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
-                        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
-    parser.add_argument("--repeat", type=_at_least(1), default=1, metavar="N",
-                        help="runs, each with the next seed; the median is reported too (default: 1)")  # fmt: skip
-    parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
-    parser.add_argument("--min-output-tps", type=float, metavar="X", help="exit 2 if the median is below this")
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _add_batch(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "batch",
-        help="one stream against a batch",
-        description="Tokens per second of one greedy request and of a batch, by turns in the same run.",
-    )
-    parser.add_argument("--batch", type=_at_least(1), default=16, metavar="N", help="requests (default: 16)")
-    parser.add_argument("--prompt-len", type=_at_least(1), default=16, metavar="N", help="tokens (default: 16)")
-    parser.add_argument("--output-len", type=_at_least(1), default=64, metavar="N", help="tokens (default: 64)")
-    parser.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help="of both sides (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
-    parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _add_latency(benchmarks: Any) -> None:
-    from quire.bench.latency import Load
-
-    parser = benchmarks.add_parser(
-        "latency",
-        help="decodes and long prompts that disturb each other",
-        description="Gaps between tokens of running requests while long prompts arrive, and those prompts' time to the "
-        "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
-    )
-    load = Load()
-    for name, what in (("decodes", "requests that run"), ("decode-len", "tokens they begin with"),
-                       ("prompts", "prompts that arrive"), ("prompt-len", "their tokens"),
-                       ("fresh-tail", "tokens of the warm prompt that are not cached")):  # fmt: skip
-        default = getattr(load, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=_at_least(1), default=default, metavar="N",
-                            help=f"{what} (default: {default})")  # fmt: skip
-    parser.add_argument("--every", type=float, default=load.every, metavar="S",
-                        help=f"seconds between arrivals (default: {load.every})")  # fmt: skip
-    parser.add_argument("--alone", type=float, default=load.alone_s, metavar="S",
-                        help=f"seconds the decodes are watched alone (default: {load.alone_s})")  # fmt: skip
-    parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
-                        help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _add_start(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "start",
-        help="from starting a process to its first token",
-        description="Start fresh processes and time them to the first token: one without compiled kernels on disk, "
-        "then some that find them there.",
-    )
-    parser.add_argument("--prompt-len", type=_at_least(1), default=16, metavar="N", help="tokens (default: 16)")
-    parser.add_argument(
-        "--warm-runs", type=_at_least(1), default=2, metavar="N", help="after the cold one (default: 2)"
-    )
-    parser.add_argument("--max-cold", type=float, metavar="S", help="exit 2 if the cold start takes longer")
-    parser.add_argument("--max-warm", type=float, metavar="S", help="exit 2 if the median warm start takes longer")
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _add_gap(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "gap",
-        help="whether the GPU ever waits for the loop",
-        description="Decode with many rows and time each step on the host and on the device, and the pauses between.",
-    )
-    parser.add_argument("--rows", type=_at_least(1), default=256, metavar="N", help="requests that run (default: 256)")
-    parser.add_argument("--prompt-len", type=_at_least(1), default=64, metavar="N", help="tokens (default: 64)")
-    parser.add_argument("--steps", type=_at_least(1), default=200, metavar="N", help="that are timed (default: 200)")
-    parser.add_argument(
-        "--max-idle", type=float, metavar="X", help="exit 2 if the device waits for more than this share"
-    )
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _targets(text: str) -> tuple[float | None, ...]:
-    targets: list[float | None] = []
-    for word in text.split(","):
-        try:
-            targets.append(None if word == "off" else float(word))
-        except ValueError:
-            raise ArgumentTypeError(f"{word!r} is neither off nor a number of milliseconds") from None
-        if not 0.1 <= (targets[-1] or 1.0) <= 1e6:
-            raise ArgumentTypeError(f"{word} ms is no target")
-    return tuple(targets)
-
-
-def _add_growth(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "growth",
-        help="memory after many requests",
-        description="Resident memory after some short requests and after many; it must not grow.",
-    )
-    parser.add_argument("--first", type=_at_least(1), default=200, metavar="N",
-                        help="requests before the first reading (default: 200)")  # fmt: skip
-    parser.add_argument("--last", type=_at_least(2), default=2000, metavar="N",
-                        help="requests before the second (default: 2000)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what to draw prompts from (default: 0)")
-    _add_json(parser)
-    add_config_flags(parser)
-
-
-def _add_llama_cpp(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "compare-llama-cpp",
-        help="this engine beside llama.cpp on a CPU",
-        description="One stream, a long prompt and 16 streams, turn about with llama.cpp (llama-cpp-python must be "
-        "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
-    )
-    parser.add_argument("--rounds", type=_at_least(1), default=5, metavar="N", help="rounds (default 5)")
-    _add_json(parser)
-    add_config_flags(parser, groups=ENGINE_TABLES)
-
-
-def _add_quality(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "quality",
-        usage="quire bench quality --text FILE [options]",
-        help="what quantized weights cost, against float32",
-        description="Perplexity of a text and divergence from the same model in float32, on a CPU.",
-    )
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a plain text, long enough")
-    parser.add_argument("--stretches", type=_at_least(1), default=8, metavar="N", help="how many (default 8)")
-    parser.add_argument("--length", type=_at_least(2), default=1024, metavar="N", help="tokens of each (default 1024)")
-    _add_json(parser)
-    add_config_flags(parser, groups=ENGINE_TABLES)
-
-
-def _add_json(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
-        return int(text)
-
-    return parse
 
 
 # ---------------------------------------------------------------------------------------------------------------------

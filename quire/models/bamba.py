@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from quire.kernels.table import Ops
-from quire.layers.attention import Attention, AttentionShape
+from quire.layers.attention import AttentionShape
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
-from quire.layers.recurrent_mamba import Mamba2, MambaOptions
+from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
@@ -27,7 +27,7 @@ from quire.models.hybrid import (
     check_attention,
     only_silu,
 )
-from quire.models.mamba2 import MambaFields
+from quire.models.mamba2 import MambaFields, Mixers
 
 FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
                      "mamba_conv_bias", "mamba_proj_bias", "hidden_act", expand="mamba_expand")  # fmt: skip
@@ -53,18 +53,15 @@ class BambaConfig:
         rope = RopeConfig.from_hf(dict(config))
         order = HeadOrder(head_dim, head_dim // 2, angle_scale=rope.angle_scale)
         attending = config.get("attn_layer_indices") or ()
-        blocks: list[BlockKind] = []
-        for index in range(whole(config, "num_hidden_layers", 32)):
-            blocks += ["attention" if index in attending else "recurrent", "plain"]
-        shape = HybridShape(
-            vocab_size=whole(config, "vocab_size"),
-            width=width,
+        num_layers = whole(config, "num_hidden_layers", 32)
+        kinds: list[BlockKind] = ["attention" if index in attending else "recurrent" for index in range(num_layers)]
+        shape = HybridShape.read(
+            config,
             norm_eps=eps,
-            max_positions=whole(config, "max_position_embeddings", 262144),
-            tied=flag(config, "tie_word_embeddings", False),
+            max_positions=262144,
             attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
             recurrent=FIELDS.shape(config),
-            blocks=tuple(blocks),
+            blocks=tuple(block for kind in kinds for block in (kind, "plain")),
         )
         return cls(
             shape=shape,
@@ -80,25 +77,19 @@ class BambaModel(HybridModel):
     def __init__(self, config: BambaConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
-        attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and recurrent is not None
+        attention = shape.attention
+        assert attention is not None
         still = attention.head_dim - attention.head_dim // 2
+        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
-            match shape.blocks[place]:
-                case "recurrent":
-                    return Mamba2(f"{layer}.mamba", norm, shape.width, recurrent, cache_index, config.options,
-                                  dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
-                case "attention":
-                    bias = config.attention_bias
-                    return Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
-                                     qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
-                case _:
-                    return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width,
-                                    bias=config.mlp_bias, dtype=dtype, scheme=scheme)  # fmt: skip
+            if shape.blocks[place] != "plain":
+                return mixers.make(place, layer, norm, cache_index)
+            return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=config.mlp_bias,
+                            dtype=dtype, scheme=scheme)  # fmt: skip
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
         names = Names("model.embed_tokens", "model.final_layernorm")

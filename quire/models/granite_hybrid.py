@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
-from quire.layers.attention import Attention, AttentionShape
+from quire.layers.attention import AttentionShape
 from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import Experts, MoEShape, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
-from quire.layers.recurrent_mamba import Mamba2, MambaOptions
+from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Part, Weight, set_forms
 from quire.models.bamba import FIELDS
@@ -30,10 +30,10 @@ from quire.models.hybrid import (
     Names,
     block_activations,
     check_attention,
+    layer_blocks,
     only_silu,
-    unknown_layer,
 )
-from quire.types import QuireError
+from quire.models.mamba2 import Mixers
 
 LAYER_TYPES: dict[str, BlockKind] = {
     "linear_attention": "recurrent",
@@ -76,15 +76,15 @@ class GraniteHybridConfig:
             routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
             experts = MoEShape(width, whole(config, "intermediate_size", 11008), routing)
         attention_scale = number(config, "attention_multiplier", 1.0)
-        shape = HybridShape(
-            vocab_size=whole(config, "vocab_size"),
-            width=width,
+        num_layers = whole(config, "num_hidden_layers", 32)
+        kinds = config.get("layer_types") or ["linear_attention"] * num_layers
+        shape = HybridShape.read(
+            config,
             norm_eps=eps,
-            max_positions=whole(config, "max_position_embeddings", 2048),
-            tied=flag(config, "tie_word_embeddings", False),
+            max_positions=2048,
             attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale),
             recurrent=FIELDS.shape(config),
-            blocks=_blocks(config),
+            blocks=layer_blocks(kinds, num_layers, LAYER_TYPES),
             embedding_scale=number(config, "embedding_multiplier", 1.0),
             logit_scale=1.0 / number(config, "logits_scaling", 1.0),
         )
@@ -143,9 +143,10 @@ class GraniteHybridModel(HybridModel):
     def __init__(self, config: GraniteHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
                  device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
-        attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and recurrent is not None
+        attention = shape.attention
+        assert attention is not None
         scale = Scale(config.residual_scale)
+        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
             experts = config.experts
@@ -162,14 +163,7 @@ class GraniteHybridModel(HybridModel):
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             if shape.blocks[place] == "plain":
                 return feed_forward(layer, norm)
-            block: Mamba2 | Attention
-            if shape.blocks[place] == "recurrent":
-                block = Mamba2(f"{layer}.mamba", norm, shape.width, recurrent, cache_index, config.options,
-                               dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
-            else:
-                bias = config.attention_bias
-                block = Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
-                                  qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+            block = mixers.make(place, layer, norm, cache_index)
             set_forms(block.out, (scale,))
             return block
 
@@ -183,17 +177,3 @@ class GraniteHybridModel(HybridModel):
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> GraniteHybridConfig:
         return GraniteHybridConfig.from_hf(config)
-
-
-def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
-    num_layers = whole(config, "num_hidden_layers", 32)
-    kinds = config.get("layer_types") or ["linear_attention"] * num_layers
-    if len(kinds) != num_layers:
-        what = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}."
-        raise QuireError("bad_config", what, "Check config.json.")
-    blocks: list[BlockKind] = []
-    for place, kind in enumerate(kinds):
-        if kind not in LAYER_TYPES:
-            raise unknown_layer(kind, place, tuple(LAYER_TYPES))
-        blocks += [LAYER_TYPES[kind], "plain"]
-    return tuple(blocks)

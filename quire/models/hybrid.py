@@ -6,7 +6,7 @@ attention, a state slot a row for the recurrent layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent import plan_recurrent, recurrent_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
+from quire.models.fields import flag, whole
 from quire.types import CacheSpec, QuireError
 
 BlockKind = Literal["attention", "recurrent", "plain"]
@@ -42,6 +43,25 @@ class HybridShape:
     blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int, attention: AttentionShape | None,
+             recurrent: RecurrentShape, blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
+             logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
+        """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
+        none."""
+        return cls(
+            vocab_size=whole(config, "vocab_size"),
+            width=whole(config, "hidden_size"),
+            norm_eps=norm_eps,
+            max_positions=whole(config, "max_position_embeddings", max_positions),
+            tied=flag(config, "tie_word_embeddings", False),
+            attention=attention,
+            recurrent=recurrent,
+            blocks=blocks,
+            embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +159,19 @@ def block_activations(shape: HybridShape, inner_width: int) -> int:
         # The projection and what comes out of the convolution, the latter in float32, and the output before its norm.
         most = max(most, 4 * shape.recurrent.channels + 5 * shape.recurrent.values)
     return 4 * shape.width + most
+
+
+def layer_blocks(kinds: Sequence[str], num_layers: int, known: Mapping[str, BlockKind]) -> tuple[BlockKind, ...]:
+    """A mixer and a feed-forward block for every layer, by the config's list of layer types."""
+    if len(kinds) != num_layers:
+        what = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
+    blocks: list[BlockKind] = []
+    for place, kind in enumerate(kinds):
+        if kind not in known:
+            raise unknown_layer(kind, place, tuple(known))
+        blocks += [known[kind], "plain"]
+    return tuple(blocks)
 
 
 def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:

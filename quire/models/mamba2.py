@@ -1,4 +1,6 @@
-"""Mamba2: nothing but recurrent layers. Its fields of a config are read here for the hybrids that have them too."""
+"""Mamba2: nothing but recurrent layers. Its fields of a config are read here for the hybrids that have them too, and
+their mixers, such layers with some attention between them, are built here.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
+from quire.layers.attention import Attention
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions
@@ -70,6 +73,29 @@ class MambaFields:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Mixers:
+    """The Mamba2 and attention layers of a hybrid whose checkpoint calls them `mamba` and `self_attn`."""
+
+    shape: HybridShape
+    options: MambaOptions
+    attention_bias: bool
+    dtype: torch.dtype
+    ops: Ops
+    scheme: Scheme
+
+    def make(self, place: int, layer: str, norm: RMSNorm, cache_index: int) -> Mamba2 | Attention:
+        shape, dtype, ops, scheme = self.shape, self.dtype, self.ops, self.scheme
+        if shape.blocks[place] == "recurrent":
+            assert shape.recurrent is not None
+            return Mamba2(f"{layer}.mamba", norm, shape.width, shape.recurrent, cache_index, self.options, dtype=dtype,
+                          ops=ops, scheme=scheme)  # fmt: skip
+        assert shape.attention is not None
+        bias = self.attention_bias
+        return Attention(f"{layer}.self_attn", norm, shape.attention, cache_index, qkv_bias=bias, out_bias=bias,
+                         qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+
+
 FIELDS = MambaFields("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias",
                      "hidden_act", expand="expand")  # fmt: skip
 
@@ -83,12 +109,10 @@ class Mamba2Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
         eps = number(config, "layer_norm_epsilon", 1e-5)
         blocks: list[BlockKind] = ["recurrent"] * whole(config, "num_hidden_layers")
-        shape = HybridShape(
-            vocab_size=whole(config, "vocab_size"),
-            width=whole(config, "hidden_size"),
+        shape = HybridShape.read(
+            config,
             norm_eps=eps,
-            max_positions=whole(config, "max_position_embeddings", MAX_POSITIONS),
-            tied=flag(config, "tie_word_embeddings", False),
+            max_positions=MAX_POSITIONS,
             attention=None,
             recurrent=FIELDS.shape(config),
             blocks=tuple(blocks),

@@ -72,12 +72,10 @@ class NemotronHConfig:
         check_attention(heads, kv_heads, head_dim)
         eps = number(config, "layer_norm_epsilon", 1e-5)
         recurrent = FIELDS.shape(config)
-        shape = HybridShape(
-            vocab_size=whole(config, "vocab_size"),
-            width=width,
+        shape = HybridShape.read(
+            config,
             norm_eps=eps,
-            max_positions=whole(config, "max_position_embeddings", 4096),
-            tied=flag(config, "tie_word_embeddings", False),
+            max_positions=4096,
             attention=AttentionShape(width, heads, kv_heads, head_dim),
             recurrent=recurrent,
             blocks=tuple(LAYER_TYPES[kind] for kind in _layer_types(config)),

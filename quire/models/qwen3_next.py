@@ -35,8 +35,8 @@ from quire.models.hybrid import (
     block_activations,
     check_attention,
     check_recurrent,
+    layer_blocks,
     only_silu,
-    unknown_layer,
 )
 from quire.types import QuireError
 
@@ -77,12 +77,10 @@ class QwenHybridConfig:
         width = whole(config, "hidden_size")
         rope = RopeConfig.from_hf(dict(config))
         order = HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
-        shape = HybridShape(
-            vocab_size=whole(config, "vocab_size"),
-            width=width,
+        shape = HybridShape.read(
+            config,
             norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            max_positions=whole(config, "max_position_embeddings", 32768),
-            tied=flag(config, "tie_word_embeddings", False),
+            max_positions=32768,
             attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
             recurrent=_recurrent(config),
             blocks=_blocks(config),
@@ -165,21 +163,12 @@ def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
-    """A mixer and a feed-forward block for every layer."""
     num_layers = whole(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
         every = whole(config, "full_attention_interval", 4)
         kinds = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(num_layers)]
-    if len(kinds) != num_layers:
-        what = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}."
-        raise QuireError("bad_config", what, "Check config.json.")
-    blocks: list[BlockKind] = []
-    for place, kind in enumerate(kinds):
-        if kind not in LAYER_TYPES:
-            raise unknown_layer(kind, place, tuple(LAYER_TYPES))
-        blocks += [LAYER_TYPES[kind], "plain"]
-    return tuple(blocks)
+    return layer_blocks(kinds, num_layers, LAYER_TYPES)
 
 
 def _moe(config: Mapping[str, Any], kind: str, width: int) -> MoEShape | None:

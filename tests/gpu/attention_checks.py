@@ -8,7 +8,8 @@ import torch
 
 from quire.kernels import reference_latent
 from quire.kernels.angles import Angles, angle_tables
-from tests.gpu.kernel_checks import Paged, Where, close
+from tests.gpu.paged_checks import Paged
+from tests.gpu.where import Where, close
 
 
 def check_sinks(where: Where) -> None:

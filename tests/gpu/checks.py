@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from tests.gpu import attention_checks, expert_checks, kernel_checks, sampling_checks
+from tests.gpu import (
+    attention_checks,
+    expert_checks,
+    kernel_checks,
+    linear_checks,
+    paged_checks,
+    recurrent_checks,
+    sampling_checks,
+)
 
-CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **expert_checks.CHECKS, **sampling_checks.CHECKS}
+CHECKS = {
+    **kernel_checks.CHECKS,
+    **paged_checks.CHECKS,
+    **linear_checks.CHECKS,
+    **recurrent_checks.CHECKS,
+    **attention_checks.CHECKS,
+    **expert_checks.CHECKS,
+    **sampling_checks.CHECKS,
+}

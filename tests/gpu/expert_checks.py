@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels import reference, reference_experts
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
-from tests.gpu.kernel_checks import Where, close
+from tests.gpu.where import Where, close
 
 ROUTINGS = (
     Routing(8, 2),

@@ -12,7 +12,7 @@ import traceback
 import torch
 
 from tests.gpu.checks import CHECKS
-from tests.gpu.kernel_checks import Where
+from tests.gpu.where import Where
 
 
 def main() -> None:

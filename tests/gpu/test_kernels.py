@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.checks import CHECKS
-from tests.gpu.kernel_checks import Where
+from tests.gpu.where import Where
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -22,7 +22,8 @@ def test_kernel(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
 def test_captured_decode_is_right_for_any_length() -> None:
     """One graph, captured at the bound, replayed with rows of other lengths."""
     from quire.kernels.triton import attention
-    from tests.gpu.kernel_checks import Paged, close
+    from tests.gpu.paged_checks import Paged
+    from tests.gpu.where import close
 
     bound, dtype = 3000, torch.bfloat16
     where = Where("cuda", True, (dtype,), 1)

@@ -1,4 +1,5 @@
-"""Where a kernel check runs: a GPU, or the CPU under Triton's interpreter. Shared by all files of checks."""
+"""Where a kernel check runs, a GPU or the CPU under Triton's interpreter, and how near to its reference a kernel must
+come. Shared by all files of checks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,10 @@ class Where:
         if self.device == "cuda":
             blocks = [torch.full((2**size,), -1, dtype=torch.int8, device="cuda") for size in range(9, 24)]
             del blocks
+
+
+def close(out: Tensor, expected: Tensor, dtype: torch.dtype, what: str, bound: float | None = None) -> None:
+    out, expected = out.double(), expected.double()
+    assert out.shape == expected.shape, f"{what}: shape {tuple(out.shape)}, not {tuple(expected.shape)}"
+    error = ((out - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    assert error <= (bound or BOUNDS[dtype]), f"{what}: relative error {error:.2e} in {dtype}"

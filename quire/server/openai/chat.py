@@ -6,50 +6,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.encoding import COMMENT, DONE, data_event
-from quire.server.errors import ApiError, error_body
-from quire.server.gather import Gather, ReasoningTokens, Whole, new_id
-from quire.server.generation import Run, Totals
+from quire.server.encoding import COMMENT
+from quire.server.gather import Gather, Whole, new_id
+from quire.server.generation import Run
+from quire.server.openai.chunks import Chunks, usage_body
 from quire.server.openai.logprobs import chat_logprobs, prompt_field
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
 from quire.text.channels.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.text.tokenizer import Tokenizer
-
-
-def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
-    return {
-        "prompt_tokens": totals.prompt_tokens,
-        "completion_tokens": totals.completion_tokens,
-        "total_tokens": totals.prompt_tokens + totals.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": totals.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
-    }
-
-
-class StreamUsage:
-    """What the chunks of a stream say of usage: nothing, all of it at the end, or with every chunk that so far."""
-
-    def __init__(self, run: Run, options: StreamOptions | None):
-        self._run = run
-        self.at_end = options is not None and options.include_usage
-        self._always = self.at_end and options is not None and options.continuous_usage_stats
-        self._num_tokens = 0
-        self._reasoning = ReasoningTokens()
-
-    def count(self, piece: Piece) -> None:
-        self._num_tokens += len(piece.token_ids)
-        self._reasoning.add(piece)
-
-    def field(self) -> dict[str, Any]:
-        """To be added to a chunk."""
-        if not self.at_end:
-            return {}
-        so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)
-        return {"usage": usage_body(so_far, self._reasoning.count) if self._always else None}
-
-    def last(self) -> dict[str, Any]:
-        return usage_body(self._run.totals, self._reasoning.count)
 
 
 def finish_reason(reason: str, has_calls: bool) -> str:
@@ -107,9 +72,10 @@ class ChatStream:
     def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool,
                  options: StreamOptions | None):  # fmt: skip
         self._run, self._tokenizer, self._with_logprobs = run, tokenizer, with_logprobs
-        self._usage = StreamUsage(run, options)
-        self._head = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()),
-                      "model": model, "system_fingerprint": None}  # fmt: skip
+        head = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()),
+                "model": model, "system_fingerprint": None}  # fmt: skip
+        self._chunks = Chunks(head, run, options)
+        self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._has_calls = [False] * run.num_samples
 
     def start(self) -> bytes:
@@ -122,7 +88,7 @@ class ChatStream:
     def _piece(self, piece: Piece) -> bytes:
         frames = []
         logprobs = None
-        self._usage.count(piece)
+        self._chunks.usage.count(piece)
         if self._with_logprobs and piece.logprobs:
             logprobs = chat_logprobs(piece.logprobs, self._tokenizer)
         for event in piece.events:
@@ -153,12 +119,4 @@ class ChatStream:
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return data_event({**self._head, "choices": [choice], **self._usage.field()})
-
-    async def finish(self) -> bytes:
-        if not self._usage.at_end:
-            return DONE
-        return data_event({**self._head, "choices": [], "usage": self._usage.last()}) + DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        return data_event(error_body("openai", error)) + DONE
+        return self._chunks.frame(choice)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.encoding import COMMENT, DONE, data_event
-from quire.server.errors import ApiError, bad_request, error_body
+from quire.server.encoding import COMMENT
+from quire.server.errors import bad_request
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run
-from quire.server.openai.chat import StreamUsage, usage_body
+from quire.server.openai.chunks import Chunks, usage_body
 from quire.server.openai.logprobs import CompletionLogprobs, prompt_field
 from quire.server.openai.schemas import CompletionBody
 from quire.server.sample import Piece
@@ -82,8 +82,9 @@ class CompletionStream:
 
     def __init__(self, run: Run, model: str, tokenizer: Tokenizer, body: CompletionBody):
         self._run, self._tokenizer, self._body = run, tokenizer, body
-        self._usage = StreamUsage(run, body.stream_options)
-        self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
+        head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
+        self._chunks = Chunks(head, run, body.stream_options)
+        self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(run.num_samples)]
 
     def start(self) -> bytes:
@@ -100,7 +101,7 @@ class CompletionStream:
 
     def _piece(self, piece: Piece) -> bytes:
         shows = self._body.max_tokens != 0
-        self._usage.count(piece)
+        self._chunks.usage.count(piece)
         text = "".join(event.text for event in piece.events if isinstance(event, TextDelta)) if shows else ""
         logprobs = None
         if self._body.logprobs is not None and piece.logprobs:
@@ -112,12 +113,4 @@ class CompletionStream:
 
     def _chunk(self, index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return data_event({**self._head, "choices": [choice], **self._usage.field()})
-
-    async def finish(self) -> bytes:
-        if not self._usage.at_end:
-            return DONE
-        return data_event({**self._head, "choices": [], "usage": self._usage.last()}) + DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        return data_event(error_body("openai", error)) + DONE
+        return self._chunks.frame(choice)

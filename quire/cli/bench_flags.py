@@ -1,0 +1,224 @@
+"""The flags of `quire bench`'s benchmarks: a function for each, in the order in which help lists them.
+
+`bench` calls them when it builds its parser. What several have in common (counts, seeds, bars) stands once, below them.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire.config_build import ENGINE_TABLES, add_config_flags
+
+
+def _offline(benchmarks: Any) -> None:
+    from quire.bench.workloads import TEMPERATURE, WORKLOADS
+
+    parser = benchmarks.add_parser(
+        "offline",
+        usage="quire bench offline (--requests FILE | --workload NAME…) [options]",
+        help="a batch of requests from start to end",
+        description="Submit requests all at once and time them to the end. Answers run to their full length.",
+    )
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument(
+        "--requests",
+        type=Path,
+        metavar="FILE",
+        help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
+    )
+    work.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS),
+                      help="work made from the seed, the same for every engine; several share one start")  # fmt: skip
+    _seed(parser, "what to draw from")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
+                        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
+    _count(parser, "--repeat", 1, "runs, each with the next seed; the median is reported too")
+    parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
+    _bar(parser, "--min-output-tps", "X", "if the median is below this")
+    _common(parser)
+
+
+def _batch(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "batch",
+        help="one stream against a batch",
+        description="Tokens per second of one greedy request and of a batch, by turns in the same run.",
+    )
+    _count(parser, "--batch", 16, "requests")
+    _count(parser, "--prompt-len", 16, "tokens")
+    _count(parser, "--output-len", 64, "tokens")
+    _count(parser, "--rounds", 3, "of both sides")
+    _seed(parser)
+    parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
+    _common(parser)
+
+
+def _latency(benchmarks: Any) -> None:
+    from quire.bench.latency import Load
+
+    parser = benchmarks.add_parser(
+        "latency",
+        help="decodes and long prompts that disturb each other",
+        description="Gaps between tokens of running requests while long prompts arrive, and those prompts' time to the "
+        "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
+    )
+    load = Load()
+    _count(parser, "--decodes", load.decodes, "requests that run")
+    _count(parser, "--decode-len", load.decode_len, "tokens they begin with")
+    _count(parser, "--prompts", load.prompts, "prompts that arrive")
+    _count(parser, "--prompt-len", load.prompt_len, "their tokens")
+    _count(parser, "--fresh-tail", load.fresh_tail, "tokens of the warm prompt that are not cached")
+    _seconds(parser, "--every", load.every, "between arrivals")
+    _seconds(parser, "--alone", load.alone_s, "the decodes are watched alone")
+    parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
+                        help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
+    _seed(parser)
+    _common(parser)
+
+
+def _start(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "start",
+        help="from starting a process to its first token",
+        description="Start fresh processes and time them to the first token: one without compiled kernels on disk, "
+        "then some that find them there.",
+    )
+    _count(parser, "--prompt-len", 16, "tokens")
+    _count(parser, "--warm-runs", 2, "after the cold one")
+    _bar(parser, "--max-cold", "S", "if the cold start takes longer")
+    _bar(parser, "--max-warm", "S", "if the median warm start takes longer")
+    _common(parser)
+
+
+def _gap(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "gap",
+        help="whether the GPU ever waits for the loop",
+        description="Decode with many rows and time each step on the host and on the device, and the pauses between.",
+    )
+    _count(parser, "--rows", 256, "requests that run")
+    _count(parser, "--prompt-len", 64, "tokens")
+    _count(parser, "--steps", 200, "that are timed")
+    _bar(parser, "--max-idle", "X", "if the device waits for more than this share")
+    _common(parser)
+
+
+def _growth(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "growth",
+        help="memory after many requests",
+        description="Resident memory after some short requests and after many; it must not grow.",
+    )
+    _count(parser, "--first", 200, "requests before the first reading")
+    _count(parser, "--last", 2000, "requests before the second", low=2)
+    _seed(parser)
+    _common(parser)
+
+
+def _scheduler(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "scheduler",
+        help="what deciding costs, without a model",
+        description="Time plan and commit against a device that answers at once, and how their cost grows.",
+    )
+    _json(parser)
+
+
+def _kernels(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "kernels",
+        help="each GPU kernel against the card's own ceilings",
+        description="Time every CUDA kernel, in TB/s or TFLOP/s, beside what the card reads and multiplies at best.",
+    )
+    parser.add_argument("--only", default="", metavar="NAME", help="only kernels whose name contains this")
+    _json(parser)
+
+
+def _llama_cpp(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "compare-llama-cpp",
+        help="this engine beside llama.cpp on a CPU",
+        description="One stream, a long prompt and 16 streams, turn about with llama.cpp (llama-cpp-python must be "
+        "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
+    )
+    _count(parser, "--rounds", 5, "rounds")
+    _common(parser, groups=ENGINE_TABLES)
+
+
+def _quality(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "quality",
+        usage="quire bench quality --text FILE [options]",
+        help="what quantized weights cost, against float32",
+        description="Perplexity of a text and divergence from the same model in float32, on a CPU.",
+    )
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a plain text, long enough")
+    _count(parser, "--stretches", 8, "how many")
+    _count(parser, "--length", 1024, "tokens of each", low=2)
+    _common(parser, groups=ENGINE_TABLES)
+
+
+FLAGS: tuple[Callable[[Any], None], ...] = (
+    _offline,
+    _batch,
+    _latency,
+    _start,
+    _gap,
+    _growth,
+    _scheduler,
+    _kernels,
+    _llama_cpp,
+    _quality,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What several have in common
+
+
+def _count(parser: ArgumentParser, flag: str, default: int, what: str, low: int = 1) -> None:
+    parser.add_argument(flag, type=_at_least(low), default=default, metavar="N", help=f"{what} (default: {default})")
+
+
+def _seconds(parser: ArgumentParser, flag: str, default: float, what: str) -> None:
+    parser.add_argument(flag, type=float, default=default, metavar="S", help=f"seconds {what} (default: {default})")
+
+
+def _seed(parser: ArgumentParser, what: str = "what to draw prompts from") -> None:
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"{what} (default: 0)")
+
+
+def _bar(parser: ArgumentParser, flag: str, metavar: str, when: str) -> None:
+    parser.add_argument(flag, type=float, metavar=metavar, help=f"exit 2 {when}")
+
+
+def _json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _common(parser: ArgumentParser, **config_flags: Any) -> None:
+    """What every benchmark that runs a model has."""
+    _json(parser)
+    add_config_flags(parser, **config_flags)
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
+def _targets(text: str) -> tuple[float | None, ...]:
+    targets: list[float | None] = []
+    for word in text.split(","):
+        try:
+            targets.append(None if word == "off" else float(word))
+        except ValueError:
+            raise ArgumentTypeError(f"{word!r} is neither off nor a number of milliseconds") from None
+        if not 0.1 <= (targets[-1] or 1.0) <= 1e6:
+            raise ArgumentTypeError(f"{word} ms is no target")
+    return tuple(targets)

@@ -1,0 +1,66 @@
+"""The chunks of OpenAI's chat and completion streams: a head that stays, a choice that changes, usage where it was
+asked for, and how a stream ends, well or not. Both streams make their frames here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.encoding import DONE, data_event
+from quire.server.errors import ApiError, error_body
+from quire.server.gather import ReasoningTokens
+from quire.server.generation import Run, Totals
+from quire.server.openai.schemas import StreamOptions
+from quire.server.sample import Piece
+
+
+def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": totals.prompt_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": totals.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+    }
+
+
+class StreamUsage:
+    """What the chunks of a stream say of usage: nothing, all of it at the end, or with every chunk that so far."""
+
+    def __init__(self, run: Run, options: StreamOptions | None):
+        self._run = run
+        self.at_end = options is not None and options.include_usage
+        self._always = self.at_end and options is not None and options.continuous_usage_stats
+        self._num_tokens = 0
+        self._reasoning = ReasoningTokens()
+
+    def count(self, piece: Piece) -> None:
+        self._num_tokens += len(piece.token_ids)
+        self._reasoning.add(piece)
+
+    def field(self) -> dict[str, Any]:
+        """To be added to a chunk."""
+        if not self.at_end:
+            return {}
+        so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)
+        return {"usage": usage_body(so_far, self._reasoning.count) if self._always else None}
+
+    def last(self) -> dict[str, Any]:
+        return usage_body(self._run.totals, self._reasoning.count)
+
+
+class Chunks:
+    def __init__(self, head: dict[str, Any], run: Run, options: StreamOptions | None):
+        self._head = head
+        self.usage = StreamUsage(run, options)
+
+    def frame(self, choice: dict[str, Any]) -> bytes:
+        return data_event({**self._head, "choices": [choice], **self.usage.field()})
+
+    async def finish(self) -> bytes:
+        if not self.usage.at_end:
+            return DONE
+        return data_event({**self._head, "choices": [], "usage": self.usage.last()}) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return data_event(error_body("openai", error)) + DONE

@@ -1,0 +1,105 @@
+"""Products of few rows and quantized weights against their reference in float64; run as `kernel_checks` are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels import reference
+from tests.gpu.where import Where, close
+
+
+def check_skinny(where: Where) -> None:
+    from quire.kernels.triton.skinny import skinny_linear
+
+    sizes = [(1024, 4096), (3072, 1024), (4096, 768), (576, 960)] if where.large else [(64, 48), (72, 33)]
+    for dtype in where.dtypes:
+        for in_features, out_features in sizes:
+            weight = where.normal(2 * out_features, in_features, dtype=dtype)
+            bias = where.normal(2 * out_features, dtype=dtype)
+            norm_weight = where.normal(in_features, dtype=dtype)
+            where.settle()
+            for rows in (1, 2, 8, 16) if where.large else (1, 3):
+                x = where.normal(rows, in_features, dtype=dtype)
+                where.poison()
+                name = f"skinny_linear {rows} x {in_features} x {out_features}"
+                close(skinny_linear(x, weight), x.double() @ weight.double().T, dtype, name)
+                residual = where.normal(rows, 2 * out_features, dtype=dtype)
+                normed = reference.rms_norm(x.double(), norm_weight.double(), 1e-6)
+                plain = normed @ weight.double().T + bias.double()
+                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual,
+                                    prefetch=weight)  # fmt: skip
+                close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
+                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, silu_mul=True)
+                close(out, reference.silu_mul(plain), dtype, name + " with norm, bias and silu_mul")
+
+
+def check_skinny_fp8(where: Where) -> None:
+    from quire.kernels.triton.skinny import skinny_linear
+
+    for in_features, out_features in [(1024, 4096), (4096, 1024)] if where.large else [(64, 48)]:
+        weight = where.normal(out_features, in_features)
+        scale = weight.abs().amax(1) / 448
+        stored = (weight / scale[:, None]).to(torch.float8_e4m3fn)
+        where.settle()
+        for rows in (1, 4):
+            x = where.normal(rows, in_features, dtype=where.dtypes[-1])
+            expected = x.double() @ (stored.double() * scale.double()[:, None]).T
+            close(skinny_linear(x, stored, weight_scale=scale), expected, where.dtypes[-1], "skinny_linear fp8")
+
+
+def check_fp8_linear(where: Where) -> None:
+    from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
+
+    for in_features, out_features in [(1024, 4096), (4096, 1024)] if where.large else [(64, 48)]:
+        weight = where.normal(out_features, in_features, dtype=where.dtypes[-1])
+        stored, scale = quantize_rows(weight)
+        close(stored.float() * scale[:, None], weight, torch.float8_e4m3fn, "quantize_rows")
+        where.settle()
+        for rows in (1, 16, 17, 300) if where.large else (1, 3):  # beyond 16, torch's product, which needs a GPU
+            x = where.normal(rows, in_features, dtype=where.dtypes[-1])
+            expected = x.double() @ weight.double().T
+            close(fp8_linear(x, stored, scale), expected, torch.float8_e4m3fn, f"fp8_linear {rows} rows", 0.1)
+
+
+def check_fp8_quantize(where: Where) -> None:
+    """With the norm before it and with the SiLU-mul before it."""
+    from quire.kernels.triton.fp8 import quantize_rows
+
+    for rows, width in [(300, 4096), (3, 1000)] if where.large else [(3, 40)]:
+        x = where.normal(rows, 2 * width, dtype=where.dtypes[-1])
+        weight = where.normal(2 * width, dtype=where.dtypes[-1])
+        for options, expected in (
+            ({"norm_weight": weight, "eps": 1e-6}, reference.rms_norm(x.double(), weight.double(), 1e-6)),
+            ({"silu_mul": True}, reference.silu_mul(x.double())),
+        ):
+            stored, scale = quantize_rows(x, **options)
+            assert stored.shape == expected.shape
+            close(stored.float() * scale[:, None], expected, torch.float8_e4m3fn, f"quantize_rows {options.keys()}")
+
+
+def check_dequantize_pages(where: Where) -> None:
+    from quire.kernels.triton.fp8 import dequantize_pages
+
+    num_pages, shape = (200, (16, 8, 128)) if where.large else (5, (8, 2, 32))
+    caches = [where.normal(num_pages, *shape, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2)]
+    table = torch.randperm(num_pages, device=where.device).int().view(5, -1)
+    rows, columns = (torch.arange(num_pages, device=where.device).int() % 5 for _ in range(2))
+    columns = columns % table.shape[1]
+    outs = [
+        torch.full((num_pages, *shape), float("nan"), dtype=where.dtypes[-1], device=where.device) for _ in range(2)
+    ]
+    dequantize_pages(*caches, table, rows, columns, *outs, 0.5, 2.0)
+    pages = table[rows.long(), columns.long()].long()
+    for cache, out, scale in zip(caches, outs, (0.5, 2.0), strict=True):
+        assert torch.equal(out.float(), cache.float()[pages] * scale)
+
+
+CHECKS: dict[str, Callable[[Where], None]] = {
+    "skinny": check_skinny,
+    "skinny_fp8": check_skinny_fp8,
+    "fp8_linear": check_fp8_linear,
+    "fp8_quantize": check_fp8_quantize,
+    "dequantize_pages": check_dequantize_pages,
+}

@@ -95,7 +95,7 @@ class MixedGraphs:
         return Computed(captured.landing.views["sample_rows"][:count], outputs.hidden[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
-        """One with each `next`. A model whose mixed steps can't be captured stays as it is."""
+        """One with each `next`, small ones first. Where kernels can't do it, or no longer, the rest runs eagerly."""
         for size in self._sizes:
             if size not in self._graphs:
                 try:

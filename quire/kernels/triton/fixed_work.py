@@ -19,6 +19,7 @@ from quire.kernels.triton.launch import is_hopper, num_multiprocessors
 from quire.kernels.triton.prefill_shares import MERGE, RECORD, Partials, max_merges, share_out
 
 NOBODY = -1
+MAX_MIXED_TYPES = 256  # tokens of a step that reads the cache in another type than its own
 
 
 @dataclass(slots=True)
@@ -72,6 +73,10 @@ class FixedWork:
 
     def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
         num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+        if k_cache.dtype != q.dtype and self._num_tokens > MAX_MIXED_TYPES:
+            raise NotImplementedError(
+                "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
+            )
         work = Prepared()
         hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
         work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())

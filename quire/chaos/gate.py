@@ -26,7 +26,7 @@ from typing import Any
 from quire.bench.stream_client import Endpoint, Fault, parse_url
 from quire.chaos.compare import NoiseOf, compare
 from quire.chaos.faults import poison_seed, send_order
-from quire.chaos.kinds import DEATHS, KINDS, POISON_CODES, STEPS
+from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
 from quire.chaos.tiny import make_tiny_model
 from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
@@ -196,8 +196,11 @@ class Gate:
         elif kind in STEPS:
             await self.settled()  # several in a row would look like the fault of whoever is suspected
             before = await asyncio.to_thread(send_order, self.orders, None) or {}
+            failures = await self.failed_steps()
             await self.order(kind)
             await self.happened(kind, before.get(kind, 0))
+            if kind in FAILING_STEPS:
+                await self.heard_of(failures)
         elif kind.startswith("poison_"):
             await self.poisonous(kind.removeprefix("poison_"))
         else:
@@ -227,6 +230,16 @@ class Gate:
         """Until the armed fault has come about, once more than before."""
         async with asyncio.timeout(BACK_SECONDS):
             while (await asyncio.to_thread(send_order, self.orders, None) or {}).get(kind, 0) == before:
+                await asyncio.sleep(0.05)
+
+    async def failed_steps(self) -> int:
+        """How many steps have failed in this engine, as its last beat says."""
+        return int((await self.admin("GET", "/admin/state"))["loop"]["transitions"].get("fail", 0))
+
+    async def heard_of(self, failures: int) -> None:
+        """Until a beat knows of one more failed step: before it, the engine is not known to suspect anyone."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while await self.failed_steps() <= failures:
                 await asyncio.sleep(0.05)
 
     async def replaced(self, restarts: int) -> None:

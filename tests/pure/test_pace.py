@@ -22,6 +22,14 @@ def test_the_pace_is_what_was_measured_while_there_was_work() -> None:
     assert pace.seconds_for(1) == pytest.approx(20.0), "none has ended since: at least as long as we have watched"
 
 
+def test_an_engine_that_beats_often_is_not_remembered_for_ever() -> None:
+    pace = Pace()
+    for beat in range(100_000):
+        pace.note(beat / 1000, beat // 10)
+    assert len(pace._marks) < 1000
+    assert pace.seconds_for(100) == pytest.approx(1.0, rel=0.02)
+
+
 def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() -> None:
     pytest.importorskip("zmq")
     import asyncio

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.stream_client import Endpoint, Fault, parse_url
-from quire.chaos.compare import NoiseOf, compare
+from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order
 from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
@@ -63,7 +63,8 @@ class Gate:
     endpoint: Endpoint | None = None
     scripts: list[Script] = field(default_factory=list)
     expected: dict[str, Seen] = field(default_factory=dict)
-    noise: NoiseOf | None = None
+    noise: NoiseOf | None = None  # of seeded samples; None: deterministic
+    arithmetic: Arithmetic | None = None
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="quire-chaos-")))
     is_over: bool = False  # no new requests
 
@@ -146,6 +147,17 @@ class Gate:
                     raise QuireError("engine_failed", f"The undisturbed request {script.name} failed: {seen.error}.")
 
         await asyncio.gather(*(one(script) for script in self.scripts))
+        if self.noise is not None:
+            self.arithmetic = Arithmetic(await self.shift_alone(), self.noise)
+            self.report.shift = self.arithmetic.shift
+
+    async def shift_alone(self) -> float:
+        """How far tokens move when each request is asked by itself, and computed from its first token on."""
+        shifts = []
+        for script in self.scripts:
+            alone = await self.ask({**script.body, "cache_salt": "alone"})
+            shifts.append(measure_shift(self.expected[script.name], alone))
+        return max(shifts)
 
     async def stream_loop(self, number: int) -> None:
         rng = random.Random(f"{self.settings.seed}/{number}")
@@ -159,7 +171,7 @@ class Gate:
             if seen.error is not None:
                 self.report.fail(script, seen.error, self.expected[script.name])
                 continue
-            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.noise)
+            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.arithmetic)
             self.report.count(script, seen, verdict)
 
     # -- faults ---------------------------------------------------------------------------------------------------
@@ -283,7 +295,7 @@ class Gate:
         script = rng.choice(self.scripts)
         seen = await self.ask(script.body, slow=0.2)
         assert seen.error is None, f"ended with {seen.error!r}"
-        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.noise))
+        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.arithmetic))
 
     async def vanish(self, rng: random.Random) -> None:
         """A client that announces a body and goes away, at every stage."""

@@ -108,6 +108,7 @@ class ServerConfig:
     send_timeout: float = knob(60.0, "seconds a client may take to read what was sent before it is cut off", low=0.1)
     response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
     max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)
+    max_stored_bytes: int = knob(256 << 20, "bytes stored responses may take, likewise", low=1 << 16, unit="bytes")
     tool_format: str | None = knob(None, "how the model writes tool calls (default: read from its chat template)")
     log_level: str = knob("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
     log_form: str = knob("text", "log lines for people or for machines", choices=("text", "json"))

@@ -1,6 +1,6 @@
 """Stored responses in one SQLite file, read and written in a thread of its own so that the event loop never waits.
 
-Without a file they live in memory and are gone at exit. Only the newest are kept.
+Without a file they live in memory and are gone at exit. Only the newest are kept, by their number and by their bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS responses (
 )
 """
 
+_DROP_OLDEST = "DELETE FROM responses WHERE number = (SELECT MIN(number) FROM responses)"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
@@ -38,8 +40,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    def __init__(self, path: str | None, max_stored: int):
-        self._max_stored = max_stored
+    def __init__(self, path: str | None, max_stored: int, max_bytes: int = 256 << 20):
+        self._max_stored, self._max_bytes = max_stored, max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-store")
         try:
             self._database = self._thread.submit(self._open, path or ":memory:").result()
@@ -65,6 +67,13 @@ class ResponseStore:
         insert = "INSERT OR REPLACE INTO responses (id, owner, body, items, messages) VALUES (?, ?, ?, ?, ?)"
         cursor = self._database.execute(insert, (response.id, response.owner, *texts))
         self._database.execute("DELETE FROM responses WHERE number <= ?", ((cursor.lastrowid or 0) - self._max_stored,))
+        while self._num_bytes() > self._max_bytes and self._database.execute(_DROP_OLDEST).rowcount:
+            pass
+
+    def _num_bytes(self) -> int:
+        names = ("page_count", "freelist_count", "page_size")
+        used, free, size = (int(self._database.execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
+        return (used - free) * size
 
     async def get(self, response_id: str, owner: str) -> StoredResponse | None:
         query = "SELECT body, items, messages FROM responses WHERE id = ? AND owner = ?"

@@ -41,6 +41,22 @@ def test_only_the_newest_are_kept() -> None:
     asyncio.run(go())
 
 
+def test_large_ones_go_when_they_take_too_much() -> None:
+    async def go() -> None:
+        store = ResponseStore(None, 1000, max_bytes=1 << 20)
+        for number in range(20):
+            await store.put(StoredResponse(f"resp_{number}", "me", {"text": "x" * 200_000}, [], []))
+        kept = [number for number in range(20) if await store.get(f"resp_{number}", "me")]
+        assert kept and kept == list(range(kept[0], 20)) and 3 <= len(kept) <= 5, kept
+        await store.put(StoredResponse("huge", "me", {"text": "x" * 2_000_000}, [], []))
+        assert await store.get("huge", "me") is None, "what is larger than all there is room for is not kept"
+        await store.put(response(99))
+        assert await store.get("resp_99", "me") == response(99)
+        await store.close()
+
+    asyncio.run(go())
+
+
 def test_a_file_outlives_the_server(tmp_path: Path) -> None:
     async def go() -> None:
         for _ in range(2):

@@ -38,6 +38,7 @@ BAD_BODIES = f"{E2E}bad_input.py::test_bad_bodies"
 FUZZED = f"{PURE}fuzz.py::test_random_input_is_taken_or_refused"
 FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed"
 ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
+CONNECTION = f"{PURE}server_connection.py::test_a_head"
 ROUTES = f"{E2E}security.py::test_every_route_but_the_probes_and_the_page_wants_a_key"
 
 REMOVALS: tuple[Removal, ...] = (
@@ -128,6 +129,15 @@ REMOVALS: tuple[Removal, ...] = (
             (Edit("quire/server/generation.py", "excess = len(client.live) + count - self._max_open", "excess = 0"),
              Edit("quire/engine/scheduler.py", "            self._admission.admit(request, len(self.waiting), "
                   "self.waiting.num_tokens)\n", "            pass\n"))),
+    _one("unbounded fields", "stored responses have a bound",
+         f"{PURE}server_store.py::test_large_ones_go_when_they_take_too_much",
+         "quire/server/store.py", "while self._num_bytes() > self._max_bytes and", "while False and"),
+    # -- heads
+    _one("heads that do not end", "a head has a time", f"{CONNECTION}_that_does_not_end_in_time_is_cut_off",
+         "quire/server/connection.py", "self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)",
+         "self._timer = None"),
+    _one("heads that do not end", "a head has a size", f"{CONNECTION}_without_end_is_refused",
+         "quire/server/connection.py", "if self._num_bytes > MAX_HEAD and", "if False and"),
     # -- readers that do not read: we give them up, and so does the system
     Removal("readers that do not read", "nobody waits longer than send_timeout",
             f"{E2E}security.py::test_a_reader_who_does_not_read_is_cut_off",

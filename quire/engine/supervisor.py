@@ -157,8 +157,8 @@ class Supervisor:
             if isinstance(message, wire.Deltas | wire.Beat):
                 self.client.take(message)
             elif isinstance(message, wire.Fault):
-                self.errors.put("step" if message.kind == "step_failed" else "message", message.kind, message.what,
-                                message.ids)  # fmt: skip
+                kind = "step" if message.kind.startswith("step_") else "message"
+                self.errors.put(kind, message.kind, message.what, message.ids)
                 self._log("warning", "engine fault", kind=message.kind, what=message.what, requests=len(message.ids))
             elif isinstance(message, wire.Checked):
                 waiting = self._checks.pop(message.number, None)

@@ -263,6 +263,18 @@ def test_an_engine_that_can_not_do_with_less_gets_what_it_had() -> None:
     with_rig(play, Budget(3, 1000.0, 1000.0, None, "precision"))
 
 
+def test_a_step_that_failed_and_is_tried_again_leaves_a_line_and_an_entry() -> None:
+    async def play(rig: Rig) -> None:
+        rig.link._news.put_nowait(wire.Fault("step_split", "step_failed: RuntimeError: boom", ["a", "b"]))
+        rig.link._news.put_nowait(wire.Fault("foreign_frame", "not ours"))
+        await rig.until(lambda: rig.supervisor.errors.total == 2)
+        kinds = {failure.code: (failure.kind, failure.ids) for failure in rig.supervisor.errors.newest()}
+        assert kinds == {"step_split": ("step", ("a", "b")), "foreign_frame": ("message", ())}
+        assert any("boom" in line and "'requests': 2" in line for line in rig.moves)
+
+    with_rig(play)
+
+
 def test_deadlines_hold_while_there_is_no_engine() -> None:
     async def play(rig: Rig) -> None:
         rig.broken_starts = 1

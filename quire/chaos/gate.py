@@ -51,6 +51,7 @@ class Settings:
     faults: int | None = None  # None: one every few seconds
     hang_timeout: float = 20.0
     threads: int | None = None
+    kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
 
 
@@ -95,6 +96,7 @@ class Gate:
         flags += ["--random-weights"] if tiny else []
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
+        flags += ["--kernels", settings.kernels] if settings.kernels != "auto" else []
         command = [sys.executable, "-m", "quire.chaos.server_process", str(self.orders), *flags]
         log = open(self.folder / "server.log", "w")  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(

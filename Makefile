@@ -1,7 +1,7 @@
 # What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
 PYTHON ?= python
 
-.PHONY: check format lint types imports fast test slow native fuzz chaos
+.PHONY: check format lint types imports fast test slow native fuzz rules chaos
 
 check: lint types imports fast
 
@@ -33,6 +33,9 @@ slow:
 
 fuzz:
 	$(PYTHON) -m tests.fuzz --cases $(or $(CASES),20000)
+
+rules:
+	$(PYTHON) -m tests.rules
 
 chaos:
 	$(PYTHON) -m quire chaos --model tiny --deterministic

@@ -107,6 +107,17 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     return Assembly(engine, edge, memory, files, loaded.dtype, desk)
 
 
+def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
+    """Settings of an engine that keeps the same in fewer bytes, for when this one runs out of memory; none: this is
+    the lowest, or the mode allows no other."""
+    if parts.memory.device != "cpu":
+        return {"kv_dtype": "fp8"} if config.cache.kv_dtype == "auto" else {}
+    keeps_blocks = parts.files.kind == "gguf" and config.model.dtype == "auto"  # smaller than any float
+    if config.engine.deterministic or config.model.quant != "none" or keeps_blocks:
+        return {}
+    return {"dtype": "float16"} if config.model.dtype in ("auto", "float32") else {}
+
+
 def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
                  weights: int = 0) -> tuple[Engine, MemoryPlan]:  # fmt: skip
     """An engine around a model that is already loaded."""

@@ -1,8 +1,10 @@
 """An answer under chaos against the same answer undisturbed: identical, parted at a near-tie, or wrong, and how.
 
 The default mode may part from the undisturbed run only where two tokens were nearly tied: a stream that goes on in
-another engine has its past computed in another batch, and sums of another order differ in their last bits. In the
-deterministic mode nothing may differ.
+another engine has its past computed in other company, and company decides how finely activations are rounded and in
+which order sums are taken. How much that moves a token is measured: every request is asked once among others and once
+alone, and two tokens are tied if they lie no further apart than both may have moved. In the deterministic mode nothing
+may differ.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 
 from quire.chaos.traffic import Choice, Script, Seen
 
-NEAR_TIE = 2e-3  # in logits, of which rounding in float32 moves the last digits
+LAST_DIGITS = 1e-3  # of a logit in float32, which the order of sums moves
+Noise = Callable[[int, int, int, bytes], float]  # seed, sample index, position, token -> what was added to its score
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +56,38 @@ class NoiseOf:
         return float(Noise(self._vocab_size, "cpu").gumbel(key, torch.tensor([position]), ids)[0, 0])
 
 
-def compare(
-    script: Script, expected: Seen, seen: Seen, noise: Callable[[int, int, int, bytes], float] | None
-) -> Verdict:
-    """`noise`: None in the deterministic mode, where no gap excuses a difference."""
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What the default mode may differ by: how far company moved the log-probability of any token, and the noise."""
+
+    shift: float
+    noise: Noise
+
+    def near_tie(self, temperature: float) -> float:
+        """Two scores closer than this may change places: each may have moved."""
+        return max(LAST_DIGITS, 2 * self.shift) / (temperature or 1.0)
+
+
+def measure_shift(among_others: Seen, alone: Seen) -> float:
+    """How far the log-probability of any token moved, as long as both runs said the same."""
+    shift = 0.0
+    for index, want in among_others.choices.items():
+        got = alone.choices.get(index, Choice())
+        for a, b, before, after in zip(want.tokens, got.tokens, want.logprobs, got.logprobs, strict=False):
+            if a != b:
+                break
+            shift = max(shift, abs(before - after))
+    return shift
+
+
+def compare(script: Script, expected: Seen, seen: Seen, arithmetic: Arithmetic | None) -> Verdict:
+    """`arithmetic`: None in the deterministic mode, where no gap excuses a difference."""
     verdict = Verdict()
     for index, want in expected.choices.items():
         got = seen.choices.get(index, Choice())
         if (got.tokens, got.text, got.calls, got.finish) == (want.tokens, want.text, want.calls, want.finish):
             continue
-        _explain(verdict, script, index, want, got, expected, noise)
+        _explain(verdict, script, index, want, got, expected, arithmetic)
     if verdict.is_clean and not verdict.near_ties and expected.usage is not None:
         keys = ("prompt_tokens", "completion_tokens")
         if seen.usage is None or any(seen.usage[key] != expected.usage[key] for key in keys):
@@ -72,7 +97,7 @@ def compare(
 
 
 def _explain(verdict: Verdict, script: Script, index: int, want: Choice, got: Choice, expected: Seen,
-             noise: Callable[[int, int, int, bytes], float] | None) -> None:  # fmt: skip
+             arithmetic: Arithmetic | None) -> None:  # fmt: skip
     place = next((i for i, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
     if place is None:
         shorter, longer = len(got.tokens), len(want.tokens)
@@ -94,8 +119,8 @@ def _explain(verdict: Verdict, script: Script, index: int, want: Choice, got: Ch
             verdict.duplicated += count
             verdict.detail = f"{count} tokens came twice at {place}"
             return
-    gap = _gap(script, index, place, want, got, expected, noise) if noise is not None else None
-    if gap is not None and gap < NEAR_TIE:
+    gap = None if arithmetic is None else _gap(script, index, place, want, got, expected, arithmetic.noise)
+    if arithmetic is not None and gap is not None and gap <= arithmetic.near_tie(script.temperature):
         verdict.near_ties += (Divergence(f"{script.name}/{index}", place, gap),)
         return
     verdict.wrong += 1
@@ -103,14 +128,14 @@ def _explain(verdict: Verdict, script: Script, index: int, want: Choice, got: Ch
 
 
 def _gap(script: Script, index: int, place: int, want: Choice, got: Choice, expected: Seen,
-         noise: Callable[[int, int, int, bytes], float] | None) -> float:  # fmt: skip
+         noise: Noise) -> float:  # fmt: skip
     """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
     scores = []
     for choice in (want, got):
         token, past = choice.tokens[place], want.tokens[:place]
         score = choice.logprobs[place] - script.body.get("frequency_penalty", 0.0) * past.count(token)
         score -= script.body.get("presence_penalty", 0.0) * (token in past)
-        if script.temperature and noise is not None:
+        if script.temperature:
             position = (expected.usage or {}).get("prompt_tokens", 0) + place
             score = score / script.temperature + noise(script.body["seed"], index, position, token)
         scores.append(score)

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.stream_client import Endpoint, Fault, parse_url
-from quire.chaos.compare import NoiseOf, compare
+from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order
-from quire.chaos.kinds import DEATHS, KINDS, POISON_CODES, STEPS
+from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
 from quire.chaos.tiny import make_tiny_model
 from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
@@ -51,6 +51,7 @@ class Settings:
     faults: int | None = None  # None: one every few seconds
     hang_timeout: float = 20.0
     threads: int | None = None
+    kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
 
 
@@ -63,7 +64,8 @@ class Gate:
     endpoint: Endpoint | None = None
     scripts: list[Script] = field(default_factory=list)
     expected: dict[str, Seen] = field(default_factory=dict)
-    noise: NoiseOf | None = None
+    noise: NoiseOf | None = None  # of seeded samples; None: deterministic
+    arithmetic: Arithmetic | None = None
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="quire-chaos-")))
     is_over: bool = False  # no new requests
 
@@ -94,6 +96,7 @@ class Gate:
         flags += ["--random-weights"] if tiny else []
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
+        flags += ["--kernels", settings.kernels] if settings.kernels != "auto" else []
         command = [sys.executable, "-m", "quire.chaos.server_process", str(self.orders), *flags]
         log = open(self.folder / "server.log", "w")  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(
@@ -146,6 +149,17 @@ class Gate:
                     raise QuireError("engine_failed", f"The undisturbed request {script.name} failed: {seen.error}.")
 
         await asyncio.gather(*(one(script) for script in self.scripts))
+        if self.noise is not None:
+            self.arithmetic = Arithmetic(await self.shift_alone(), self.noise)
+            self.report.shift = self.arithmetic.shift
+
+    async def shift_alone(self) -> float:
+        """How far tokens move when each request is asked by itself, and computed from its first token on."""
+        shifts = []
+        for script in self.scripts:
+            alone = await self.ask({**script.body, "cache_salt": "alone"})
+            shifts.append(measure_shift(self.expected[script.name], alone))
+        return max(shifts)
 
     async def stream_loop(self, number: int) -> None:
         rng = random.Random(f"{self.settings.seed}/{number}")
@@ -159,7 +173,7 @@ class Gate:
             if seen.error is not None:
                 self.report.fail(script, seen.error, self.expected[script.name])
                 continue
-            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.noise)
+            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.arithmetic)
             self.report.count(script, seen, verdict)
 
     # -- faults ---------------------------------------------------------------------------------------------------
@@ -196,8 +210,11 @@ class Gate:
         elif kind in STEPS:
             await self.settled()  # several in a row would look like the fault of whoever is suspected
             before = await asyncio.to_thread(send_order, self.orders, None) or {}
+            failures = await self.failed_steps()
             await self.order(kind)
             await self.happened(kind, before.get(kind, 0))
+            if kind in FAILING_STEPS:
+                await self.heard_of(failures)
         elif kind.startswith("poison_"):
             await self.poisonous(kind.removeprefix("poison_"))
         else:
@@ -227,6 +244,16 @@ class Gate:
         """Until the armed fault has come about, once more than before."""
         async with asyncio.timeout(BACK_SECONDS):
             while (await asyncio.to_thread(send_order, self.orders, None) or {}).get(kind, 0) == before:
+                await asyncio.sleep(0.05)
+
+    async def failed_steps(self) -> int:
+        """How many steps have failed in this engine, as its last beat says."""
+        return int((await self.admin("GET", "/admin/state"))["loop"]["transitions"].get("fail", 0))
+
+    async def heard_of(self, failures: int) -> None:
+        """Until a beat knows of one more failed step: before it, the engine is not known to suspect anyone."""
+        async with asyncio.timeout(BACK_SECONDS):
+            while await self.failed_steps() <= failures:
                 await asyncio.sleep(0.05)
 
     async def replaced(self, restarts: int) -> None:
@@ -270,7 +297,7 @@ class Gate:
         script = rng.choice(self.scripts)
         seen = await self.ask(script.body, slow=0.2)
         assert seen.error is None, f"ended with {seen.error!r}"
-        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.noise))
+        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.arithmetic))
 
     async def vanish(self, rng: random.Random) -> None:
         """A client that announces a body and goes away, at every stage."""

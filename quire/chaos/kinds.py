@@ -6,6 +6,7 @@ from __future__ import annotations
 DEATHS = ("kill", "stop", "crash", "commit", "frame_lost", "frame_damaged", "order_damaged")
 STEPS = ("forward", "sample", "wait", "mask", "memory", "frame_foreign", "frame_doubled", "order_foreign",
          "order_doubled", "host_page")  # fmt: skip
+FAILING_STEPS = ("forward", "sample", "wait", "mask", "memory")  # of these, the ones that make a step fail
 POISON_CODES = {"raise": "step_failed", "nonfinite": "bad_logits", "die": "quarantined", "mask": "step_failed",
                 "prepare": "prepare_failed", "detokenize": "detokenize_failed"}  # fmt: skip
 CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk")

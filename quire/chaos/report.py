@@ -27,6 +27,7 @@ class Report:
     duplicated: int = 0
     wrong: int = 0
     leaked: int = 0
+    shift: float = 0.0  # by which company alone moved the log-probability of a token
     near_ties: list[Divergence] = field(default_factory=list)
     resumed: int = 0
     restarts: int = 0
@@ -78,6 +79,7 @@ class Report:
             ("tokens duplicated", str(self.duplicated)),
             ("wrong bytes", str(self.wrong)),
             ("leaked pages", str(self.leaked)),
+            ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that are tied)"),
             ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
             ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
             ("peak memory", f"engine {format_bytes(self.engine_peak_bytes)}, "

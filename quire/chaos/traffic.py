@@ -129,9 +129,9 @@ async def ask(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | No
             return seen
         parser, last, finished = EventParser(), loop.time(), False
         async for part in connection.body(headers):
-            now = loop.time()
-            seen.longest_pause, last = max(seen.longest_pause, now - last), now
-            for payload in parser.feed(part):
+            for payload in parser.feed(part):  # signs of life in a pause are none
+                now = loop.time()
+                seen.longest_pause, last = max(seen.longest_pause, now - last), now
                 if payload == "[DONE]":
                     finished = True
                 else:

@@ -32,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--deterministic", action="store_true", help="every answer must be the same to the byte")
     parser.add_argument("--hang-timeout", type=float, default=20.0, help="when a stuck engine is given up (seconds)")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
+    parser.add_argument("--kernels", default="auto", help="what the engine computes with (torch: float32 throughout)")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as a Markdown page")
 
@@ -47,7 +48,7 @@ def run(args: Namespace) -> int:
     if unknown:
         raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
     settings = Settings(args.model, args.minutes * 60, args.streams, args.seed, args.deterministic, args.max_tokens,
-                        faults=args.faults, hang_timeout=args.hang_timeout, threads=args.threads,
+                        faults=args.faults, hang_timeout=args.hang_timeout, threads=args.threads, kernels=args.kernels,
                         kinds=kinds)  # fmt: skip
     say = _teller(args.json)
     report = asyncio.run(run_gate(settings, say))

@@ -22,7 +22,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def build(config: Config) -> Built:
-    from quire.assemble import assemble  # torch takes seconds, and the wrong message should not wait for it
+    from quire.assemble import (
+        assemble,
+        lower_precision,
+    )  # torch takes seconds, and the wrong message should not wait for it
 
     parts = assemble(config)
     parts.engine.do_chore()  # what one request needs: the first client should not wait for a compiler
@@ -35,6 +38,7 @@ def build(config: Config) -> Built:
         model=config.model.model,
         dtype=parts.dtype,
         memory=parts.memory.to_json(),
+        lower=lower_precision(config, parts),
     )
     if parts.desk is not None:
         parts.desk.warm()

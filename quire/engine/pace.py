@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 KEPT_BUSY_SECONDS = 60.0
+APART_SECONDS = 0.25  # between two marks that are kept: an engine that goes idle after every request beats often
 MIN_BUSY_SECONDS = 0.5
 UNKNOWN_SECONDS = 1.0  # for each request, before anything was measured
 
@@ -19,6 +20,8 @@ class Pace:
     def note(self, busy_seconds: float, ended: int) -> None:
         if self._marks and (busy_seconds < self._marks[-1][0] or ended < self._marks[-1][1]):
             self._marks.clear()  # another engine, which counts from zero
+        if len(self._marks) > 1 and busy_seconds < self._marks[-2][0] + APART_SECONDS:
+            self._marks.pop()
         self._marks.append((busy_seconds, ended))
         while len(self._marks) > 2 and self._marks[1][0] < busy_seconds - KEPT_BUSY_SECONDS:
             self._marks.popleft()

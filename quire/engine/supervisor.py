@@ -31,6 +31,7 @@ LONGEST_WAIT_SECONDS = 10.0
 CHECK_SECONDS = 30.0
 KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
+UNUSABLE = frozenset({"invalid_parameter", "unsupported_model"})  # said of settings no engine can be built from
 SHRINK = 0.75  # of the pool, after the engine ran out of memory
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
@@ -65,7 +66,7 @@ class Supervisor:
         self.num_restarts = 0
         self.peak_memory = 0
         self._start_link = start_link
-        self._settings = dict(settings)
+        self._settings = self._before = dict(settings)  # now, and before it was made to need less memory
         self._budget = budget
         self._log = log
         self._clock = clock
@@ -156,8 +157,8 @@ class Supervisor:
             if isinstance(message, wire.Deltas | wire.Beat):
                 self.client.take(message)
             elif isinstance(message, wire.Fault):
-                self.errors.put("step" if message.kind == "step_failed" else "message", message.kind, message.what,
-                                message.ids)  # fmt: skip
+                kind = "step" if message.kind.startswith("step_") else "message"
+                self.errors.put(kind, message.kind, message.what, message.ids)
                 self._log("warning", "engine fault", kind=message.kind, what=message.what, requests=len(message.ids))
             elif isinstance(message, wire.Checked):
                 waiting = self._checks.pop(message.number, None)
@@ -244,7 +245,12 @@ class Supervisor:
     def _next_settings(self, cause: QuireError) -> dict[str, Any]:
         """What the next engine is built from: the same, or less where the last one ran out of memory."""
         if cause.code == "out_of_memory":
+            self._before = self._settings
             self._settings = with_less_memory(self._settings, self._budget.on_memory, self.client.ready)
+            changed = {name: value for name, value in self._settings.items() if self._before.get(name) != value}
+            self._log("warning", "less memory for the next engine", **changed)
+        elif cause.code in UNUSABLE:  # less was too little, or not possible
+            self._settings = self._before
         return self._settings
 
     def _moved(self, move: Move) -> None:
@@ -259,14 +265,13 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
 
 def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready) -> dict[str, Any]:
-    if how == "shrink":
+    if how == "precision" and ready.lower:
+        return {**settings, **ready.lower}
+    if how != "same":
         units = [group["units"] for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
         pages = int(settings.get("num_pages") or min(units, default=0))
         if pages > 2:
             return {**settings, "num_pages": max(2, int(pages * SHRINK))}
-    if how == "precision":
-        on_cpu = str(ready.memory.get("device", "cpu")) == "cpu"
-        return {**settings, **({"dtype": "float16"} if on_cpu else {"kv_dtype": "fp8"})}
     return dict(settings)
 
 

@@ -105,6 +105,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     dtype: str
     memory: dict[str, Any]
     limits: dict[str, Any]
+    lower: dict[str, Any] = {}  # settings of an engine that keeps the same in fewer bytes; none: there is no such
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

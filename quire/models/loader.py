@@ -68,7 +68,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
         dtype = "float32" if dtype == "auto" else dtype
-        _check_deterministic(find_model_type(hf_config), dtype)
+        _check_deterministic(find_model_type(hf_config), dtype, quant, kernels)
     ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
@@ -182,7 +182,7 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
-def _check_deterministic(model_type: str, dtype: str) -> None:
+def _check_deterministic(model_type: str, dtype: str, quant: str, kernels: str) -> None:
     """What has been shown to give the same bits whatever surrounds a row, and nothing else."""
     if model_type not in FIXED_FAMILIES:
         what = f"The deterministic mode does not cover {model_type} models yet, only {', '.join(FIXED_FAMILIES)}."
@@ -190,6 +190,10 @@ def _check_deterministic(model_type: str, dtype: str) -> None:
     if dtype != "float32":
         what = f"The deterministic mode computes in float32 only, not in {dtype}."
         raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
+    for name, given, allowed in (("quant", quant, ("none",)), ("kernels", kernels, ("auto", "torch"))):
+        if given not in allowed:
+            what = f"The deterministic mode has kernels of its own, in float32, and takes no --{name} {given}."
+            raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
 
 
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:

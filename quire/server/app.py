@@ -56,6 +56,11 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
         server.metrics.failed(route_label(request.scope), error.code)
         return show(request, error)
 
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        """Only the reply: Starlette raises it again, and the gate counts and logs it."""
+        return show(request, ApiError(500, "internal_error", "The server made a mistake. It has been logged."))
+
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         return answer(request, error)

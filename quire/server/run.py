@@ -25,6 +25,7 @@ from quire.engine.supervisor import Budget, Supervisor, engine_settings, link_st
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
+from quire.server.connection import Connection
 from quire.server.generation import Generation
 from quire.server.keys import KeyRing, RateLimits
 from quire.server.logs import LibraryLines, Log
@@ -126,7 +127,7 @@ def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
 
 async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: Callable[[str], None]) -> int:
     http = _Http(
-        uvicorn.Config(app, loop="none", http="httptools", lifespan="off", log_config=None, access_log=False,
+        uvicorn.Config(app, loop="none", http=Connection, lifespan="off", log_config=None, access_log=False,
                        server_header=False, backlog=BACKLOG, timeout_keep_alive=75)
     )  # fmt: skip
     library = logging.getLogger("uvicorn.error")

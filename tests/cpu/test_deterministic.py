@@ -194,3 +194,6 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": CPU, "max_model_len": None, "page_tokens": 4, "deterministic": True}
     with pytest.raises(QuireError, match="float16"):
         load_model(files, dtype="float16", **options)
+    for name, given in (("quant", "q8_0"), ("kernels", "avx2")):
+        with pytest.raises(QuireError, match=f"deterministic mode .* takes no --{name} {given}"):
+            load_model(files, dtype="auto", **options, **{name: given})

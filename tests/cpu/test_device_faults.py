@@ -15,7 +15,8 @@ from torch import Tensor
 
 import quire.assemble as assemble
 from quire.cache.memory import plan_memory
-from quire.config import CacheConfig
+from quire.config import CacheConfig, Config
+from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
@@ -368,3 +369,17 @@ def test_explaining_which_kernel_each_op_gets() -> None:
     told = {entry["op"]: entry for entry in try_all(replace(fast_ops(), silu_mul=bad), SHAPE, CPU)}
     assert told["norm"]["implementation"] == "triton" and told["silu_mul"]["implementation"] == "torch"
     assert "no such instruction" in told["silu_mul"]["why"]
+
+
+def test_an_engine_of_lower_precision_takes_less_memory(tmp_path: Path) -> None:
+    """What the server gives the next engine after one ran out of memory, where it is asked to (--out-of-memory)."""
+    folder = make_tiny("llama", tmp_path)[1]
+    config = override_config(Config(), {"model": str(folder), "num_pages": 16, "threads": 1})
+    parts = assemble.assemble(config)
+    lower = assemble.lower_precision(config, parts)
+    assert lower == {"dtype": "float16"}
+    less = override_config(config, lower)
+    smaller = assemble.assemble(less)
+    assert smaller.memory.weights < parts.memory.weights and assemble.lower_precision(less, smaller) == {}
+    fixed = override_config(config, {"deterministic": True})
+    assert assemble.lower_precision(fixed, parts) == {}, "that mode knows float32 alone"

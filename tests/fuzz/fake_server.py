@@ -61,8 +61,9 @@ class FakeServer:
         self.server = make_server(config, supervisor, Tokenizer.from_folder(model), log)
         self.app = create_app(self.server, "test")
 
-    async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None
-                   ) -> tuple[int, bytes]:  # fmt: skip
+    async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None,
+                   reply_headers: dict[str, str] | None = None) -> tuple[int, bytes]:  # fmt: skip
+        """Status and body of the reply; its headers go into `reply_headers`."""
         given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
@@ -85,6 +86,8 @@ class FakeServer:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if reply_headers is not None:
+                    reply_headers.update({name.decode(): value.decode() for name, value in message["headers"]})
             else:
                 parts.append(message.get("body", b""))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from quire.engine.pace import Pace
@@ -20,6 +22,36 @@ def test_the_pace_is_what_was_measured_while_there_was_work() -> None:
     assert pace.seconds_for(2) == 2.0
     pace.note(20.5, 1)
     assert pace.seconds_for(1) == pytest.approx(20.0), "none has ended since: at least as long as we have watched"
+
+
+def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
+    for package in ("msgspec", "zmq", "fastapi", "prometheus_client", "uvicorn", "tokenizers"):
+        pytest.importorskip(package)
+    import asyncio
+
+    from quire.engine import wire
+    from tests.fuzz.fake_server import FakeServer
+
+    async def play() -> None:
+        fake = FakeServer(tmp_path)
+        client = fake.server.client
+        client.pace.note(0.0, 0)
+        client.pace.note(30.0, 20)  # two in three seconds, while it worked
+        client.beat = wire.Beat(waiting=8)
+        fake.server.generation._max_open = 0
+        headers: dict[str, str] = {}
+        status, answer = await fake.post("/v1/completions", b'{"prompt": "x"}', reply_headers=headers)
+        assert status == 429 and b"queue_full" in answer and headers["retry-after"] == "12"
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_beats_often_is_not_remembered_for_ever() -> None:
+    pace = Pace()
+    for beat in range(100_000):
+        pace.note(beat / 1000, beat // 10)
+    assert len(pace._marks) < 1000
+    assert pace.seconds_for(100) == pytest.approx(1.0, rel=0.02)
 
 
 def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() -> None:

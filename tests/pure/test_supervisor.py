@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
+import msgspec
+
 from quire.engine import wire
 from quire.engine.client import EngineClient, Ticket
 from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
@@ -70,7 +72,8 @@ class FakeLink:
 class Rig:
     def __init__(self, budget: Budget = BUDGET):
         self.links: list[FakeLink] = []
-        self.broken_starts = 0
+        self.broken_starts, self.broken_code = 0, "engine_failed"
+        self.tried: list[dict[str, Any]] = []  # settings
         self.moves: list[str] = []
         self.client = EngineClient()
         self.supervisor = Supervisor(
@@ -78,9 +81,10 @@ class Rig:
         )
 
     async def _start(self, settings: Mapping[str, Any]) -> Any:
+        self.tried.append(dict(settings))
         if self.broken_starts:
             self.broken_starts -= 1
-            raise QuireError("engine_failed", "It does not start.")
+            raise QuireError(self.broken_code, "It does not start.")
         self.links.append(FakeLink(settings))
         return self.links[-1]
 
@@ -241,7 +245,34 @@ def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
 
     with_rig(grow, Budget(1, 1000.0, 1000.0, 2000, "shrink"))
     assert with_less_memory({"num_pages": 8}, "shrink", READY) == {"num_pages": 6}
-    assert with_less_memory({}, "precision", READY) == {"dtype": "float16"}
+    lower = msgspec.structs.replace(READY, lower={"dtype": "float16"})
+    assert with_less_memory({"num_pages": 8}, "precision", lower) == {"num_pages": 8, "dtype": "float16"}
+    assert with_less_memory({}, "precision", READY) == {"num_pages": 75}, "no lower precision: a smaller pool"
+    assert with_less_memory({"num_pages": 8}, "same", lower) == {"num_pages": 8}
+
+
+def test_an_engine_that_can_not_do_with_less_gets_what_it_had() -> None:
+    async def play(rig: Rig) -> None:
+        rig.client.ready = msgspec.structs.replace(READY, lower={"kv_dtype": "fp8"})
+        rig.broken_starts, rig.broken_code = 1, "invalid_parameter"
+        rig.link.die(code="out_of_memory")
+        second = await rig.next_life()
+        assert rig.tried == [{}, {"kv_dtype": "fp8"}, {}] and second.settings == {}
+        assert any("kv_dtype" in move for move in rig.moves), "the log says what the next engine is given"
+
+    with_rig(play, Budget(3, 1000.0, 1000.0, None, "precision"))
+
+
+def test_a_step_that_failed_and_is_tried_again_leaves_a_line_and_an_entry() -> None:
+    async def play(rig: Rig) -> None:
+        rig.link._news.put_nowait(wire.Fault("step_split", "step_failed: RuntimeError: boom", ["a", "b"]))
+        rig.link._news.put_nowait(wire.Fault("foreign_frame", "not ours"))
+        await rig.until(lambda: rig.supervisor.errors.total == 2)
+        kinds = {failure.code: (failure.kind, failure.ids) for failure in rig.supervisor.errors.newest()}
+        assert kinds == {"step_split": ("step", ("a", "b")), "foreign_frame": ("message", ())}
+        assert any("boom" in line and "'requests': 2" in line for line in rig.moves)
+
+    with_rig(play)
 
 
 def test_deadlines_hold_while_there_is_no_engine() -> None:

@@ -1,0 +1,234 @@
+"""For every row of docs/security.md, how its rules are taken away, and the test that must fail then.
+
+A removal is a change of the source: exact text, which must stand there once, and what stands there without the rule.
+`tests/pure/test_security.py` checks that the list fits the sources and the page; `__main__` does the removing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PURE, CPU, E2E = "tests/pure/test_", "tests/cpu/test_", "tests/e2e/test_"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: str
+    text: str
+    without: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    threat: str  # the row's first cell
+    rule: str  # what is gone
+    test: str  # as pytest names it
+    edits: tuple[Edit, ...]
+
+
+def _one(threat: str, rule: str, test: str, file: str, text: str, without: str) -> Removal:
+    return Removal(threat, rule, test, (Edit(file, text, without),))
+
+
+WIRE, SANDBOX, GATE = "quire/engine/wire.py", "quire/text/sandbox.py", "quire/server/gate.py"
+GGUF, SAFETENSORS = "quire/files/gguf.py", "quire/files/safetensors.py"
+TEMPLATE_TEST = f"{PURE}security.py::test_a_template_reaches_nothing_and_builds_nothing_huge"
+NO_MEDIA = f"{E2E}security.py::test_no_media_is_fetched_and_no_template_is_taken"
+BAD_BODIES = f"{E2E}bad_input.py::test_bad_bodies"
+FUZZED = f"{PURE}fuzz.py::test_random_input_is_taken_or_refused"
+FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed"
+ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
+CONNECTION = f"{PURE}server_connection.py::test_a_head"
+ROUTES = f"{E2E}security.py::test_every_route_but_the_probes_and_the_page_wants_a_key"
+
+REMOVALS: tuple[Removal, ...] = (
+    # -- unsafe deserialization
+    _one("unsafe deserialization", "no pickle",
+         f"{PURE}security.py::test_nothing_is_deserialized_or_run_that_can_hold_code",
+         WIRE, "import struct\nimport zlib\n", "import pickle\nimport struct\nimport zlib\n"),
+    _one("unsafe deserialization", "no torch.load",
+         f"{PURE}security.py::test_nothing_is_deserialized_or_run_that_can_hold_code",
+         "quire/models/loader.py", "def load_model(", "def load_pickled(path):\n    return torch.load(path)\n\n\n"
+         "def load_model("),
+    _one("unsafe deserialization", "messages are typed",
+         f"{PURE}wire_messages.py::test_what_is_no_message_is_refused",
+         WIRE, "= msgspec.msgpack.Decoder(ToEngine)", "= msgspec.msgpack.Decoder()"),
+    _one("unsafe deserialization", "frames are checksummed", FRAMES,
+         WIRE, "if zlib.crc32(payload, number) != checksum:", "if False:"),
+    _one("unsafe deserialization", "frames are numbered", FRAMES,
+         WIRE, "if number != expected:", "if False:"),
+    # -- template injection
+    _one("template injection", "no template from a request", NO_MEDIA,
+         "quire/server/schemas.py", 'extra="forbid"', 'extra="ignore"'),
+    _one("template injection", "a fixed list of variables", NO_MEDIA,
+         "quire/server/chat.py", "unknown = sorted(set(conversation.template_kwargs) - TEMPLATE_KWARGS)",
+         "unknown: list[str] = []"),
+    _one("template injection", "messages are data", NO_MEDIA,
+         "quire/server/chat.py", "text = self._edge.template().render(",
+         "from quire.text.template import ChatTemplate\n"
+         "        text = ChatTemplate(conversation.messages[-1]['content'], {}).render("),
+    _one("template injection", "an immutable sandbox", TEMPLATE_TEST,
+         SANDBOX, "class _Sandbox(ImmutableSandboxedEnvironment):",
+         "from jinja2.sandbox import SandboxedEnvironment\n\n\nclass _Sandbox(SandboxedEnvironment):"),
+    _one("template injection", "Python's insides are hidden", TEMPLATE_TEST,
+         SANDBOX, '    intercepted_binops = frozenset(["*", "**", "+", "%"])\n',
+         '    intercepted_binops = frozenset(["*", "**", "+", "%"])\n\n'
+         "    def is_safe_attribute(self, obj, attr, value):\n        return True\n"),
+    # -- template cost
+    _one("template cost", "turns are counted", f"{PURE}security.py::test_a_template_ends_in_time",
+         SANDBOX, "    _count_turns(tree)\n", ""),
+    _one("template cost", "three seconds", f"{PURE}security.py::test_a_template_ends_in_time",
+         SANDBOX, "if not self._turns & 255 and self._clock() > self._until:", "if False:"),
+    _one("template cost", "products are bounded", TEMPLATE_TEST,
+         SANDBOX, "count * len(repeated) > MAX_REPEATED", "count < 0"),
+    _one("template cost", "powers are bounded", TEMPLATE_TEST,
+         SANDBOX, "left.bit_length() * max(right, 0) > MAX_POWER_BITS", "right < 0"),
+    _one("template cost", "sums are bounded", TEMPLATE_TEST,
+         SANDBOX, "len(left) + len(right) > MAX_TEXT", "len(left) < 0"),
+    _one("template cost", "padding is bounded", TEMPLATE_TEST,
+         SANDBOX, "if name in _PADDED and any(", "if False and any("),
+    _one("template cost", "padding filters are bounded", TEMPLATE_TEST,
+         SANDBOX, "if any(isinstance(arg, int) and arg > MAX_WIDTH for arg in (*args, *kwargs.values())):",
+         "if False:"),
+    _one("template cost", "formats are bounded", TEMPLATE_TEST,
+         SANDBOX, "if isinstance(left, str) and _WIDTH.search(left):", "if False:"),
+    _one("template cost", "format methods are bounded", TEMPLATE_TEST,
+         SANDBOX, 'if name in ("format", "format_map") and _WIDTH.search(owner):', "if False:"),
+    _one("template cost", "the prompt is bounded", TEMPLATE_TEST,
+         "quire/text/template.py", "if num_chars > self._max_chars:", "if False:"),
+    # -- media
+    _one("SSRF and media bombs", "parts that are not text are refused", NO_MEDIA,
+         "quire/server/openai/translate.py", '            raise bad_request("unsupported_content", message, where)\n',
+         '            text = part.type\n'),
+    # -- schema and regex cost
+    _one("schema and regex cost", "a size limit", BAD_BODIES,
+         "quire/server/chat.py", "if output is not None and len(output.value) > self._max_schema:", "if False:"),
+    _one("schema and regex cost", "a deadline",
+         f"{PURE}grammar_desk.py::test_errors_deadlines_and_those_who_leave",
+         "quire/engine/grammar_desk.py", "elif now > place.until:", "elif False:"),
+    _one("schema and regex cost", "at most so many at a time",
+         f"{PURE}grammar_rules.py::test_too_many_waiting_are_refused",
+         "quire/engine/grammar.py", "if self._num_pending >= self._max_pending:", "if False:"),
+    _one("schema and regex cost", "nobody else waits",
+         f"{PURE}server_driver.py::test_requests_wait_for_their_grammars_and_others_do_not",
+         "quire/engine/driver.py", "if self._engine.has_work:\n                    self._send",
+         "if self._engine.has_work and not self._num_compiling:\n                    self._send"),
+    # -- unbounded fields
+    _one("unbounded fields", "lists of a body have a bound", BAD_BODIES,
+         "quire/server/schemas.py", "Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]",
+         "Stop = str | list[str]"),
+    _one("unbounded fields", "the body has a bound", f"{E2E}bad_input.py::test_oversized_body",
+         GATE, "if size > limit:", "if False:"),
+    _one("unbounded fields", "messages between the processes have bounds",
+         f"{PURE}wire_messages.py::test_lists_are_bounded",
+         WIRE, "class CancelMany(msgspec.Struct, tag=\"cancel\", array_like=True, frozen=True):\n"
+         "    ids: Annotated[list[Id], Meta(max_length=MAX_BATCH)]",
+         "class CancelMany(msgspec.Struct, tag=\"cancel\", array_like=True, frozen=True):\n    ids: list[Id]"),
+    Removal("unbounded fields", "the queue has a bound",
+            f"{E2E}operation.py::test_a_full_queue_answers_429_and_idle_streams_get_signs_of_life",
+            (Edit("quire/server/generation.py", "excess = len(client.live) + count - self._max_open", "excess = 0"),
+             Edit("quire/engine/scheduler.py", "            self._admission.admit(request, len(self.waiting), "
+                  "self.waiting.num_tokens)\n", "            pass\n"))),
+    _one("unbounded fields", "stored responses have a bound",
+         f"{PURE}server_store.py::test_large_ones_go_when_they_take_too_much",
+         "quire/server/store.py", "while self._num_bytes() > self._max_bytes and", "while False and"),
+    # -- heads
+    _one("heads that do not end", "a head has a time", f"{CONNECTION}_that_does_not_end_in_time_is_cut_off",
+         "quire/server/connection.py", "self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)",
+         "self._timer = None"),
+    _one("heads that do not end", "a head has a size", f"{CONNECTION}_without_end_is_refused",
+         "quire/server/connection.py", "if self._num_bytes > MAX_HEAD and", "if False and"),
+    # -- readers that do not read: we give them up, and so does the system
+    Removal("readers that do not read", "nobody waits longer than send_timeout",
+            f"{E2E}security.py::test_a_reader_who_does_not_read_is_cut_off",
+            (Edit("quire/server/replies.py", "async with asyncio.timeout(self.patience):",
+                  "async with asyncio.timeout(None):"),
+             Edit("quire/server/run.py", 'if hasattr(socket, "TCP_USER_TIMEOUT") and send_timeout:', "if False:"))),
+    # -- ids and keys
+    _one("id collisions", "ids inside are random", f"{E2E}security.py::test_equal_ids_of_clients_do_not_meet",
+         "quire/server/generation.py", "name = f\"{job.request_id or 'gen'}-{secrets.token_hex(4)}\"",
+         "name = job.request_id"),
+    _one("timing of key checks", "every key is compared",
+         f"{PURE}security.py::test_every_key_is_compared_whichever_fits",
+         "quire/server/keys.py", "found |= hmac.compare_digest(digest, known)",
+         "found = found or hmac.compare_digest(digest, known)"),
+    _one("timing of key checks", "keys are hashed first",
+         f"{PURE}security.py::test_every_key_is_compared_whichever_fits",
+         "quire/server/keys.py", 'return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()',
+         'return key.encode("utf-8", "surrogatepass")'),
+    _one("prefix-cache timing across tenants", "one key's prompts only",
+         f"{E2E}security.py::test_one_tenant_can_not_time_what_another_asked",
+         "quire/server/route_parts.py", 'return getattr(request.state, "tenant", b"") + own', "return own"),
+    _one("prefix-cache timing across tenants", "cache_salt divides further",
+         f"{E2E}security.py::test_one_tenant_can_not_time_what_another_asked",
+         "quire/server/route_parts.py", 'return getattr(request.state, "tenant", b"") + own',
+         'return getattr(request.state, "tenant", b"")'),
+    # -- files of a model
+    _one("GGUF and safetensors parsing", "nothing is read past the end",
+         f"{PURE}files_gguf.py::test_every_truncation_is_refused",
+         GGUF, "if start + num_bytes > min(self.size, MAX_HEADER_BYTES):", "if False:"),
+    _one("GGUF and safetensors parsing", "counts are bounded",
+         f"{PURE}files_gguf.py::test_lying_array_costs_no_memory",
+         GGUF, "if num_items > self.items_left:", "if False:"),
+    _one("GGUF and safetensors parsing", "tensors lie within the file", f"{PURE}files_gguf.py::test_lies_are_named",
+         GGUF, "if data_start + info.end > self.size:", "if False:"),
+    _one("GGUF and safetensors parsing", "a header fits into its file",
+         f"{PURE}files_safetensors.py::test_lies_are_named",
+         SAFETENSORS, "if 8 + header_len > size:", "if False:"),
+    _one("GGUF and safetensors parsing", "tensors do not overlap", f"{PURE}files_safetensors.py::test_lies_are_named",
+         SAFETENSORS, "if entry.start < position:", "if False:"),
+    _one("GGUF and safetensors parsing", "a header is JSON or refused",
+         f"{PURE}files_safetensors.py::test_mutations_pass_or_are_refused",
+         SAFETENSORS, "    except (ValueError, RecursionError) as error:\n        _fail(path, f\"its header",
+         "    except RecursionError as error:\n        _fail(path, f\"its header"),
+    _one("GGUF and safetensors parsing", "text is UTF-8 or refused", f"{FUZZED}[gguf]",
+         GGUF, "        except UnicodeDecodeError:\n            self._fail(f\"{what} is not UTF-8 text\")",
+         "        except NameError:\n            self._fail(f\"{what} is not UTF-8 text\")"),
+    _one("tokenizer files", "what the backend says is one error", f"{FUZZED}[tokenizer]",
+         "quire/text/folder_tokenizer.py", "    except Exception as error:  # the backend raises nothing narrower",
+         "    except NameError as error:"),
+    _one("tokenizer files", "what was found stays mended", f"{PURE}fuzz.py::test_what_was_found_once_stays_mended",
+         "quire/text/folder_tokenizer.py", "isinstance(text, str) and _is_text(text):", "isinstance(text, str):"),
+    # -- HTTP
+    _one("HTTP bodies", "strict schemas", BAD_BODIES, "quire/server/schemas.py", "strict=True", "strict=False"),
+    _one("HTTP bodies", "text that is none is refused", f"{FUZZED}[http]",
+         "quire/text/tokenizer.py", "except TypeError:  # what the backend says", "except NameError:  # what"),
+    _one("HTTP bodies", "whatever escapes is an error in the caller's dialect",
+         f"{PURE}security.py::test_whatever_escapes_is_an_error_in_the_callers_dialect",
+         "quire/server/app.py", "    @app.exception_handler(Exception)\n", ""),
+    _one("unauthenticated routes", "keys are asked for", ROUTES,
+         GATE, "        if server.keys:\n            self._demand(", "        if server.keys:\n            bool("),
+    _one("unauthenticated routes", "admin routes have a key of their own", ROUTES,
+         GATE, 'self._demand(server.admin_keys.opens(key), key, "admin key")',
+         'self._demand(server.admin_keys.opens(key) | server.keys.opens(key), key, "admin key")'),
+    _one("unauthenticated routes", "admin routes are closed without one",
+         f"{PURE}security.py::test_admin_routes_are_closed_without_a_key",
+         GATE, "            if not server.admin_keys:\n                raise",
+         "            if not server.admin_keys:\n                return\n                raise"),
+    _one("unauthenticated routes", "a wrong key opens nothing", f"{PURE}server_keys.py::test_keys",
+         "quire/server/keys.py", "        return found\n", "        return True\n"),
+    _one("path traversal", "models are looked up among those served",
+         f"{E2E}security.py::test_names_lead_to_no_file",
+         "quire/server/state.py", "if name is None or name in self.names:", "if True:"),
+    _one("path traversal", "an index names files of its own folder",
+         f"{PURE}files_safetensors.py::test_an_index_cannot_lead_elsewhere",
+         SAFETENSORS, r' or re.search(r"[/\\:\0]|\.\.", name):', ":"),
+    # -- one request, many
+    _one("one request that kills the engine", "suspects are halved", ONE_BAD,
+         "quire/engine/loop.py", "culprit = self._bisection.failed(touched) if touched else None",
+         "culprit = sorted(touched)[0] if touched else None"),
+    _one("one request that kills the engine", "twice at one token is quarantined",
+         f"{PURE}supervisor.py::test_who_was_aboard_twice_at_one_token_is_quarantined_and_who_moved_on_is_not",
+         "quire/engine/client.py", "if live.strikes >= MAX_STRIKES:", "if False:"),
+    _one("one request that kills the engine", "who moved on is innocent",
+         f"{PURE}supervisor.py::test_who_was_aboard_twice_at_one_token_is_quarantined_and_who_moved_on_is_not",
+         "quire/engine/client.py", "live.strikes + 1 if live.struck_at == len(live.delivered) else 1",
+         "live.strikes + 1"),
+    _one("state that leaks between requests", "spoiled pages are cleared", ONE_BAD,
+         "quire/engine/scheduler.py", "        self.cache.scrub(request)\n", ""),
+    _one("state that leaks between requests", "pages on the host carry checksums",
+         f"{CPU}engine_faults.py::test_a_page_that_changed_on_the_host_is_computed_again",
+         "quire/runtime/store.py", "if self._checksums.get((group, copy.source)) != checksum:", "if False:"),
+    _one("dependencies with known holes", "CI audits", f"{PURE}security.py::test_ci_audits_the_dependencies",
+         ".ci/run", "pip-audit --local", "true --local"),
+)  # fmt: skip

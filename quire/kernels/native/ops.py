@@ -14,9 +14,8 @@ from torch import Tensor
 
 from quire.kernels import reference, reference_attention
 from quire.kernels.angles import Angles, angle_tables
-from quire.kernels.native.library import GroupDesc, Native, StepDesc
+from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
 
-MAX_GROUP = 64  # query heads of one key-value head that attention has room for
 MAX_VOCAB = 1 << 24  # token ids stand in float lanes
 
 
@@ -106,8 +105,8 @@ class NativeOps:
                         softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
         _, num_heads, head_dim = q.shape
         kv_heads = k_cache.shape[2]
-        fits = _is_plain(k_cache, v_cache) and q.dtype == torch.float32 and num_heads // kv_heads <= MAX_GROUP
-        if not fits or sinks is not None:
+        planes = (k_cache, v_cache) if sinks is None else (k_cache, v_cache, sinks)
+        if not _is_plain(*planes) or q.dtype != torch.float32 or num_heads // kv_heads > MAX_GROUP:
             slow = reference_attention.plan_attention(
                 plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
                 plan.group.window or None, k_cache.dtype,
@@ -117,7 +116,7 @@ class NativeOps:
         out = torch.empty(len(q), num_heads * head_dim)
         self._library.quire_attend(
             self._context, byref(plan.step), q.data_ptr(), num_heads, kv_heads, head_dim, k_cache.data_ptr(),
-            v_cache.data_ptr(), scale, softcap or 0.0, out.data_ptr(),
+            v_cache.data_ptr(), scale, softcap or 0.0, _place(sinks), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -63,7 +63,8 @@ def _plan_norm(norm: Norm | None) -> NormPlan | None:
 
 
 def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, ropes: Sequence[Rope],
-               attention: Attention, mlp: GatedMLP | PlainMLP, *, activation: str, is_parallel: bool) -> Stack:  # fmt: skip
+               attention: Attention, mlp: GatedMLP | PlainMLP, *, activation: str,
+               is_parallel: bool) -> Stack:  # fmt: skip
     """`attention`, `mlp`: any layer's, for what they all share."""
     from quire.kernels.native.stack import Stack, StackPlan
 

@@ -159,7 +159,7 @@ class DenseModel(nn.Module):
     @cached_property
     def stack(self) -> Stack | None:
         """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
-        if self.ops.native is None:
+        if self.ops.native is None or not self.fits_native(self.config):
             return None
         groups = [spec.group for spec in self.specs]
         layers: Any = list(self.layers)

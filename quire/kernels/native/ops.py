@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention
+from quire.kernels import reference, reference_attention, reference_experts, reference_latent
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
 
 MAX_VOCAB = 1 << 24  # token ids stand in float lanes
@@ -107,10 +109,7 @@ class NativeOps:
         kv_heads = k_cache.shape[2]
         planes = (k_cache, v_cache) if sinks is None else (k_cache, v_cache, sinks)
         if not _is_plain(*planes) or q.dtype != torch.float32 or num_heads // kv_heads > MAX_GROUP:
-            slow = reference_attention.plan_attention(
-                plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
-                plan.group.window or None, k_cache.dtype,
-            )  # fmt: skip
+            slow = _reference_plan(plan, k_cache.dtype)
             return reference_attention.paged_attention(q, k_cache, v_cache, slow, scale, softcap, sinks)
         q = q.contiguous()
         out = torch.empty(len(q), num_heads * head_dim)
@@ -119,6 +118,27 @@ class NativeOps:
             v_cache.data_ptr(), scale, softcap or 0.0, _place(sinks), out.data_ptr(),
         )  # fmt: skip
         return out
+
+    @staticmethod
+    def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
+                     slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+        """The reference's, which wants tables."""
+        assert angles.positions is not None and angles.frequencies is not None
+        tables = angle_tables(angles.positions, angles.frequencies, angles.scale, q.dtype)
+        return reference_latent.latent_write(q, entry, norm_weight, eps, tables, cache, slots, interleaved)
+
+    @staticmethod
+    def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
+        """The reference's, which has a plan of its own."""
+        slow = _reference_plan(plan, cache.dtype)
+        return reference_latent.latent_attention(q_latent, q_rope, cache, slow, scale)
+
+    @staticmethod
+    def run_experts(x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor,
+                    residual: Tensor | None = None) -> Tensor:  # fmt: skip
+        if isinstance(experts, PackedExperts):
+            return run_packed_experts(x, experts, chosen, weights, residual)
+        return reference_experts.run_experts(x, experts, chosen, weights, residual)
 
     def choose(self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor,
                mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -136,6 +156,13 @@ class NativeOps:
             tokens.data_ptr(), bad.data_ptr(),
         )  # fmt: skip
         return tokens, bad
+
+
+def _reference_plan(plan: NativePlan, dtype: torch.dtype) -> reference_attention.ReferencePlan:
+    return reference_attention.plan_attention(
+        plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
+        plan.group.window or None, dtype,
+    )  # fmt: skip
 
 
 def _is_plain(*tensors: Tensor) -> bool:

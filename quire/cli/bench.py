@@ -188,6 +188,9 @@ def _add_start(benchmarks: Any) -> None:
     parser.add_argument(
         "--warm-runs", type=_at_least(1), default=2, metavar="N", help="after the cold one (default: 2)"
     )
+    parser.add_argument("--run-pairs", type=_at_least(0), default=0, metavar="N",
+                        help="also N times `quire run` to its first token, turn about with `import torch`")  # fmt: skip
+    parser.add_argument("--max-beyond", type=float, metavar="S", help="exit 2 if `quire run` takes so much longer")
     parser.add_argument("--max-cold", type=float, metavar="S", help="exit 2 if the cold start takes longer")
     parser.add_argument("--max-warm", type=float, metavar="S", help="exit 2 if the median warm start takes longer")
     _add_json(parser)
@@ -348,6 +351,8 @@ def _start(args: Namespace, open_llm: OpenLLM) -> Report:
         config_from_args(args),
         prompt_len=args.prompt_len,
         warm_runs=args.warm_runs,
+        run_pairs=args.run_pairs,
+        max_beyond_s=args.max_beyond,
         max_cold_s=args.max_cold,
         max_warm_s=args.max_warm,
     )

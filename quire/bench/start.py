@@ -1,4 +1,5 @@
 """`quire bench start`: from the start of a process to its first token, with compiled kernels forgotten and remembered.
+With `run_pairs` also `quire run` to its first token, turn about with a Python that imports torch and nothing else.
 
 Each run is a fresh Python (`first_token`) with cache folders of its own for compiled kernels: the first finds them
 empty, the others what the first left there. Both processes read the machine's one monotonic clock, so that importing
@@ -20,6 +21,7 @@ import quire
 from quire.bench.offline import load_average
 from quire.bench.stats import Bar, Report
 from quire.config import Config
+from quire.config_build import knobs
 from quire.engine.supervisor import engine_settings
 from quire.types import QuireError
 
@@ -27,18 +29,23 @@ PHASES = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")
 KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
-def bench_start(config: Config, *, prompt_len: int = 16, warm_runs: int = 2, max_cold_s: float | None = None,
-                max_warm_s: float | None = None) -> Report:  # fmt: skip
+def bench_start(config: Config, *, prompt_len: int = 16, warm_runs: int = 2, run_pairs: int = 0,
+                max_cold_s: float | None = None, max_warm_s: float | None = None,
+                max_beyond_s: float | None = None) -> Report:  # fmt: skip
     busy = load_average()
     with tempfile.TemporaryDirectory(prefix="quire-start-") as folder:
         caches = {name: str(Path(folder, kind)) for name, kind in KERNEL_CACHES.items()}
         cold, *warm = (_run(config, prompt_len, caches) for _ in range(1 + warm_runs))
+        run = _compare_run(config, run_pairs, caches) if run_pairs else None
     middle = {phase: median(run[phase] for run in warm) for phase in PHASES}
     bars = [
         Bar(f"first token, kernel cache {name}, seconds", run["first_token_s"], limit, "at most")
         for name, run, limit in (("cold", cold, max_cold_s), ("warm", middle, max_warm_s))
         if limit is not None
     ]
+    if run is not None and max_beyond_s is not None:
+        what = "first token of `quire run` beyond `import torch`, seconds"
+        bars.append(Bar(what, run["beyond_import_s"], max_beyond_s, "at most"))
     return {
         "benchmark": "start",
         "model": config.model.model,
@@ -47,20 +54,54 @@ def bench_start(config: Config, *, prompt_len: int = 16, warm_runs: int = 2, max
         "cold": cold,
         "warm": middle,
         "warm_runs": warm,
+        **({} if run is None else {"run": run}),
         "bars": [bar.to_report() for bar in bars],
         "pass": all(bar.passed for bar in bars),
     }
 
 
+def _compare_run(config: Config, pairs: int, caches: dict[str, str]) -> Report:
+    """Seconds by the clock until each says its first word."""
+    variables = {knobs()[name].variable: str(value) for name, value in engine_settings(config).items()}
+    env = os.environ | caches | variables | {"PYTHONPATH": _path()}
+    importing = [sys.executable, "-c", "import torch; print('imported')"]
+    answering = [sys.executable, "-m", "quire", "run", "--max-tokens", "1", "Hello"]
+    _first_word(answering, env)  # once for nothing: what both find in the page cache is to be there
+    times = [(_first_word(importing, env), _first_word(answering, env)) for _ in range(pairs)]
+    importing_s, answering_s = (median(pair[which] for pair in times) for which in (0, 1))
+    return {
+        "pairs": times,
+        "import_torch_s": importing_s,
+        "first_token_s": answering_s,
+        "beyond_import_s": answering_s - importing_s,
+    }
+
+
+def _first_word(command: list[str], env: dict[str, str]) -> float:
+    start = time.monotonic()
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        word = process.stdout.read(1)
+        took = time.monotonic() - start
+        _, told = process.communicate()
+    if process.returncode or not word:
+        last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it ended without a word"]
+        raise QuireError("start_failed", f"`{' '.join(command[1:4])} …` failed: {last[0]}")
+    return took
+
+
+def _path() -> str:
+    root = str(Path(quire.__file__).parents[1])  # a checkout need not be installed, nor be where we are
+    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+
+
 def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
     """One process from its start to its tenth token; seconds since it was started."""
-    root = str(Path(quire.__file__).parents[1])  # a checkout need not be installed, nor be where we are
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     task = {"settings": engine_settings(config), "prompt_len": prompt_len, "started": time.monotonic()}
     done = subprocess.run(
         [sys.executable, "-m", "quire.bench.first_token"],
         input=json.dumps(task),
-        env=os.environ | caches | {"PYTHONPATH": path},
+        env=os.environ | caches | {"PYTHONPATH": _path()},
         stdout=subprocess.PIPE,
         text=True,
     )

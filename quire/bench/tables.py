@@ -175,6 +175,11 @@ def _start(console: Console, report: Report) -> None:
     ]
     title = f"{report['model']}: seconds since the process was started, {report['prompt_len']} tokens in"
     _table(console, title, ("kernel cache", *phases), rows)
+    if "run" in report:
+        run = report["run"]
+        times = [(f"{i + 1}", *map(_seconds, pair)) for i, pair in enumerate(run["pairs"])]
+        middle = ("median", _seconds(run["import_torch_s"]), _seconds(run["first_token_s"]))
+        _table(console, "Turn about", ("", "import torch", "first token of quire run"), [*times, middle])
 
 
 def _gap(console: Console, report: Report) -> None:

@@ -155,6 +155,8 @@ def _start(args: Namespace, open_llm: OpenLLM) -> Report:
         config_from_args(args),
         prompt_len=args.prompt_len,
         warm_runs=args.warm_runs,
+        run_pairs=args.run_pairs,
+        max_beyond_s=args.max_beyond,
         max_cold_s=args.max_cold,
         max_warm_s=args.max_warm,
     )

@@ -87,6 +87,8 @@ def _start(benchmarks: Any) -> None:
     )
     _count(parser, "--prompt-len", 16, "tokens")
     _count(parser, "--warm-runs", 2, "after the cold one")
+    _count(parser, "--run-pairs", 0, "of `quire run` to its first token and `import torch`, turn about", low=0)
+    _bar(parser, "--max-beyond", "S", "if `quire run` takes so much longer than that import")
     _bar(parser, "--max-cold", "S", "if the cold start takes longer")
     _bar(parser, "--max-warm", "S", "if the median warm start takes longer")
     _common(parser)

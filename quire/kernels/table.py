@@ -137,6 +137,9 @@ def _native_ops(native: Native) -> Ops:
         qk_norm_rope_write=ops.qk_norm_rope_write,
         plan_attention=ops.plan_attention,
         paged_attention=ops.paged_attention,
+        run_experts=ops.run_experts,
+        latent_write=ops.latent_write,
+        latent_attention=ops.latent_attention,
         native=native,
     )
 

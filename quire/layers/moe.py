@@ -7,6 +7,8 @@ layer lie in two tensors, one expert below the other, whichever way the checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,16 @@ from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Part, Weight
 from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.kernels.native.experts import PackedExperts
+
+
+@runtime_checkable
+class PacksExperts(Protocol):
+    """A scheme that does not keep experts as tensors."""
+
+    def pack_experts(self, weight: Weight, num_experts: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +90,24 @@ class ExpertNames:
 class Experts(nn.Module):
     """The weights of all experts of a layer."""
 
-    gate_up: Tensor  # [experts * 2 * inner, width]
-    down: Tensor  # [experts * width, inner]
+    gate_up: Tensor  # [experts * 2 * inner, width]; or, packed, a list of matrices in that order
+    down: Tensor  # [experts * width, inner]; or that
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
     def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
-                 num_experts: int, activation: GatedActivation):  # fmt: skip
+                 num_experts: int, activation: GatedActivation, scheme: Scheme):  # fmt: skip
         super().__init__()
+        if isinstance(scheme, PacksExperts):
+            scheme.pack_experts(gate_up, num_experts)
+            scheme.pack_experts(down, num_experts)
         self.gate_up, self.down = gate_up, down
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.num_experts = num_experts
         self.activation = activation
 
     @classmethod
-    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype) -> Experts:
+    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
         """Experts that a checkpoint holds one by one, or stacked matrix by matrix."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         matrices = (names.gate, names.up)
@@ -107,16 +122,34 @@ class Experts(nn.Module):
         )
         down = Weight.stacked([(names.expert(e, names.down), width) for e in range(num)], (inner,), dtype)
         down.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width),),)
-        return cls(gate_up, down, None, None, num, shape.activation)
+        return cls(gate_up, down, None, None, num, shape.activation, scheme)
 
-    def weights(self) -> ExpertWeights:
+    def weights(self) -> ExpertWeights | PackedExperts:
         num = self.num_experts
+        if isinstance(self.gate_up, list):
+            return self._packed
         return ExpertWeights(
             self.gate_up.view(num, -1, self.gate_up.shape[1]),
             self.down.view(num, -1, self.down.shape[1]),
             None if self.gate_up_bias is None else self.gate_up_bias.view(num, -1),
             None if self.down_bias is None else self.down_bias.view(num, -1),
             self.activation,
+        )
+
+    @cached_property
+    def _packed(self) -> PackedExperts:
+        from quire.kernels.native.experts import PackedExperts
+        from quire.kernels.native.matrix import PackedLinear
+
+        num = self.num_experts
+
+        def linears(matrices: Any, bias: Tensor | None) -> list[PackedLinear]:
+            count = len(matrices) // num
+            biases: Any = [None] * num if bias is None else bias.view(num, -1)
+            return [PackedLinear(matrices[e * count : (e + 1) * count], biases[e]) for e in range(num)]
+
+        return PackedExperts(
+            linears(self.gate_up, self.gate_up_bias), linears(self.down, self.down_bias), self.activation
         )
 
 
@@ -160,7 +193,7 @@ class MoE(nn.Module):
         self.choice_bias = None
         if shape.choice_bias:
             self.choice_bias = Weight.whole(f"{names.prefix}.{names.choice_bias}", (num,), torch.float32)
-        self.experts = experts or Experts.from_names(names, shape, dtype)
+        self.experts = experts or Experts.from_names(names, shape, dtype, scheme)
         self.shared = SharedExpert(names, shape, dtype, ops, scheme) if shape.shared_width else None
 
     def forward(self, stream: Tensor) -> Tensor:

@@ -9,63 +9,89 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from quire.kernels.table import Ops
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import Norm
+from quire.layers.mlp import GatedMLP, PlainMLP
+from quire.layers.norm import LayerNorm, Norm
 from quire.layers.rope import Rope
 from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
-    from quire.kernels.native.stack import LayerPlan, Stack
+    from quire.kernels.native.stack import LayerPlan, NormPlan, Stack
 
 
-def plan_layer(attention: Attention, mlp: GatedMLP, group: int) -> LayerPlan:
+def plan_layer(attention: Attention, mlp: GatedMLP | PlainMLP, group: int, rope: int) -> LayerPlan:
+    """`group`, `rope`: which of the step's groups and of the stack's ropes are the layer's."""
     from quire.kernels.native.stack import LayerPlan
 
-    norm = attention.head_norm
+    q_norm, k_norm = None, None
+    if attention.head_norm is not None:
+        q_norm, k_norm = attention.head_norm.q_weight, attention.head_norm.k_weight
+    elif attention.wide_norm is not None:
+        q_norm, k_norm = attention.wide_norm.q_norm.weight, attention.wide_norm.k_norm.weight
+    up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     return LayerPlan(
-        attention_norm=_weight(attention.norm),
+        before_attention=_plan_norm(attention.norm),
+        after_attention=_plan_norm(attention.join.norm),
+        before_mlp=_plan_norm(mlp.norm),
+        after_mlp=_plan_norm(mlp.join.norm),
         qkv=attention.qkv.packed,  # type: ignore[arg-type]
         out=attention.out.packed,  # type: ignore[arg-type]
-        q_norm=None if norm is None else norm.q_weight,
-        k_norm=None if norm is None else norm.k_weight,
-        mlp_norm=_weight(mlp.norm),
-        gate_up=mlp.gate_up.packed,  # type: ignore[arg-type]
+        up=up.packed,  # type: ignore[arg-type]
         down=mlp.down.packed,  # type: ignore[arg-type]
+        q_norm=q_norm,
+        k_norm=k_norm,
         group=group,
         cache_index=attention.cache_index,
+        rope=rope,
     )
 
 
-def _weight(norm: Norm | None) -> Tensor:
-    assert norm is not None and norm.weight is not None, "only plain layers run natively"
-    return norm.weight
+def _plan_norm(norm: Norm | None) -> NormPlan | None:
+    from quire.kernels.native.stack import NormPlan
+
+    if norm is None:
+        return None
+    if isinstance(norm, LayerNorm):
+        return NormPlan(torch.ones(norm.width) if norm.weight is None else norm.weight, norm.bias)
+    return NormPlan(norm.weight)
 
 
-def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, rope: Rope,
-               attention: Attention) -> Stack:  # fmt: skip
-    """`attention`: any layer's, for the shape they all share."""
+def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, ropes: Sequence[Rope],
+               attention: Attention, mlp: GatedMLP | PlainMLP, *, activation: str,
+               is_parallel: bool) -> Stack:  # fmt: skip
+    """`attention`, `mlp`: any layer's, for what they all share."""
     from quire.kernels.native.stack import Stack, StackPlan
 
     assert ops.native is not None
+    last = _plan_norm(norm)
+    assert last is not None
     shape = attention.shape
     plan = StackPlan(
         embedding=embedding.weight[0],  # type: ignore[arg-type]
         layers=layers,
-        norm=_weight(norm),
-        eps=norm.eps,
+        norm=last,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         inner_width=layers[0].down.in_features,
-        frequencies=rope.frequencies,
-        rope_scale=rope.scale,
+        frequencies=torch.stack([rope.frequencies for rope in ropes]).contiguous(),
+        rope_scales=torch.tensor([rope.scale for rope in ropes]),
+        activation=activation,
+        has_gate=isinstance(mlp, GatedMLP),
+        takes_mean=isinstance(norm, LayerNorm),
+        is_parallel=is_parallel,
+        is_wide=attention.wide_norm is not None,
+        eps=norm.eps,
         attention_scale=attention.scale,
+        softcap=shape.softcap,
+        embedding_scale=embedding.scale,
+        residual_scale=attention.join.scale,
     )
     return Stack(ops.native, plan)
 

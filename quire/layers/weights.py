@@ -39,6 +39,25 @@ class PartSource:
     blocks: Tensor | None = None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
     order: Tensor | None = None  # [rows] int64: which row of `blocks` each row is; None: as they come
 
+    def split(self, num: int) -> list[PartSource]:
+        """The `num` matrices of a tensor that holds them behind, or below, each other."""
+        return [self.entry(index, num) for index in range(num)]
+
+    def entry(self, index: int, num: int) -> PartSource:
+        assert self.order is None and self.shape[0] % num == 0
+        rows = self.shape[1] if len(self.shape) == 3 else self.shape[0] // num
+
+        def read(first: int, count: int) -> Tensor:
+            if len(self.shape) == 3:
+                return self.read(index, 1)[0][first : first + count]
+            return self.read(index * rows + first, count)
+
+        blocks = None
+        if self.blocks is not None:
+            size = len(self.blocks) // num
+            blocks = self.blocks[index * size : (index + 1) * size]
+        return PartSource((rows, self.shape[-1]), read, self.type_name, blocks)
+
 
 class Packing(Protocol):
     """How a weight that is no tensor is made of its parts. Weights with equal parts and packings are shared."""

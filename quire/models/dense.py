@@ -130,17 +130,10 @@ class DenseModel(nn.Module):
 
     @classmethod
     def fits_native(cls, config: DenseConfig) -> bool:
-        """Whether the native CPU library can run it: the plain layer of Llama, Mistral and Qwen, in one call."""
-        if cls is not DenseModel:
-            return False
-        names = config.norms
-        return (
-            config.norm.kind == "rms" and names.before_attention is not None and names.before_mlp is not None
-            and names.after_attention is None and names.after_mlp is None and not config.parallel
-            and config.gated and config.activation in ("silu", "swish") and config.qk_norm in ("none", "head")
-            and config.attention_softcap is None and not config.sinks and config.residual_scale == 1.0
-            and config.embedding_scale == 1.0 and len(set(config.ropes)) == 1
-        )  # fmt: skip
+        """Whether the native CPU library can run all its layers in one call."""
+        from quire.kernels.native.library import MAX_GROUP
+
+        return cls is DenseModel and not config.sinks and config.num_heads // config.num_kv_heads <= MAX_GROUP
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
@@ -166,15 +159,18 @@ class DenseModel(nn.Module):
     @cached_property
     def stack(self) -> Stack | None:
         """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
-        if self.ops.native is None:
+        if self.ops.native is None or not self.fits_native(self.config):
             return None
         groups = [spec.group for spec in self.specs]
-        layers = [
-            plan_layer(layer.attention, layer.mlp, groups.index(group))  # type: ignore[arg-type]
-            for layer, group in zip(self.layers, self.layer_groups, strict=True)
+        layers: Any = list(self.layers)
+        plans = [
+            plan_layer(layer.attention, layer.mlp, groups.index(group), rope)
+            for layer, group, rope in zip(layers, self.layer_groups, self.layer_ropes, strict=True)
         ]
-        attention: Any = self.layers[0].attention
-        return make_stack(self.ops, self.embedding, layers, self.norm, self.ropes[0], attention)
+        return make_stack(
+            self.ops, self.embedding, plans, self.norm, self.ropes, layers[0].attention, layers[0].mlp,
+            activation=self.config.activation, is_parallel=self.config.parallel,
+        )  # fmt: skip
 
 
 def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

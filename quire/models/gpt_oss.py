@@ -56,7 +56,7 @@ class GptOssModel(DenseModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         def feed_forward(index: int, norm: Norm | None) -> nn.Module:
             prefix = f"model.layers.{index}.mlp"
-            experts = stacked_experts(f"{prefix}.experts", config.shape, dtype)
+            experts = stacked_experts(f"{prefix}.experts", config.shape, dtype, scheme)
             names = ExpertNames(prefix, router="router")
             return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
 
@@ -71,7 +71,7 @@ class GptOssModel(DenseModel):
         return GptOssConfig.from_hf(config)
 
 
-def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype) -> Experts:
+def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
 
     def parts(name: str, entry: tuple[int, ...], rows: int, form: Form | None) -> tuple[Part, ...]:
@@ -94,7 +94,7 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype) -> Experts
     )
     gate_up_bias = Weight((num * 2 * inner,), dtype, parts("gate_up_proj_bias", (2 * inner,), 2 * inner, _rows_in_turn))
     down_bias = Weight((num * width,), dtype, parts("down_proj_bias", (width,), width, None))
-    return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation)
+    return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation, scheme)
 
 
 def _rows_in_turn(rows: Tensor) -> Tensor:

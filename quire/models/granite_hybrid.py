@@ -106,7 +106,7 @@ class SharedAndExperts(nn.Module):
     router: Tensor
 
     def __init__(self, layer: str, norm: RMSNorm, shared: GatedMLP, shape: MoEShape, scale: Scale, *,
-                 dtype: torch.dtype, ops: Ops):  # fmt: skip
+                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
         super().__init__()
         self.norm = norm
         self.shared = shared
@@ -119,7 +119,7 @@ class SharedAndExperts(nn.Module):
         down = Part(f"{prefix}.output_linear.weight", (num, width, inner), 0, num * width, form=_Flat(scale))
         self.experts = Experts(
             Weight((num * 2 * inner, width), dtype, (gate_up,)), Weight((num * width, inner), dtype, (down,)), None,
-            None, num, shape.activation,
+            None, num, shape.activation, scheme,
         )  # fmt: skip
 
     def forward(self, stream: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class GraniteHybridModel(HybridModel):
             set_forms(shared.down, (scale,))
             if experts is None:
                 return shared
-            return SharedAndExperts(layer, norm, shared, experts, scale, dtype=dtype, ops=ops)
+            return SharedAndExperts(layer, norm, shared, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"

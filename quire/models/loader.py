@@ -40,6 +40,7 @@ from quire.types import QuireError
 
 FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of GGUF tensors
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -124,10 +125,9 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = family.read_config({**hf_config, "model_type": model_type})
-    # What the native library can't run keeps its weights as tensors, and the reference ops with them.
-    fits = device.type != "cpu" or getattr(family, "fits_native", lambda config: False)(config)
-    if ops is not FIXED:
-        ops = (ops or select_ops(device.type)) if fits else REFERENCE
+    ops = ops or select_ops(device.type)
+    if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
+        ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
@@ -153,6 +153,15 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
     return own if own in DTYPES else "bfloat16"
 
 
+def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a CPU's library runs the model: all of it in one call; or, where weights are in blocks, op by op.
+    Plain floats in layers it does not know are torch's business, whose products of many tokens are faster."""
+    if family is FallbackModel:
+        return False
+    has_blocks = dtype == "auto" and not set(hf_config.get("tensor_types", {}).values()) <= set(FLOAT_TYPES)
+    return quant != "none" or has_blocks or getattr(family, "fits_native", lambda config: False)(config)
+
+
 def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
                    hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
     """What to compute in, and how linears keep their weights."""
@@ -163,7 +172,7 @@ def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
         _need_cuda("quant=fp8", device, ops)
         return DTYPES[dtype], Fp8(ops)
     if quant != "none" and (ops.native is None or dtype == "bfloat16"):
-        what = f"quant={quant} needs a CPU and the native kernels, for a model of a family that can use them."
+        what = f"quant={quant} needs a CPU and the native kernels, and a model with a file of its own."
         raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
     if ops.native is not None and dtype != "bfloat16":
         from quire.layers.quant.blocks import Blocks

@@ -114,7 +114,7 @@ class SquaredExperts(nn.Module):
         num, width = self.routing.num_experts, config.shape.width
         self.router = Weight.whole(f"{prefix}.{names.router}.weight", (num, width), dtype)
         self.choice_bias = Weight.whole(f"{prefix}.{names.choice_bias}", (num,), torch.float32)
-        self.experts = Experts.from_names(names, moe.experts, dtype)
+        self.experts = Experts.from_names(names, moe.experts, dtype, scheme)
         self.shared = PlainMLP(f"{prefix}.shared_experts", None, width, moe.shared_width, bias=config.mlp_bias,
                                dtype=dtype, scheme=scheme, activation="relu2", names=MLP_NAMES)  # fmt: skip
         self.narrow = self.widen = None

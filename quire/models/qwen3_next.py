@@ -115,7 +115,7 @@ class QwenHybridModel(HybridModel):
                 mlp_norm = norm(f"{layer}.post_attention_layernorm")
                 if config.moe is not None and place // 2 not in config.dense_layers:
                     names = ExpertNames(f"{layer}.mlp")
-                    experts = _experts(names, config.moe, dtype)
+                    experts = _experts(names, config.moe, dtype, scheme)
                     return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
                 return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype,
                                 scheme=scheme)  # fmt: skip
@@ -191,9 +191,9 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     return frozenset(index for index in range(num_layers) if index in named or (index + 1) % every)
 
 
-def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype) -> Experts:
+def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
     """As usual; Qwen3.5 publishes all experts of a layer in two tensors, gates above ups."""
-    experts = Experts.from_names(names, shape, dtype)
+    experts = Experts.from_names(names, shape, dtype, scheme)
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
     sizes = {"gate_up": (2 * inner, width), "down": (width, inner)}
     for name, weight in own_weights(experts):

@@ -130,8 +130,12 @@ class CheckpointFill:
         return [self._source(part) for part in weight.parts_in(self.checkpoint.shapes)]
 
     def _source(self, part: Part) -> PartSource:
-        if part.index is None and part.form is None:
-            return self.checkpoint.source(part.name)
+        if part.form is None:
+            source = self.checkpoint.source(part.name)
+            if part.index is None:
+                return source
+            if source.blocks is not None:
+                return source.entry(part.index, part.shape[0])
         rows = torch.empty(part.shape if part.index is None else part.shape[1:])
         self.checkpoint.read(part.name, rows, part.index)
         rows = rows if part.form is None else part.form(rows)

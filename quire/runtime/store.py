@@ -7,9 +7,9 @@ only ever receives finite values, so that what attention masks out can't be NaN.
 from __future__ import annotations
 
 import math
+import mmap
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,11 +77,17 @@ class CacheStore:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU as memory the system zeroes when it is first touched: clearing gigabytes now would take a second."""
+    """On a CPU as memory the system zeroes when it is first touched: clearing gigabytes now would take a second. Mapped
+    by ourselves, in small pages: NumPy asks for huge ones, and a first token, which touches one in every layer's plane,
+    then waits for hundreds of megabytes to be cleared."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    try:
+        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes can't be mapped: {error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(dtype).view(shape)
 
 
 def _checksums_of(moved: Tensor, dim: int) -> list[int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from quire.files.source import resolve_model
+from quire.types import QuireError
 from tests.cpu.test_bench_offline import CONFIG, KNOBS
 
 
@@ -72,6 +74,21 @@ def test_start_counts_from_the_start_of_the_process(flags: list[str], capsys: py
         times = [run[name] for name in ("imported_s", "ready_s", "first_token_s", "tenth_token_s")]
         assert times == sorted(times) and times[0] > 0.05, "importing torch takes longer than that"
     assert not report["pass"] and len(report["bars"]) == 1
+
+
+@pytest.mark.slow
+def test_start_compares_quire_run_with_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        resolve_model("smollm2", offline=True)
+    except QuireError as problem:
+        pytest.skip(str(problem))
+    given = ["bench", "start", "--model=smollm2", "--warm-runs=1", "--run-pairs=1", "--max-beyond=0.001", "--json"]
+    assert main(given) == 2, "no model is loaded that fast"
+    report = json.loads(capsys.readouterr().out)
+    (importing, answering), run = report["run"]["pairs"][0], report["run"]
+    assert 0.05 < importing < answering
+    assert run["beyond_import_s"] == pytest.approx(answering - importing)
+    assert [bar["pass"] for bar in report["bars"]] == [False]
 
 
 def test_start_says_why_a_process_failed(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

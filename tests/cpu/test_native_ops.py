@@ -62,36 +62,63 @@ def test_qk_norm_rope_write(ops: NativeOps, heads: int, kv_heads: int, dim: int,
         torch.testing.assert_close(got_caches, want_caches, rtol=1e-4, atol=1e-5)
 
 
+Work = list[tuple[int, int]]  # of each row: tokens in the cache, tokens of this step
+
+
+def compare_attention(ops: NativeOps, work: Work, heads: tuple[int, int, int], page: int, window: int | None,
+                      softcap: float | None, sinks: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Rows that decode and rows that catch up in one step, over scattered pages."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    num_heads, kv_heads, dim = heads
+    lens = [start + count for start, count in work]
+    num_pages = sum(-(-size // page) for size in lens) + 3
+    free = rng.sample(range(num_pages), num_pages)
+    table = torch.zeros(len(work), max(lens) // page + 4, dtype=torch.int32)
+    caches = torch.full((2, num_pages, page, kv_heads, dim), GARBAGE)
+    positions = []
+    for row, (start, count) in enumerate(work):
+        size = start + count
+        pages = torch.tensor([free.pop() for _ in range(-(-size // page))])
+        table[row, : len(pages)] = pages
+        slots = (pages[:, None] * page + torch.arange(page)).flatten()[:size]
+        reference.write_kv(torch.randn(size, kv_heads, dim), torch.randn(size, kv_heads, dim), *caches, slots)
+        positions.append(torch.arange(start, size))
+    counts = [count for _, count in work]
+    q = torch.randn(sum(counts), num_heads, dim)
+    arguments = (table, torch.cat(positions), counts, lens, page, window, torch.float32)
+    got = ops.paged_attention(q, *caches, ops.plan_attention(*arguments), 0.3, softcap, sinks)
+    plan = reference_attention.plan_attention(*arguments)
+    want = reference_attention.paged_attention(q, *caches, plan, 0.3, softcap, sinks)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 9, 70])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (9, 3, 64), (5, 1, 50), (2, 2, 128)])
-def test_paged_attention(ops: NativeOps, heads: int, kv_heads: int, dim: int, window: int | None,
+@pytest.mark.parametrize("heads", [(6, 2, 8), (9, 3, 64), (5, 1, 50), (2, 2, 128)])
+def test_paged_attention(ops: NativeOps, heads: tuple[int, int, int], window: int | None,
                          softcap: float | None) -> None:  # fmt: skip
-    """Rows that decode and rows that catch up in one step."""
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     for page in (4, 16):
         work = [(0, 1), (0, 5), (200, 1), (63, 1), (64, 2), (rng.randint(0, 90), rng.randint(1, 70)), (7, 17)]
-        lens = [start + count for start, count in work]
-        num_pages = sum(-(-size // page) for size in lens) + 3
-        free = rng.sample(range(num_pages), num_pages)
-        table = torch.zeros(len(work), max(lens) // page + 4, dtype=torch.int32)
-        caches = torch.full((2, num_pages, page, kv_heads, dim), GARBAGE)
-        positions = []
-        for row, (start, count) in enumerate(work):
-            size = start + count
-            pages = torch.tensor([free.pop() for _ in range(-(-size // page))])
-            table[row, : len(pages)] = pages
-            slots = (pages[:, None] * page + torch.arange(page)).flatten()[:size]
-            reference.write_kv(torch.randn(size, kv_heads, dim), torch.randn(size, kv_heads, dim), *caches, slots)
-            positions.append(torch.arange(start, size))
-        counts = [count for _, count in work]
-        q = torch.randn(sum(counts), heads, dim)
-        arguments = (table, torch.cat(positions), counts, lens, page, window, torch.float32)
-        got = ops.paged_attention(q, *caches, ops.plan_attention(*arguments), 0.3, softcap)
-        plan = reference_attention.plan_attention(*arguments)
-        want = reference_attention.paged_attention(q, *caches, plan, 0.3, softcap)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+        compare_attention(ops, work, heads, page, window, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 1100])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_long_rows_are_split_over_keys(ops: NativeOps, window: int | None, has_sinks: bool) -> None:
+    """Pieces of 512 keys for one or two tokens: at their ends, past them, and one token that sees a key more than
+    the other, beside rows that are not split."""
+    work = [(1500, 1), (1023, 2), (511, 1), (512, 1), (1024, 3), (40, 1), (1300, 2)]
+    for heads in ((6, 2, 8), (3, 1, 50)):
+        sinks = torch.tensor([-2.0, 0.0, 3.0, 30.0, 1.0, -90.0])[: heads[0]] if has_sinks else None
+        compare_attention(ops, work, heads, 16, window, None, sinks)
+
+
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_attention_sinks(ops: NativeOps, has_cap: bool) -> None:
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 60.0])
+    compare_attention(ops, [(0, 1), (30, 4), (70, 20)], (4, 2, 16), 4, 9, 3.0 if has_cap else None, sinks)
 
 
 def test_attention_shows_what_is_not_finite(ops: NativeOps) -> None:

@@ -15,7 +15,9 @@ from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 BLOCK = 32  # columns of a block
+MAX_GROUP = 64  # query heads of one key-value head that attention has room for
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
 
 
@@ -31,20 +33,26 @@ class LinearDesc(Structure):
     _fields_ = (("parts", POINTER(Matrix)), ("num_parts", c_int64), ("bias", c_void_p))
 
 
+class NormDesc(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
 class LayerDesc(Structure):
     _fields_ = (
-        ("attention_norm", c_void_p), ("qkv", LinearDesc), ("out", LinearDesc), ("q_norm", c_void_p),
-        ("k_norm", c_void_p), ("mlp_norm", c_void_p), ("gate_up", LinearDesc), ("down", LinearDesc),
-        ("group", c_int64), ("cache_index", c_int64),
+        ("before_attention", NormDesc), ("after_attention", NormDesc), ("before_mlp", NormDesc),
+        ("after_mlp", NormDesc), ("qkv", LinearDesc), ("out", LinearDesc), ("up", LinearDesc), ("down", LinearDesc),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("group", c_int64), ("cache_index", c_int64), ("rope", c_int64),
     )  # fmt: skip
 
 
 class StackDesc(Structure):
     _fields_ = (
-        ("embedding", Matrix), ("layers", POINTER(LayerDesc)), ("num_layers", c_int64), ("norm", c_void_p),
-        ("frequencies", c_void_p), ("width", c_int64), ("num_heads", c_int64), ("num_kv_heads", c_int64),
-        ("head_dim", c_int64), ("inner_width", c_int64), ("eps", c_float), ("rope_scale", c_float),
-        ("attention_scale", c_float),
+        ("embedding", Matrix), ("layers", POINTER(LayerDesc)), ("num_layers", c_int64), ("norm", NormDesc),
+        ("frequencies", c_void_p), ("rope_scales", c_void_p), ("num_ropes", c_int64), ("width", c_int64),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("inner_width", c_int64),
+        ("activation", c_int32), ("has_gate", c_int32), ("takes_mean", c_int32), ("is_parallel", c_int32),
+        ("is_wide", c_int32), ("eps", c_float), ("attention_scale", c_float), ("softcap", c_float),
+        ("embedding_scale", c_float), ("residual_scale", c_float),
     )  # fmt: skip
 
 
@@ -82,7 +90,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "quire_attend": (
         None, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,
-               _PLACE),
+               _PLACE, _PLACE),
     ),
     "quire_stack": (None, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
     "quire_choose": (

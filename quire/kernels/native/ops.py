@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention
+from quire.kernels import reference, reference_attention, reference_experts, reference_latent
 from quire.kernels.angles import Angles, angle_tables
-from quire.kernels.native.library import GroupDesc, Native, StepDesc
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.native.experts import PackedExperts, run_packed_experts
+from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
 
-MAX_GROUP = 64  # query heads of one key-value head that attention has room for
 MAX_VOCAB = 1 << 24  # token ids stand in float lanes
 
 
@@ -106,20 +107,38 @@ class NativeOps:
                         softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
         _, num_heads, head_dim = q.shape
         kv_heads = k_cache.shape[2]
-        fits = _is_plain(k_cache, v_cache) and q.dtype == torch.float32 and num_heads // kv_heads <= MAX_GROUP
-        if not fits or sinks is not None:
-            slow = reference_attention.plan_attention(
-                plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
-                plan.group.window or None, k_cache.dtype,
-            )  # fmt: skip
+        planes = (k_cache, v_cache) if sinks is None else (k_cache, v_cache, sinks)
+        if not _is_plain(*planes) or q.dtype != torch.float32 or num_heads // kv_heads > MAX_GROUP:
+            slow = _reference_plan(plan, k_cache.dtype)
             return reference_attention.paged_attention(q, k_cache, v_cache, slow, scale, softcap, sinks)
         q = q.contiguous()
         out = torch.empty(len(q), num_heads * head_dim)
         self._library.quire_attend(
             self._context, byref(plan.step), q.data_ptr(), num_heads, kv_heads, head_dim, k_cache.data_ptr(),
-            v_cache.data_ptr(), scale, softcap or 0.0, out.data_ptr(),
+            v_cache.data_ptr(), scale, softcap or 0.0, _place(sinks), out.data_ptr(),
         )  # fmt: skip
         return out
+
+    @staticmethod
+    def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
+                     slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+        """The reference's, which wants tables."""
+        assert angles.positions is not None and angles.frequencies is not None
+        tables = angle_tables(angles.positions, angles.frequencies, angles.scale, q.dtype)
+        return reference_latent.latent_write(q, entry, norm_weight, eps, tables, cache, slots, interleaved)
+
+    @staticmethod
+    def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
+        """The reference's, which has a plan of its own."""
+        slow = _reference_plan(plan, cache.dtype)
+        return reference_latent.latent_attention(q_latent, q_rope, cache, slow, scale)
+
+    @staticmethod
+    def run_experts(x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor,
+                    residual: Tensor | None = None) -> Tensor:  # fmt: skip
+        if isinstance(experts, PackedExperts):
+            return run_packed_experts(x, experts, chosen, weights, residual)
+        return reference_experts.run_experts(x, experts, chosen, weights, residual)
 
     def choose(self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor,
                mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -137,6 +156,13 @@ class NativeOps:
             tokens.data_ptr(), bad.data_ptr(),
         )  # fmt: skip
         return tokens, bad
+
+
+def _reference_plan(plan: NativePlan, dtype: torch.dtype) -> reference_attention.ReferencePlan:
+    return reference_attention.plan_attention(
+        plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
+        plan.group.window or None, dtype,
+    )  # fmt: skip
 
 
 def _is_plain(*tensors: Tensor) -> bool:

@@ -11,37 +11,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import GroupDesc, LayerDesc, Native, StackDesc, StepDesc
+from quire.kernels.native.library import ACTIVATIONS, GroupDesc, LayerDesc, Native, NormDesc, StackDesc, StepDesc
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
+class NormPlan:
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
-    attention_norm: Tensor
+    before_attention: NormPlan | None
+    after_attention: NormPlan | None
+    before_mlp: NormPlan | None
+    after_mlp: NormPlan | None
     qkv: PackedLinear
     out: PackedLinear
+    up: PackedLinear  # gate and up, where there is a gate
+    down: PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
     group: int  # which of the groups of a step
     cache_index: int  # its place in that group
+    rope: int  # which of the stack's
 
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
+    """A dense decoder; what a field means is `models.dense_config`'s."""
+
     embedding: PackedMatrix
     layers: Sequence[LayerPlan]
-    norm: Tensor
-    eps: float
+    norm: NormPlan
     num_heads: int
     num_kv_heads: int
     head_dim: int
     inner_width: int
-    frequencies: Tensor  # [head_dim / 2]
-    rope_scale: float
+    frequencies: Tensor  # [ropes, head_dim / 2]
+    rope_scales: Tensor  # [ropes]
+    activation: str  # a key of ACTIVATIONS
+    has_gate: bool
+    takes_mean: bool  # norms are layer norms
+    is_parallel: bool
+    is_wide: bool  # queries and keys are normed over all their heads at once
+    eps: float
     attention_scale: float
+    softcap: float | None
+    embedding_scale: float
+    residual_scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +81,11 @@ class Stack:
         self._width = plan.embedding.shape[1]
         self._layers = (LayerDesc * len(plan.layers))(*(_describe(layer) for layer in plan.layers))
         self._desc = StackDesc(
-            plan.embedding.desc, self._layers, len(plan.layers), plan.norm.data_ptr(), plan.frequencies.data_ptr(),
-            self._width, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.inner_width, plan.eps, plan.rope_scale,
-            plan.attention_scale,
+            plan.embedding.desc, self._layers, len(plan.layers), _norm(plan.norm), plan.frequencies.data_ptr(),
+            plan.rope_scales.data_ptr(), len(plan.rope_scales), self._width, plan.num_heads, plan.num_kv_heads,
+            plan.head_dim, plan.inner_width, ACTIVATIONS[plan.activation], plan.has_gate, plan.takes_mean,
+            plan.is_parallel, plan.is_wide, plan.eps, plan.attention_scale, plan.softcap or 0.0, plan.embedding_scale,
+            plan.residual_scale,
         )  # fmt: skip
 
     def run(self, tokens: Tensor, positions: Tensor, query_starts: Tensor, groups: Sequence[GroupInputs],
@@ -83,9 +104,14 @@ class Stack:
 
 def _describe(layer: LayerPlan) -> LayerDesc:
     return LayerDesc(
-        layer.attention_norm.data_ptr(), layer.qkv.desc, layer.out.desc, _place(layer.q_norm), _place(layer.k_norm),
-        layer.mlp_norm.data_ptr(), layer.gate_up.desc, layer.down.desc, layer.group, layer.cache_index,
+        _norm(layer.before_attention), _norm(layer.after_attention), _norm(layer.before_mlp), _norm(layer.after_mlp),
+        layer.qkv.desc, layer.out.desc, layer.up.desc, layer.down.desc, _place(layer.q_norm), _place(layer.k_norm),
+        layer.group, layer.cache_index, layer.rope,
     )  # fmt: skip
+
+
+def _norm(norm: NormPlan | None) -> NormDesc:
+    return NormDesc() if norm is None else NormDesc(norm.weight.data_ptr(), _place(norm.bias))
 
 
 def _group(inputs: GroupInputs) -> GroupDesc:

@@ -48,6 +48,10 @@ class Blocks:
         """An embedding: kept as the head would be, so that a tied one is kept once."""
         weight.packing = self._packing(weight, is_table=True)
 
+    def pack_experts(self, weight: Weight, num_experts: int) -> None:
+        """All experts' matrices of one kind: a matrix each, or two where gates and ups are separate tensors."""
+        weight.packing = self._packing(weight, is_table=False, num_entries=num_experts)
+
     def finish(self, linear: Linear) -> None:
         matrices: list[PackedMatrix] = linear.weight  # type: ignore[assignment]
         linear.packed = PackedLinear(matrices, linear.bias)  # type: ignore[assignment]
@@ -61,12 +65,14 @@ class Blocks:
             out = out if residual is None else out.add_(residual)
         return out
 
-    def _packing(self, weight: Weight, is_table: bool) -> _Packing:
-        columns = weight.shape[1]
-        forms = tuple(self._form(part.name, columns, is_table) for part in weight.parts)
-        rows = [part.stop - part.start for part in weight.parts]
+    def _packing(self, weight: Weight, is_table: bool, num_entries: int = 1) -> _Packing:
+        columns, parts = weight.shape[1], weight.parts_in(self._types)
+        forms = [self._form(part.name, columns, is_table) for part in parts]
+        rows = [part.stop - part.start for part in parts]
+        if len(parts) == 1 and num_entries > 1:
+            forms, rows = forms * num_entries, [rows[0] // num_entries] * num_entries
         sizes = (matrix_bytes(self.native, form, n, columns) for form, n in zip(forms, rows, strict=True))
-        return _Packing(forms, sum(sizes), self.native)
+        return _Packing(tuple(forms), num_entries, sum(sizes), self.native)
 
     def _form(self, name: str, columns: int, is_table: bool) -> str:
         kind = self._types.get(name, self._floats)
@@ -90,10 +96,13 @@ class Blocks:
 @dataclass(frozen=True, slots=True)
 class _Packing:
     forms: tuple[str, ...]  # of each part
+    num_entries: int  # matrices in a tensor that holds all of them
     num_bytes: int
     native: Native = field(compare=False)
 
     def pack(self, sources: list[PartSource]) -> list[PackedMatrix]:
+        if len(sources) == 1 and self.num_entries > 1:
+            sources = sources[0].split(self.num_entries)
         # A checkpoint may hold the same rows in another number of tensors.
         forms = self.forms if len(sources) == len(self.forms) else self.forms[:1] * len(sources)
         return [self._pack_one(form, source) for form, source in zip(forms, sources, strict=True)]
@@ -106,4 +115,4 @@ class _Packing:
 
 
 def _is_table(prefix: str) -> bool:
-    return prefix.endswith(("embed_tokens", "lm_head"))
+    return prefix.endswith(("embed_tokens", "embeddings", "lm_head"))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from quire.models.registry import FAMILIES
+from tests.cpu.families.cpu_paths import BY_DEFAULT, CPU_CHECKS
 from tests.cpu.families.harness import CHECKS, Case, all_families, model_type
 
 SEE_MOST = ("logits", "chunks", "depth 2, swap", "memory")
@@ -24,6 +26,9 @@ def pairs() -> list[Any]:
                 in_full = kind in IN_FULL and kind not in proved
                 marks = [] if in_full or check in SEE_MOST else [pytest.mark.slow]
                 found.append(pytest.param(family, check, id=f"{family}-{check}", marks=marks))
+        for check in CPU_CHECKS if kind in FAMILIES else ():
+            marks = [] if family.name in BY_DEFAULT[check] else [pytest.mark.slow]
+            found.append(pytest.param(family, check, id=f"{family}-{check}", marks=marks))
         proved.add(kind)
     return found
 
@@ -35,4 +40,4 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(("case", "check"), pairs(), indirect=["case"], scope="module")
 def test_family(case: Case, check: str) -> None:
-    CHECKS[check](case)
+    (CHECKS | CPU_CHECKS)[check](case)

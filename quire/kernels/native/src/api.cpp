@@ -93,7 +93,7 @@ void quire_norm(Context* context, const float* x, const float* weight, float eps
 
 void quire_silu_mul(Context* context, const float* gate_up, int64_t rows, int64_t n, float* out) {
     for (int64_t i = 0; i < rows; ++i)
-        context->kernels->silu_mul(gate_up + i * 2 * n, gate_up + i * 2 * n + n, n, out + i * n);
+        context->kernels->activate(Activation::kSilu, gate_up + i * 2 * n, gate_up + i * 2 * n + n, n, out + i * n);
 }
 
 void quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
@@ -109,8 +109,9 @@ void quire_rope_write(Context* context, const StepDesc* step, float* qkv, const 
 }
 
 void quire_attend(Context* context, const StepDesc* step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                  int64_t head_dim, const float* k, const float* v, float scale, float softcap, float* out) {
-    run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, out);
+                  int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
+                  float* out) {
+    run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, sinks, out);
 }
 
 void quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {

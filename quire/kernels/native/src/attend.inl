@@ -58,8 +58,13 @@ struct Softmax {
 inline float soften(float* s, Softmax& state, const Keys& keys, int num_padded) {
     Floats scale = splat(keys.scale), most = splat(-INFINITY);
     for (int j = 0; j < num_padded; j += W) store(s + j, mul(load(s + j), scale));
-    if (keys.softcap > 0)
-        for (int j = state.first; j < state.stop; ++j) s[j] = keys.softcap * tanhf(s[j] / keys.softcap);
+    if (keys.softcap > 0) {
+        const Floats cap = splat(keys.softcap), steep = splat(2.0f / keys.softcap), one = splat(1.0f), two = splat(2.0f);
+        for (int j = 0; j < num_padded; j += W) {  // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            const Floats bent = sub(one, div(two, add(exponential(mul(load(s + j), steep)), one)));
+            store(s + j, mul(bent, cap));
+        }
+    }
     for (int j = 0; j < state.first; ++j) s[j] = -INFINITY;
     for (int j = state.stop; j < num_padded; ++j) s[j] = -INFINITY;
     for (int j = 0; j < num_padded; j += W) most = larger(most, load(s + j));
@@ -78,6 +83,15 @@ inline float soften(float* s, Softmax& state, const Keys& keys, int num_padded) 
     return shrink;
 }
 
+inline float* place(const Queries& queries, int i, int head_dim) {
+    return queries.out + (i / queries.num_heads) * queries.out_stride + (i % queries.num_heads) * int64_t(head_dim);
+}
+
+// The sum of a query's weights, and that of its head's sink, all relative to exp(most).
+inline float all_weights(float most, float sum, const Keys& keys, int head) {
+    return keys.sinks ? sum + expf(keys.sinks[head] - most) : sum;
+}
+
 void attend(const Queries& queries, const Keys& keys, float* scratch) {
     const int head_dim = keys.head_dim, num_queries = queries.num_tokens * queries.num_heads;
     const int64_t stride = (head_dim + W - 1) / W * W;
@@ -91,8 +105,10 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
         q[i] = queries.q + (i / queries.num_heads) * queries.q_stride + (i % queries.num_heads) * int64_t(head_dim);
     }
     memset(sums, 0, sizeof(float) * num_queries * stride);
-    const int64_t window = keys.window, last = queries.first_position + queries.num_tokens;
+    const int64_t window = keys.window, end = queries.first_position + queries.num_tokens;
+    const int64_t last = keys.stop < end ? keys.stop : end;
     int64_t first_key = window && queries.first_position >= window ? queries.first_position - window + 1 : 0;
+    first_key = first_key > keys.first ? first_key : keys.first;
     for (int64_t base = first_key; base < last; base += kKeyBlock) {
         const int n = last - base < kKeyBlock ? int(last - base) : kKeyBlock, padded = (n + W - 1) / W * W;
         const float *k[kKeyBlock], *v[kKeyBlock];
@@ -140,9 +156,40 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
                          stride);
     }
     for (int i = 0; i < num_queries; ++i) {
-        float* out = queries.out + (i / queries.num_heads) * queries.out_stride + (i % queries.num_heads) * int64_t(head_dim);
-        const float inverse = 1.0f / state[i].sum;
+        if (queries.part) {
+            float* part = queries.part + i * part_floats(head_dim);
+            part[0] = state[i].most;
+            part[1] = state[i].sum;
+            memcpy(part + 2, sums + i * stride, sizeof(float) * head_dim);
+            continue;
+        }
+        float* out = place(queries, i, head_dim);
+        const float inverse = 1.0f / all_weights(state[i].most, state[i].sum, keys, i % queries.num_heads);
         for (int d = 0; d < head_dim; ++d) out[d] = sums[i * stride + d] * inverse;
+    }
+}
+
+// Brings together what several pieces of the keys left for the same queries.
+void merge(const Queries& queries, const Keys& keys, int64_t num_parts) {
+    const int head_dim = keys.head_dim, num_queries = queries.num_tokens * queries.num_heads;
+    const int64_t floats = part_floats(head_dim);
+    for (int i = 0; i < num_queries; ++i) {
+        const float* first = queries.part + i * floats;
+        float most = -INFINITY, sum = 0;
+        for (int64_t p = 0; p < num_parts; ++p) {
+            const float here = first[p * num_queries * floats];
+            most = here > most ? here : most;
+        }
+        float* out = place(queries, i, head_dim);
+        memset(out, 0, sizeof(float) * head_dim);
+        for (int64_t p = 0; p < num_parts; ++p) {
+            const float* part = first + p * num_queries * floats;
+            const float weight = part[0] > -INFINITY ? expf(part[0] - most) : 0.0f;
+            sum += part[1] * weight;
+            add_scaled(part + 2, weight, head_dim, out);
+        }
+        const float inverse = 1.0f / all_weights(most, sum, keys, i % queries.num_heads);
+        for (int d = 0; d < head_dim; ++d) out[d] *= inverse;
     }
 }
 

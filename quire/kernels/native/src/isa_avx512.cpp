@@ -17,7 +17,8 @@ using namespace quire;
 namespace quire {
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels = {"avx512", W, norm, silu_mul, quantize, turn, product, attend, choose};
+    static const Kernels kernels = {"avx512", W, norm, layer_norm, add_scaled, activate,
+                                    quantize, turn, product, attend, merge, choose};
     return &kernels;
 }
 

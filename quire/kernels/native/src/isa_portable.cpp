@@ -15,7 +15,8 @@ using namespace quire;
 namespace quire {
 
 const Kernels* portable_kernels() {
-    static const Kernels kernels = {"portable", W, norm, silu_mul, quantize, turn, product, attend, choose};
+    static const Kernels kernels = {"portable", W, norm, layer_norm, add_scaled, activate,
+                                    quantize, turn, product, attend, merge, choose};
     return &kernels;
 }
 

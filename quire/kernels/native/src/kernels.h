@@ -11,8 +11,12 @@ namespace quire {
 constexpr int kBlock = 32;        // columns that share a scale
 constexpr int kQueryTokens = 16;  // tokens of one row that attention takes at a time
 constexpr int kKeyBlock = 64;     // keys that attention takes at a time
+constexpr int kSplitKeys = 512;   // keys of one piece, where a few tokens see so many that threads share them
+constexpr int kSplitTokens = 2;   // how many are few
 
 enum class Form : int32_t { kF32 = 0, kF16 = 1, kQ8_0 = 2, kQ4_0 = 3, kQ4_1 = 4 };
+
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4 };
 
 // A matrix in tiles of `lanes` rows. Within a tile lie, block by block, the scales of all its rows and then the values,
 // four columns of each row in turn (one column in turn for float forms): a vector holds the same columns of all rows,
@@ -68,7 +72,10 @@ struct Queries {
     int64_t q_stride, out_stride;
     int32_t num_tokens, num_heads;  // query heads of the group
     int64_t first_position;
+    float* part;  // null, or where one piece of the keys leaves `part_floats` for each query instead of an output
 };
+
+inline int64_t part_floats(int head_dim) { return head_dim + 2; }  // largest score, sum of weights, weighted values
 
 struct Keys {
     const float* k;  // the layer's plane at this kv head: [pages, page_tokens, kv_heads, head_dim]
@@ -78,6 +85,8 @@ struct Keys {
     int32_t page_tokens, head_dim;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
+    const float* sinks;    // of each query head of the group: a score for nothing at all; or null
+    int64_t first, stop;   // the piece of keys to look at; what a token may not see is left out in any case
 };
 
 inline int64_t attend_scratch_floats(int head_dim, int num_heads) {
@@ -100,13 +109,16 @@ struct Kernels {
     const char* name;
     int lanes;
     void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
-    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
+    void (*add_scaled)(const float* x, float scale, int64_t n, float* out);
+    void (*activate)(Activation how, const float* gate, const float* up, int64_t n, float* out);  // up: or null
     // Rounds to one row of blocks, or to two where `fine`.
     void (*quantize)(const float* x, int64_t n, bool fine, int8_t* values, float* scales, int32_t* sums);
     void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
     void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                     const Target& target);
     void (*attend)(const Queries& queries, const Keys& keys, float* scratch);
+    void (*merge)(const Queries& queries, const Keys& keys, int64_t num_parts);  // parts lie one after the other
     void (*choose)(Choice& choice);
 };
 

@@ -19,6 +19,7 @@ inline void pause() {
 }
 
 constexpr int kSpins = 500;       // before a thread that waits for another offers its core
+constexpr int kYields = 200;      // before it sleeps: a tenth of a millisecond where nobody else wants the core
 constexpr int kIdleSpins = 1000;  // before a thread without work goes to sleep: some tens of microseconds
 
 }  // namespace
@@ -44,10 +45,14 @@ void Pool::begin() {
     alone_ = num_threads_ == 1 || getpid() != process_;  // after a fork only the caller is left
     if (alone_) return;
     active_.store(true);
-    if (sleepers_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(sleep_); }
-        wake_.notify_all();
-    }
+    wake();
+}
+
+void Pool::wake() {
+    calls_.fetch_add(1);
+    if (sleepers_.load() == 0) return;
+    { std::lock_guard<std::mutex> lock(sleep_); }
+    wake_.notify_all();
 }
 
 void Pool::end() {
@@ -63,11 +68,25 @@ void Pool::hand_out(int64_t count, int64_t grain, void* argument, Call call) {
     phase.grain = grain;
     phase.num_pieces = (count + grain - 1) / grain;
     phase.done.store(0, std::memory_order_relaxed);
-    next_.store(number_ << kPieceBits, std::memory_order_release);
+    next_.store(number_ << kPieceBits);
+    if (dozes_.load(std::memory_order_relaxed) && dozes_.exchange(false)) wake();
     while (take_piece(0)) {}
-    for (int spins = 0; phase.done.load(std::memory_order_acquire) < phase.num_pieces;) {
-        if (++spins < kSpins) pause();
-        else std::this_thread::yield();
+    wait_for(phase);
+}
+
+void Pool::wait_for(const Phase& phase) {
+    const auto is_done = [&] { return phase.done.load() >= phase.num_pieces; };
+    for (int spins = 0; !is_done(); ++spins) {
+        if (spins < kSpins) {
+            pause();
+        } else if (spins < kSpins + kYields) {
+            std::this_thread::yield();
+        } else {
+            std::unique_lock<std::mutex> lock(sleep_);
+            caller_sleeps_.store(true);
+            done_.wait(lock, is_done);
+            caller_sleeps_.store(false);
+        }
     }
 }
 
@@ -80,7 +99,11 @@ bool Pool::take_piece(int thread) {
         if (!next_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
         const int64_t first = piece * phase.grain, stop = first + phase.grain;
         phase.call(phase.argument, first, stop < phase.count ? stop : phase.count, thread);
-        phase.done.fetch_add(1, std::memory_order_release);
+        phase.done.fetch_add(1);
+        if (caller_sleeps_.load()) {
+            { std::lock_guard<std::mutex> lock(sleep_); }  // it is asleep, or has not looked yet
+            done_.notify_one();
+        }
         return true;
     }
 }
@@ -90,15 +113,18 @@ void Pool::work(int thread) {
     while (!closing_.load(std::memory_order_relaxed)) {
         if (take_piece(thread)) {
             spins = 0;
-        } else if (active_.load(std::memory_order_relaxed)) {
-            if (++spins < kSpins) pause();
+        } else if (active_.load(std::memory_order_relaxed) && ++spins < kSpins + kYields) {
+            if (spins < kSpins) pause();
             else std::this_thread::yield();
-        } else if (++spins < kIdleSpins) {
+        } else if (!active_.load(std::memory_order_relaxed) && ++spins < kIdleSpins) {
             pause();
         } else {
+            const uint64_t heard = calls_.load();
+            dozes_.store(active_.load());  // in the midst of a run: the next phase is to wake it
+            if (take_piece(thread)) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             sleepers_.fetch_add(1);
-            wake_.wait(lock, [&] { return active_.load() || closing_.load(); });
+            wake_.wait(lock, [&] { return closing_.load() || calls_.load() != heard; });
             sleepers_.fetch_sub(1);
             spins = 0;
         }

@@ -1,6 +1,8 @@
 // The one pool of threads. During a run one thread, the caller, walks through the work and hands out phases; whoever is
 // awake takes pieces of them. The caller never waits for a thread that holds no piece, so one that the system has put
-// aside, or that sleeps, costs its share of the speed and nothing more.
+// aside, or that sleeps, costs its share of the speed and nothing more. Whoever waits, the caller for the last piece or a
+// thread for the next phase, spins for some microseconds, then offers its core, and soon sleeps: on a busy machine the
+// core is worth more to whom it waits for.
 #pragma once
 
 #include <stdint.h>
@@ -50,6 +52,8 @@ class Pool {
     static constexpr int kPhases = 4;
     static constexpr int kPieceBits = 24;
 
+    void wake();
+    void wait_for(const Phase& phase);
     void hand_out(int64_t count, int64_t grain, void* argument, Call call);
     bool take_piece(int thread);
     void work(int thread);
@@ -62,9 +66,12 @@ class Pool {
     alignas(64) std::atomic<uint64_t> next_{0};  // number of the phase, then its next piece
     alignas(64) std::atomic<bool> active_{false};
     std::atomic<int> sleepers_{0};
+    std::atomic<uint64_t> calls_{0};   // a sleeper that has heard fewer wakes
+    std::atomic<bool> dozes_{false};   // someone went to sleep during a run
     std::atomic<bool> closing_{false};
+    std::atomic<bool> caller_sleeps_{false};
     std::mutex sleep_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, done_;
     std::vector<std::thread> threads_;
 };
 

@@ -1,4 +1,4 @@
-// What is done to one token's vector: norm, SiLU-mul, rope, and rounding to 8-bit blocks.
+// What is done to one token's vector: norms, activations, rope, sums, and rounding to 8-bit blocks.
 
 namespace {
 
@@ -23,14 +23,80 @@ void norm(const float* x, const float* weight, float eps, int64_t n, float* out)
     }
 }
 
+// With the mean taken off; `bias` may be null.
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+    Floats a = splat(0);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) a = add(a, load(x + i));
+    if (i < n) a = add(a, load_some(x + i, int(n - i)));
+    const float mean = total(a) / float(n);
+    const Floats m = splat(mean);
+    a = splat(0);
+    for (i = 0; i + W <= n; i += W) {
+        const Floats d = sub(load(x + i), m);
+        a = fma(d, d, a);
+    }
+    float square = total(a);
+    for (; i < n; ++i) square += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / sqrtf(square / float(n) + eps);
+    const Floats s = splat(scale);
+    for (i = 0; i + W <= n; i += W) {
+        const Floats y = mul(mul(sub(load(x + i), m), s), load(weight + i));
+        store(out + i, bias ? add(y, load(bias + i)) : y);
+    }
+    for (; i < n; ++i) out[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+void add_scaled(const float* x, float scale, int64_t n, float* out) {
+    const Floats s = splat(scale);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, fma(load(x + i), s, load(out + i)));
+    for (; i < n; ++i) out[i] += x[i] * scale;
+}
+
 inline Floats silu(Floats g) { return div(g, add(splat(1.0f), exponential(sub(splat(0), g)))); }
 
-void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+template <Activation A>
+inline Floats activated(Floats g) {
+    if constexpr (A == Activation::kSilu) return silu(g);
+    if constexpr (A == Activation::kRelu) return larger(splat(0), g);  // in this order a NaN stays one
+    if constexpr (A == Activation::kRelu2) {
+        const Floats r = larger(splat(0), g);
+        return mul(r, r);
+    }
+    if constexpr (A == Activation::kGeluTanh) {  // half of 1 + tanh(u) is a sigmoid of 2 u
+        const Floats cube = mul(mul(g, g), g), u = fma(cube, splat(0.044715f), g);
+        return div(g, add(splat(1.0f), exponential(mul(u, splat(-1.5957691216f)))));
+    }
+    if constexpr (A == Activation::kGelu) {
+        float lanes[W];
+        store(lanes, g);
+        for (float& x : lanes) x = 0.5f * x * (1.0f + erff(x * 0.70710678f));
+        return load(lanes);
+    }
+}
+
+template <Activation A>
+void activate_as(const float* gate, const float* up, int64_t n, float* out) {
     int64_t i = 0;
-    for (; i + W <= n; i += W) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+    for (; i + W <= n; i += W) {
+        const Floats a = activated<A>(load(gate + i));
+        store(out + i, up ? mul(a, load(up + i)) : a);
+    }
     if (i < n) {
-        int rest = int(n - i);
-        store_some(out + i, mul(silu(load_some(gate + i, rest)), load_some(up + i, rest)), rest);
+        const int rest = int(n - i);
+        const Floats a = activated<A>(load_some(gate + i, rest));
+        store_some(out + i, up ? mul(a, load_some(up + i, rest)) : a, rest);
+    }
+}
+
+void activate(Activation how, const float* gate, const float* up, int64_t n, float* out) {
+    switch (how) {
+        case Activation::kSilu: return activate_as<Activation::kSilu>(gate, up, n, out);
+        case Activation::kGeluTanh: return activate_as<Activation::kGeluTanh>(gate, up, n, out);
+        case Activation::kGelu: return activate_as<Activation::kGelu>(gate, up, n, out);
+        case Activation::kRelu: return activate_as<Activation::kRelu>(gate, up, n, out);
+        case Activation::kRelu2: return activate_as<Activation::kRelu2>(gate, up, n, out);
     }
 }
 

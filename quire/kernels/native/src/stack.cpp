@@ -47,9 +47,25 @@ void reserve_inputs(Context& c, int64_t num_tokens, int64_t columns) {
     c.sums.take_as<int32_t>(rows * (columns / kBlock + 1));
 }
 
-// Norm or SiLU-mul, then rounding.
+// What is done to a token's vector before a product: nothing, a norm, or an activation.
+struct Before {
+    NormDesc norm = {nullptr, nullptr};
+    float eps = 0;
+    bool takes_mean = false;
+    bool activates = false;
+    Activation activation = Activation::kSilu;
+    bool has_gate = true;  // the vector is gate and up side by side
+};
+
+void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool takes_mean, const float* x, int64_t n,
+              float* out) {
+    if (takes_mean) kernels.layer_norm(x, norm.weight, norm.bias, eps, n, out);
+    else kernels.norm(x, norm.weight, eps, n, out);
+}
+
+// That, then rounding.
 Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, int64_t columns,
-               const float* norm, float eps, bool silu) {
+               const Before& before) {
     const Needs need = needs(linear);
     const bool fine = num_tokens <= c.fine_tokens;
     const int64_t blocks = columns / kBlock, rows = fine ? 2 : 1;
@@ -59,17 +75,19 @@ Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num
     int32_t* sums = static_cast<int32_t*>(c.sums.take(0));
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
-            const float* row = x + t * columns * (silu ? 2 : 1);
+            const float* row = x + t * columns * (before.activates && before.has_gate ? 2 : 1);
+            const float* up = before.has_gate ? row + columns : nullptr;
             float* ready = floats + t * columns;
-            if (norm) c.kernels->norm(row, norm, eps, columns, ready);
-            else if (silu) c.kernels->silu_mul(row, row + columns, columns, ready);
+            if (before.norm.weight)
+                run_norm(*c.kernels, before.norm, before.eps, before.takes_mean, row, columns, ready);
+            else if (before.activates) c.kernels->activate(before.activation, row, up, columns, ready);
             else ready = const_cast<float*>(row);
             if (need.blocks)
                 c.kernels->quantize(ready, columns, fine, values + t * rows * columns, scales + t * rows * blocks,
                                     sums + t * rows * blocks);
         }
     });
-    return {norm || silu ? floats : x, values, scales, sums, fine};
+    return {before.norm.weight || before.activates ? floats : x, values, scales, sums, fine};
 }
 
 void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t num_tokens,
@@ -96,9 +114,9 @@ void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t nu
     });
 }
 
-void apply(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,
-           float eps, bool silu, const float* residual, float* out) {
-    const Inputs in = prepare(c, linear, x, num_tokens, linear.parts[0].columns, norm, eps, silu);
+void apply(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
+           const float* residual, float* out) {
+    const Inputs in = prepare(c, linear, x, num_tokens, linear.parts[0].columns, before);
     multiply(c, linear, in, num_tokens, residual, out);
 }
 
@@ -137,24 +155,79 @@ void reserve_attention(Context& c, const Shape& shape) {
     c.scratch.take_as<float>(c.pool.size() * attend_scratch_floats(int(shape.head_dim), int(shape.group())));
 }
 
-void attend_all(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape,
-                const Unit* units, int64_t num_units, const float* q, int64_t q_stride, const float* k, const float* v, float scale,
-                float softcap, float* out) {
+struct Attended {  // what attention of one layer reads and writes
+    const float *q, *k, *v;
+    int64_t q_stride;
+    float scale, softcap;
+    const float* sinks;  // [heads], or null
+    float* out;
+};
+
+struct Piece {  // of the keys of one unit and one key-value head
+    int64_t unit, head, first, stop;
+    int64_t index, count;  // this one's place among the unit's; more than one are merged in the end
+    float* part;
+};
+
+// Few tokens that see many keys are cut into pieces, by their own length alone, so that neighbours change no bit.
+int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
+                    int64_t num_units) {
+    int64_t num_pieces = 0, num_floats = 0;
+    const auto count_of = [&](const Unit& unit) {
+        const int64_t first = step.positions[unit.first], window = group.window;
+        const int64_t from = window && first >= window ? first - window + 1 : 0;
+        const int64_t keys = first + unit.count - from;
+        return unit.count <= kSplitTokens ? (keys + kSplitKeys - 1) / kSplitKeys : int64_t(1);
+    };
+    const int64_t query_floats = shape.group() * part_floats(int(shape.head_dim));
+    for (int64_t u = 0; u < num_units; ++u) {
+        const int64_t count = count_of(units[u]);
+        num_pieces += count * shape.num_kv_heads;
+        if (count > 1) num_floats += count * shape.num_kv_heads * units[u].count * query_floats;
+    }
+    Piece* pieces = c.pieces.take_as<Piece>(num_pieces);
+    float* part = c.parts.take_as<float>(num_floats);
+    for (int64_t u = 0; u < num_units; ++u) {
+        const int64_t count = count_of(units[u]), first = step.positions[units[u].first], window = group.window;
+        const int64_t from = window && first >= window ? first - window + 1 : 0, stop = first + units[u].count;
+        for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+            for (int64_t p = 0; p < count; ++p) {
+                const int64_t at = from + p * kSplitKeys;
+                *pieces++ = {u, head, at, p + 1 < count ? at + kSplitKeys : stop, p, count, count > 1 ? part : nullptr};
+                if (count > 1) part += units[u].count * query_floats;
+            }
+        }
+    }
+    return num_pieces;
+}
+
+void attend_all(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
+                int64_t num_units, const Attended& work) {
     const int64_t heads = shape.group(), dim = shape.head_dim;
     const int64_t room = attend_scratch_floats(int(dim), int(heads));
-    c.pool.share(num_units * shape.num_kv_heads, 1, [&](int64_t first, int64_t stop, int thread) {
+    const int64_t num_pieces = list_pieces(c, step, group, shape, units, num_units);
+    const Piece* pieces = static_cast<Piece*>(c.pieces.take(0));
+    const auto queries_of = [&](const Piece& piece) {
+        const Unit& unit = units[piece.unit];
+        return Queries{work.q + unit.first * work.q_stride + piece.head * heads * dim,
+                       work.out + unit.out * shape.q_width() + piece.head * heads * dim, work.q_stride, shape.q_width(),
+                       int32_t(unit.count), int32_t(heads), step.positions[unit.first], piece.part};
+    };
+    const auto keys_of = [&](const Piece& piece) {
+        return Keys{work.k + piece.head * dim, work.v + piece.head * dim,
+                    group.table + units[piece.unit].row * group.table_stride, shape.kv_width(),
+                    int32_t(group.page_tokens), int32_t(dim), group.window, work.scale, work.softcap,
+                    work.sinks ? work.sinks + piece.head * heads : nullptr, piece.first, piece.stop};
+    };
+    c.pool.share(num_pieces, 1, [&](int64_t first, int64_t stop, int thread) {
         float* scratch = static_cast<float*>(c.scratch.take(0)) + thread * room;
-        for (int64_t i = first; i < stop; ++i) {
-            const Unit& unit = units[i / shape.num_kv_heads];
-            const int64_t head = i % shape.num_kv_heads;
-            const Queries queries = {q + unit.first * q_stride + head * heads * dim,
-                                     out + unit.out * shape.q_width() + head * heads * dim,
-                                     q_stride, shape.q_width(), int32_t(unit.count), int32_t(heads),
-                                     step.positions[unit.first]};
-            const Keys keys = {k + head * dim, v + head * dim, group.table + unit.row * group.table_stride,
-                               shape.kv_width(), int32_t(group.page_tokens), int32_t(dim), group.window, scale, softcap};
-            c.kernels->attend(queries, keys, scratch);
-        }
+        for (int64_t i = first; i < stop; ++i) c.kernels->attend(queries_of(pieces[i]), keys_of(pieces[i]), scratch);
+    });
+    if (num_pieces == num_units * shape.num_kv_heads) return;
+    c.pool.share(num_pieces, grain(num_pieces, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t i = first; i < stop; ++i)
+            if (pieces[i].count > 1 && pieces[i].index == 0)
+                c.kernels->merge(queries_of(pieces[i]), keys_of(pieces[i]), pieces[i].count);
     });
 }
 
@@ -173,21 +246,41 @@ void angles(Context& c, const StepDesc& step, const float* frequencies, float sc
 }
 
 void rope_write(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, float* qkv,
-                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, float* k,
-                float* v) {
+                const float* q_norm, const float* k_norm, bool is_wide, float eps, const float* cos, const float* sin,
+                float* k, float* v) {
     const int64_t dim = shape.head_dim, half = dim / 2;
     c.pool.share(step.num_tokens, grain(step.num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             float* row = qkv + t * shape.qkv_width();
+            if (is_wide) {
+                c.kernels->norm(row, q_norm, eps, shape.q_width(), row);
+                c.kernels->norm(row + shape.q_width(), k_norm, eps, shape.kv_width(), row + shape.q_width());
+            }
             for (int64_t h = 0; h < shape.num_heads + shape.num_kv_heads; ++h) {
                 float* head = row + h * dim;
                 const float* norm = h < shape.num_heads ? q_norm : k_norm;
-                if (norm) c.kernels->norm(head, norm, eps, dim, head);
+                if (norm && !is_wide) c.kernels->norm(head, norm, eps, dim, head);
                 c.kernels->turn(head, cos + t * half, sin + t * half, half);
             }
             const size_t bytes = sizeof(float) * size_t(shape.kv_width());
             memcpy(k + group.slots[t] * shape.kv_width(), row + shape.q_width(), bytes);
             memcpy(v + group.slots[t] * shape.kv_width(), row + shape.q_width() + shape.kv_width(), bytes);
+        }
+    });
+}
+
+// A block's last product comes back to the stream: inside the product, or normed or scaled on the way.
+void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const float* x, int64_t num_tokens,
+          const Before& before, const NormDesc& after, float* stream) {
+    if (!after.weight && stack.residual_scale == 1.0f) return apply(c, linear, x, num_tokens, before, stream, stream);
+    const int64_t width = stack.width;
+    float* branch = static_cast<float*>(c.branch.take(0));
+    apply(c, linear, x, num_tokens, before, nullptr, branch);
+    c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t t = first; t < stop; ++t) {
+            float* row = branch + t * width;
+            if (after.weight) run_norm(*c.kernels, after, stack.eps, stack.takes_mean, row, width, row);
+            c.kernels->add_scaled(row, stack.residual_scale, width, stream + t * width);
         }
     });
 }
@@ -202,19 +295,25 @@ void run_linear(Context& c, const LinearDesc& linear, const float* x, int64_t nu
     std::lock_guard<std::mutex> lock(c.busy);
     c.fine_tokens = kFineTokens;
     reserve_inputs(c, num_tokens, linear.parts[0].columns);
+    Before before;
+    before.norm.weight = norm;
+    before.eps = eps;
+    before.activates = silu;
     Run run(c.pool);
-    apply(c, linear, x, num_tokens, norm, eps, silu, residual, out);
+    apply(c, linear, x, num_tokens, before, residual, out);
 }
 
 void run_attention(Context& c, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, float* out) {
+                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
+                   float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
     const Shape shape = {num_heads, num_kv_heads, head_dim};
     const int64_t num_units = list_units(c, step, shape);
     reserve_attention(c, shape);
     Run run(c.pool);
     const Unit* units = static_cast<Unit*>(c.units.take(0));
-    attend_all(c, step, step.groups[0], shape, units, num_units, q, shape.q_width(), k, v, scale, softcap, out);
+    attend_all(c, step, step.groups[0], shape, units, num_units,
+               {q, k, v, shape.q_width(), scale, softcap, sinks, out});
 }
 
 void run_rope_write(Context& c, const StepDesc& step, float* qkv, const float* q_norm, const float* k_norm, float eps,
@@ -226,8 +325,40 @@ void run_rope_write(Context& c, const StepDesc& step, float* qkv, const float* q
     float* sin = c.sin.take_as<float>(step.num_tokens * head_dim / 2);
     Run run(c.pool);
     angles(c, step, frequencies, rope_scale, head_dim / 2, cos, sin);
-    rope_write(c, step, step.groups[0], shape, qkv, q_norm, k_norm, eps, cos, sin, k, v);
+    rope_write(c, step, step.groups[0], shape, qkv, q_norm, k_norm, false, eps, cos, sin, k, v);
 }
+
+namespace {
+
+void embed(Context& c, const StackDesc& stack, const StepDesc& step, float* stream) {
+    const int64_t tokens = step.num_tokens, width = stack.width;
+    c.pool.share(tokens, grain(tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t t = first; t < stop; ++t) {
+            float* row = stream + t * width;
+            unpack_row(stack.embedding, step.tokens[t], row);
+            if (stack.embedding_scale != 1.0f)
+                for (int64_t i = 0; i < width; ++i) row[i] *= stack.embedding_scale;
+        }
+    });
+}
+
+Before after_norm(const StackDesc& stack, const NormDesc& norm) {
+    Before before;
+    before.norm = norm;
+    before.eps = stack.eps;
+    before.takes_mean = stack.takes_mean != 0;
+    return before;
+}
+
+Before after_activation(const StackDesc& stack) {
+    Before before;
+    before.activates = true;
+    before.activation = stack.activation;
+    before.has_gate = stack.has_gate != 0;
+    return before;
+}
+
+}  // namespace
 
 void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
@@ -240,23 +371,27 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
     float* qkv = c.qkv.take_as<float>(tokens * shape.qkv_width());
     float* attended = c.attended.take_as<float>(tokens * shape.q_width());
     float* inner = c.inner.take_as<float>(tokens * 2 * stack.inner_width);
-    float* cos = c.cos.take_as<float>(tokens * half);
-    float* sin = c.sin.take_as<float>(tokens * half);
+    float* cos = c.cos.take_as<float>(stack.num_ropes * tokens * half);
+    float* sin = c.sin.take_as<float>(stack.num_ropes * tokens * half);
+    c.branch.take_as<float>(tokens * width);
     const int64_t num_units = list_units(c, step, shape);
     const bool narrows = step.num_wanted >= 0 && step.num_wanted < tokens;
     if (narrows) list_wanted(c, step);
+    const Before activated = after_activation(stack);
     Run run(c.pool);
-    c.pool.share(tokens, grain(tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
-        for (int64_t t = first; t < stop; ++t) unpack_row(stack.embedding, step.tokens[t], stream + t * width);
-    });
-    angles(c, step, stack.frequencies, stack.rope_scale, half, cos, sin);
+    embed(c, stack, step, stream);
+    for (int64_t r = 0; r < stack.num_ropes; ++r)
+        angles(c, step, stack.frequencies + r * half, stack.rope_scales[r], half, cos + r * tokens * half,
+               sin + r * tokens * half);
     for (int64_t i = 0; i < stack.num_layers; ++i) {
         const LayerDesc& layer = stack.layers[i];
         const GroupDesc& group = step.groups[layer.group];
         float* k = group.cache + 2 * layer.cache_index * group.plane;
         float* v = k + group.plane;
-        apply(c, layer.qkv, stream, tokens, layer.attention_norm, stack.eps, false, nullptr, qkv);
-        rope_write(c, step, group, shape, qkv, layer.q_norm, layer.k_norm, stack.eps, cos, sin, k, v);
+        const int64_t turn = layer.rope * tokens * half;
+        apply(c, layer.qkv, stream, tokens, after_norm(stack, layer.before_attention), nullptr, qkv);
+        rope_write(c, step, group, shape, qkv, layer.q_norm, layer.k_norm, stack.is_wide != 0, stack.eps, cos + turn,
+                   sin + turn, k, v);
         int64_t count = tokens, units_here = num_units;
         const Unit* units = static_cast<Unit*>(c.units.take(0));
         if (narrows && i == stack.num_layers - 1) {  // the last layer works for the wanted tokens only
@@ -267,16 +402,18 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
             for (int64_t t = 0; t < count; ++t)
                 memmove(stream + t * width, stream + step.wanted[t] * width, sizeof(float) * size_t(width));
         }
-        attend_all(c, step, group, shape, units, units_here, qkv, shape.qkv_width(), k, v,
-                   stack.attention_scale, 0, attended);
-        apply(c, layer.out, attended, count, nullptr, 0, false, stream, stream);
-        apply(c, layer.gate_up, stream, count, layer.mlp_norm, stack.eps, false, nullptr, inner);
-        apply(c, layer.down, inner, count, nullptr, 0, true, stream, stream);
+        attend_all(c, step, group, shape, units, units_here,
+                   {qkv, k, v, shape.qkv_width(), stack.attention_scale, stack.softcap, nullptr, attended});
+        const Before normed = after_norm(stack, layer.before_mlp);
+        if (stack.is_parallel) apply(c, layer.up, stream, count, normed, nullptr, inner);
+        join(c, stack, layer.out, attended, count, Before(), layer.after_attention, stream);
+        if (!stack.is_parallel) apply(c, layer.up, stream, count, normed, nullptr, inner);
+        join(c, stack, layer.down, inner, count, activated, layer.after_mlp, stream);
     }
     const int64_t last = narrows ? step.num_wanted : tokens;
     c.pool.share(last, grain(last, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t)
-            c.kernels->norm(stream + t * width, stack.norm, stack.eps, width, out + t * width);
+            run_norm(*c.kernels, stack.norm, stack.eps, stack.takes_mean, stream + t * width, width, out + t * width);
     });
 }
 

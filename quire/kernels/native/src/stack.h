@@ -17,23 +17,30 @@ struct LinearDesc {
     const float* bias;  // or null
 };
 
+struct NormDesc {
+    const float* weight;  // null: there is no norm at that place
+    const float* bias;    // or null
+};
+
 struct LayerDesc {
-    const float* attention_norm;
-    LinearDesc qkv, out;
-    const float *q_norm, *k_norm;  // or null
-    const float* mlp_norm;
-    LinearDesc gate_up, down;
-    int64_t group, cache_index;
+    NormDesc before_attention, after_attention, before_mlp, after_mlp;
+    LinearDesc qkv, out, up, down;  // up: gate and up, where there is a gate
+    const float *q_norm, *k_norm;   // or null
+    int64_t group, cache_index, rope;
 };
 
 struct StackDesc {
     Matrix embedding;
     const LayerDesc* layers;
     int64_t num_layers;
-    const float* norm;
-    const float* frequencies;  // [head_dim / 2]
-    int64_t width, num_heads, num_kv_heads, head_dim, inner_width;
-    float eps, rope_scale, attention_scale;
+    NormDesc norm;
+    const float* frequencies;  // [ropes, head_dim / 2]
+    const float* rope_scales;  // [ropes]
+    int64_t num_ropes, width, num_heads, num_kv_heads, head_dim, inner_width;
+    Activation activation;
+    int32_t has_gate, takes_mean;      // takes_mean: norms are layer norms
+    int32_t is_parallel, is_wide;      // both blocks read the layer's input; queries are normed over all heads at once
+    float eps, attention_scale, softcap, embedding_scale, residual_scale;
 };
 
 struct GroupDesc {  // one paged group in one step
@@ -82,7 +89,8 @@ struct Context {
     Pool pool;
     std::mutex busy;
     int64_t fine_tokens = 0;  // of the current call: so many at most are rounded finely
-    Buffer floats, values, scales, sums, scratch, stream, qkv, attended, inner, cos, sin, units, last_units;
+    Buffer floats, values, scales, sums, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units,
+        pieces, parts;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,
@@ -91,7 +99,7 @@ void run_linear(Context& context, const LinearDesc& linear, const float* x, int6
 void run_stack(Context& context, const StackDesc& stack, const StepDesc& step, float* out);
 
 void run_attention(Context& context, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, float* out);
+                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks, float* out);
 
 void run_rope_write(Context& context, const StepDesc& step, float* qkv, const float* q_norm, const float* k_norm,
                     float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,

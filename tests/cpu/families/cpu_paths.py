@@ -1,0 +1,74 @@
+"""The ways a CPU can run a family beside its usual one: plain torch, and matrices in blocks by the native kernels.
+
+`test_families` runs these with the checks of `harness`. Blocks are compared with plain torch over the very same blocks
+decoded, two tokens a step: so few are rounded so finely that next to nothing may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.cpu.families.harness import GREEDY, PAGE_TOKENS, Case, Recorder, run
+from tests.cpu.native_isas import open_or_skip
+from tests.cpu.rig import load
+
+QUANTS = ("q8_0", "q4_0")
+PACKED = ("weight", "gate_up", "down")  # attributes that hold a list of matrices where they would hold a tensor
+
+
+def check_torch(case: Case) -> None:
+    """`--kernels torch`: logits of the longest prompt as transformers has them."""
+    model = load(case.folder, PAGE_TOKENS, kernels="torch")
+    want = case.reference_logits(case.prompts[-1])
+    assert _error(_logits(case, model, 7), want) <= 1e-4
+
+
+def check_quantized(case: Case) -> None:
+    """`--quant`: every linear layer and every expert in blocks, and the logits those blocks stand for."""
+    open_or_skip("portable")
+    for quant in QUANTS:
+        kept: Any = load(case.folder, PAGE_TOKENS, quant=quant)
+        exact: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
+        forms = decode_into(exact, kept)
+        assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}
+        error = _error(_logits(case, kept, 2), _logits(case, exact, 2))
+        assert error <= 3e-3, f"{quant}: {error:.1e}"  # the blocks themselves are off by ten times that
+
+
+def decode_into(exact: nn.Module, kept: nn.Module) -> set[str]:
+    """Give `exact`, the same model of tensors, what the blocks of `kept` stand for. Returns the forms of those."""
+    forms = set()
+    for ours, theirs in zip(kept.modules(), exact.modules(), strict=True):
+        for name in PACKED:
+            matrices: Any = getattr(ours, name, None)
+            if isinstance(matrices, list):
+                rows = torch.cat([matrix.rows(torch.arange(matrix.shape[0])) for matrix in matrices])
+                assert rows.shape == getattr(theirs, name).shape
+                setattr(theirs, name, nn.Parameter(rows, requires_grad=False))
+                forms.update(matrix.form for matrix in matrices)
+    return forms
+
+
+def _logits(case: Case, model: Any, chunk_tokens: int) -> Tensor:
+    """Of every position of the longest prompt, [tokens, vocab]."""
+    prompt = case.prompts[-1]
+    recorder = Recorder(model, 1)
+    run(case.engine(recorder, chunk_tokens=chunk_tokens), [prompt], replace(GREEDY, max_tokens=1))
+    return torch.stack([recorder.logits_at[0, position] for position in range(len(prompt))])
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+CPU_CHECKS: dict[str, Callable[[Case], None]] = {"plain torch": check_torch, "quantized": check_quantized}
+# By default one family of each kind; of the others the usual path alone is run, the rest is slow.
+BY_DEFAULT = {
+    "plain torch": ("llama", "gemma2", "phi"),
+    "quantized": ("llama", "gemma2", "phi", "olmo2", "mixtral", "deepseek_v3", "nemotron_h"),
+}

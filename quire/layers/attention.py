@@ -109,8 +109,11 @@ class Attention(nn.Module):
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
         self.qkv = Linear(shape.width, sources, bias=qkv_bias, dtype=dtype, scheme=scheme)
         if shape.order is not None:
-            merged = replace(shape.order, num_heads=shape.num_heads + shape.num_kv_heads)
-            set_forms(self.qkv, (shape.order, shape.order, None) if len(rows) == 3 else (merged,))
+            # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
+            # undo rope's scale instead.
+            order = shape.order if qk_norm is None else replace(shape.order, angle_scale=1.0)
+            merged = replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
+            set_forms(self.qkv, (order, order, None) if len(rows) == 3 else (merged,))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None

@@ -34,7 +34,7 @@ class GatedAttention(nn.Module):
         kv_rows = shape.num_kv_heads * head_dim
         sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
         self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
-        order = replace(shape.order, angle_scale=1.0)  # the norm below comes after this, and takes scaling back
+        order = replace(shape.order, angle_scale=1.0)  # the norm below undoes rope's scale, as in `layers.attention`
 
         def gates_first(rows: Tensor) -> Tensor:
             """The checkpoint has a head's queries, then its gates, head by head."""

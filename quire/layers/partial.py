@@ -41,7 +41,3 @@ def head_order(head_dim: int, turning: int, interleaved: bool = False) -> Tensor
     turn, still = elements[:turning], elements[turning:].view(2, -1)
     turn = turn.view(-1, 2).t() if interleaved else turn.view(2, -1)
     return torch.cat((turn, still), dim=1).flatten()
-
-
-def order_heads(head_dim: int, turning: int) -> HeadOrder:
-    return HeadOrder(head_dim, turning)

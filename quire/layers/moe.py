@@ -204,7 +204,8 @@ class MoE(nn.Module):
             x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
         )
         if self.shared is not None:
-            stream = self.shared(x, stream)
+            # Its sum may take the stream's memory, which without a norm is also what the experts are yet to read.
+            stream = self.shared(x, stream.clone() if x is stream else stream)
         return self.ops.run_experts(x, self.experts.weights(), chosen, weights, stream)
 
 

@@ -18,6 +18,13 @@ from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels.dequant import dequantize_mxfp4
+from quire.kernels.experts import Routing
+from quire.kernels.reference_experts import route, run_experts
+from quire.kernels.table import REFERENCE
+from quire.layers.moe import ExpertNames, MoE, MoEShape
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Dense
+from quire.layers.weights import iter_weights, put_weight
 from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loader import build_model
 from quire.types import QuireError
@@ -80,6 +87,30 @@ def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(QuireError, match=r"model\.layers\.3\.eh_proj\.weight, which this model has no place for"):
         load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layer itself
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_a_shared_expert_leaves_alone_what_the_others_read(is_normed: bool, is_gated: bool) -> None:
+    """Its sum takes the stream's memory; without a norm the routed experts read that very stream."""
+    shape = MoEShape(16, 8, Routing(4, 2), shared_width=8, shared_gated=is_gated)
+    norm = RMSNorm("norm", 16, 1e-6, torch.float32, REFERENCE) if is_normed else None
+    moe: Any = MoE(
+        ExpertNames("mlp"), norm, shape, dtype=torch.float32, ops=REFERENCE, scheme=Dense(REFERENCE)
+    )  # fmt: skip
+    torch.manual_seed(1)
+    for module, name, weight in list(iter_weights(moe)):
+        put_weight(module, name, torch.randn(weight.shape))
+    stream = torch.randn(5, 16)
+    x = stream if norm is None else norm(stream)
+    shared = moe.shared(x.clone(), torch.zeros_like(stream))
+    chosen, shares = route(x @ moe.router.t(), None, shape.routing)
+    want = stream + shared + run_experts(x, moe.experts.weights(), chosen, shares)
+    torch.testing.assert_close(moe(stream.clone()), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

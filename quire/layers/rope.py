@@ -38,31 +38,35 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
         """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json."""
-        given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        given = {**_fields(config, "rope_scaling"), **_fields(config, "rope_parameters")}
         kind = given.get("rope_type") or given.get("type") or "default"
         kind = {"su": "longrope"}.get(kind, kind)  # its first name
         if kind not in SUPPORTED:
             raise QuireError("unsupported_model", f"Rope scaling {kind!r} is not supported.",
                              f"Supported are {', '.join(SUPPORTED)}.")  # fmt: skip
-        max_positions = config.get("max_position_embeddings") or 0
-        original_len = given.get("original_max_position_embeddings") or max_positions
+        max_positions = _above_zero(config, "max_position_embeddings", 2048)
+        original_len = _above_zero(given, "original_max_position_embeddings", max_positions)
         if kind == "longrope":
-            original_len = config.get("original_max_position_embeddings") or original_len
-        stretched = kind in ("yarn", "longrope") and original_len
-        factor = given.get("factor") or (max_positions / original_len if stretched else 1.0)
-        theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+            original_len = _above_zero(config, "original_max_position_embeddings", original_len)
+        stretched = kind in ("yarn", "longrope")
+        factor = _above_zero(given, "factor", max_positions / original_len if stretched else 1.0)
+        theta = _above_zero(given, "rope_theta", _above_zero(config, "rope_theta", 10000.0))
+        low, high = (_above_zero(given, f"{name}_freq_factor", usual) for name, usual in (("low", 1.0), ("high", 4.0)))
+        if kind == "llama3" and low == high:
+            what = f"Rope of type llama3 can't blend between low_freq_factor={low} and high_freq_factor={high}."
+            raise QuireError("bad_config", what, "Check config.json.")
         return cls(
             kind=kind,
             theta=theta,
-            factor=float(factor),
+            factor=factor,
             original_len=int(original_len),
-            low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-            beta_fast=float(given.get("beta_fast") or 32.0),
-            beta_slow=float(given.get("beta_slow") or 1.0),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=_above_zero(given, "beta_fast", 32.0),
+            beta_slow=_above_zero(given, "beta_slow", 1.0),
             truncate=bool(given.get("truncate", True)),
-            share=float(given.get("partial_rotary_factor") or 1.0),
-            attention_factor=_hf_attention_factor(given, float(factor)),
+            share=_above_zero(given, "partial_rotary_factor", 1.0),
+            attention_factor=_hf_attention_factor(given, factor),
             divisors=_longrope_divisors(config, given, original_len) if kind == "longrope" else
             tuple(given.get("divisors") or ()),
         )  # fmt: skip
@@ -122,11 +126,27 @@ class Rope:
         return self.ops.plan_angles(positions, self.frequencies, self.scale, self.dtype)
 
 
+def _fields(config: dict[str, Any], key: str) -> dict[str, Any]:
+    given = config.get(key) or {}
+    if not isinstance(given, dict):
+        raise QuireError("bad_config", f"{key}={given!r} must be an object.", "Check config.json.")
+    return given
+
+
+def _above_zero(given: dict[str, Any], key: str, default: float) -> float:
+    """A field that is absent, null or 0 has the default."""
+    value = given.get(key) or default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise QuireError("bad_config", f"{key}={value!r} must be a number above 0.", "Check config.json.")
+    return float(value)
+
+
 def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:
     if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+        return _above_zero(given, "attention_factor", 1.0)
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
+        weights = (_above_zero(given, key, 1.0) for key in ("mscale", "mscale_all_dim"))
+        return yarn_magnitude(factor, next(weights)) / yarn_magnitude(factor, next(weights))
     return None
 
 

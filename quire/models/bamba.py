@@ -25,12 +25,19 @@ from quire.models.hybrid import (
     Names,
     block_activations,
     check_attention,
+    mixers_with_mlps,
     only_silu,
 )
 from quire.models.mamba2 import MambaFields, Mixers
 
 FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
                      "mamba_conv_bias", "mamba_proj_bias", "hidden_act", expand="mamba_expand")  # fmt: skip
+LAYER_TYPES: dict[str, BlockKind] = {
+    "linear_attention": "recurrent",
+    "mamba": "recurrent",
+    "full_attention": "attention",
+    "attention": "attention",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +60,13 @@ class BambaConfig:
         rope = RopeConfig.from_hf(dict(config))
         order = HeadOrder(head_dim, head_dim // 2, angle_scale=rope.angle_scale)
         attending = config.get("attn_layer_indices") or ()
-        num_layers = whole(config, "num_hidden_layers", 32)
-        kinds: list[BlockKind] = ["attention" if index in attending else "recurrent" for index in range(num_layers)]
         shape = HybridShape.read(
             config,
             norm_eps=eps,
             max_positions=262144,
             attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
             recurrent=FIELDS.shape(config),
-            blocks=tuple(block for kind in kinds for block in (kind, "plain")),
+            blocks=mixers_with_mlps(config, LAYER_TYPES, lambda layer: "attention" if layer in attending else "mamba"),
         )
         return cls(
             shape=shape,

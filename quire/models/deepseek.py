@@ -25,7 +25,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
-from quire.models.fields import check_silu, flag, number, whole
+from quire.models.fields import check_layer_types, check_silu, flag, number, whole
 from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
@@ -59,6 +59,7 @@ class DeepSeekConfig:
         if rope.kind == "yarn":
             max_positions = max(max_positions, int(rope.original_len * rope.factor))
         num_layers = whole(config, "num_hidden_layers")
+        check_layer_types(config.get("layer_types"), ("full_attention",), num_layers)
         return cls(
             vocab_size=whole(config, "vocab_size"),
             num_layers=num_layers,

@@ -12,7 +12,7 @@ from typing import Any
 from quire.layers.attention import AttentionNames
 from quire.layers.mlp import MLPNames, check_activation
 from quire.layers.rope import RopeConfig
-from quire.models.fields import flag, number, whole
+from quire.models.fields import check_heads, check_layer_types, flag, number, whole
 from quire.types import QuireError
 
 LLAMA_ATTENTION, LLAMA_MLP = AttentionNames(), MLPNames()
@@ -84,9 +84,8 @@ def read_common(config: Mapping[str, Any]) -> DenseConfig:
         what = f"hidden_size={width} does not divide into {num_heads} heads, and config.json gives no head_dim."
         raise QuireError("bad_config", what, "Check config.json.")
     head_dim = whole(config, "head_dim", width // num_heads)
-    if num_heads % num_kv_heads or head_dim % 2:
-        what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
-        raise QuireError("bad_config", what, "Check config.json.")
+    check_heads(num_heads, num_kv_heads, head_dim)
+    windows = _windows(config, num_layers)
     ropes = _ropes(config, num_layers)
     max_positions = whole(config, "max_position_embeddings", 2048)
     yarn = next((rope for rope in ropes if rope.kind == "yarn"), None)
@@ -103,7 +102,7 @@ def read_common(config: Mapping[str, Any]) -> DenseConfig:
         head_dim=head_dim,
         max_positions=max_positions,
         ropes=ropes,
-        windows=_windows(config, num_layers),
+        windows=windows,
         rope_dim=_rope_dim(config, head_dim),
         tied=flag(config, "tie_word_embeddings", False),
         norm=NormStyle(eps=number(config, "rms_norm_eps", 1e-6)),
@@ -128,13 +127,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
     if kinds is None:
         return (None,) * num_layers
     known = {"full_attention": None, "sliding_attention": window_size(config)}
-    unknown = sorted({str(kind) for kind in kinds} - set(known))
-    if unknown:
-        what = f"Layer type {unknown[0]!r} is not supported by this family."
-        raise QuireError("unsupported_model", what, f"Supported are {', '.join(known)}.")
-    if len(kinds) != num_layers:
-        what = f"layer_types names {len(kinds)} layers, num_hidden_layers={num_layers}."
-        raise QuireError("bad_config", what, "Check config.json.")
+    check_layer_types(kinds, known, num_layers)
     return tuple(known[kind] for kind in kinds)
 
 

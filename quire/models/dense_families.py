@@ -290,7 +290,7 @@ DENSE: dict[str, DenseFamily] = {
         _ernie, {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True}
     ),
     "exaone4": DenseFamily(_exaone4, {"sliding_window": 4096, "rms_norm_eps": 1e-5}),
-    "gemma": DenseFamily(_gemma, {**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma": DenseFamily(_gemma, {**_GEMMA, "hidden_activation": None, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": DenseFamily(_gemma2, {**_GEMMA2, **_CAPS}),
     "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, **_GEMMA3}),
     "glm": DenseFamily(_glm, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),

@@ -24,6 +24,7 @@ from quire.layers.attention import AttentionPlan, plan_attention
 from quire.layers.quant import Dense, Fp16Packed, Scheme
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.layers.weights import Part, Weight
+from quire.models.fields import whole
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
@@ -57,7 +58,11 @@ class Rehearsal:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
                window: int | None) -> Tensor:  # fmt: skip
-        self.layers[_layer_index(module)] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1], window)
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if num_heads % num_kv_heads:
+            what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
+            raise QuireError("bad_config", what, "Check config.json.")
+        self.layers[_layer_index(module)] = LayerShape(num_kv_heads, k.shape[-1], v.shape[-1], window)
         return q.new_empty(q.shape[1], q.shape[2], v.shape[-1]).transpose(0, 1)
 
 
@@ -91,8 +96,11 @@ class FallbackModel(nn.Module):
             raise QuireError("invalid_parameter", what, "Leave quant out.", param="quant")
         self.ops = ops
         self.notes = (f"{config.model_type} {SLOWER}.",)
-        self.vocab_size = int(config.hf.vocab_size)
-        self.max_positions = int(getattr(config.hf, "max_position_embeddings", None) or 2048)
+        sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        self.vocab_size = whole(sizes, "vocab_size")
+        width, _ = whole(sizes, "hidden_size"), whole(sizes, "num_hidden_layers")
+        self.max_positions = whole({"max_position_embeddings": getattr(config.hf, "max_position_embeddings", None)},
+                                   "max_position_embeddings", 2048)  # fmt: skip
         self.causal = _build_on_meta(config, dtype)
         # Some kernels of other people's code know no other type than bfloat16 on meta.
         shapes = _rehearse(_build_on_meta(config, torch.bfloat16), config)
@@ -103,7 +111,7 @@ class FallbackModel(nn.Module):
         self.head = _Head(self.causal)
         self.needless_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
-        self.activation_elements = 4 * int(config.hf.hidden_size) + 3 * min(widest, 8 * int(config.hf.hidden_size))
+        self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -115,13 +123,15 @@ class FallbackModel(nn.Module):
                 f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
             )
             raise QuireError("unsupported_model", f"{what} of that type either.", supported_types())
+        _check_layers(model_type, config.get("layer_types"))
         fields = {key: value for key, value in config.items() if key not in ("model_type", "served_len")}
         try:
             hf = transformers.AutoConfig.for_model(model_type, **fields)
         except Exception as error:  # whatever its checks raise
             what = f"transformers refuses this {model_type} config: {_first_line(error)}."
             raise QuireError("bad_config", what, "Check config.json.") from None
-        _check_layers(model_type, hf)
+        _check_layers(model_type, getattr(hf, "layer_types", None))
+        _check_ropes(model_type, hf)
         return FallbackConfig(model_type, hf)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
@@ -144,6 +154,8 @@ class FallbackModel(nn.Module):
         config._attn_implementation = "eager"
         try:
             wanted = self.causal(input_ids=rows, use_cache=False).logits.float()
+        except Exception as error:
+            raise _unsupported(config.model_type, f"its own attention fails: {_first_line(error)}") from error
         finally:
             config._attn_implementation = ATTENTION
         caches = {spec.group: torch.zeros(len(spec.layers), 2, 2 * (count // spec.page_tokens + 1), spec.page_tokens,
@@ -232,10 +244,13 @@ def _import_transformers(model_type: str) -> Any:
     return transformers
 
 
-def _check_layers(model_type: str, hf: Any) -> None:
-    kinds = set(getattr(hf, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if kinds:
-        raise _unsupported(model_type, f"layers of type {sorted(kinds)[0]} keep more than keys and values")
+def _check_layers(model_type: str, kinds: Any) -> None:
+    other = next((kind for kind in kinds or () if kind not in _KNOWN_LAYERS), None)
+    if other is not None:
+        raise _unsupported(model_type, f"layers of type {other} keep more than keys and values, or are not known")
+
+
+def _check_ropes(model_type: str, hf: Any) -> None:
     ropes = getattr(hf, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") == "longrope":  # its frequencies would follow the longest row of a step
@@ -250,8 +265,9 @@ def _build_on_meta(config: FallbackConfig, dtype: torch.dtype) -> Any:
             causal = transformers.AutoModelForCausalLM.from_config(
                 copy.deepcopy(config.hf), attn_implementation=ATTENTION, dtype=dtype
             )
-        except (ValueError, KeyError, ImportError, NotImplementedError) as error:
-            reason = "it has attention classes of its own" if isinstance(error, KeyError) else _first_line(error)
+        except Exception as error:  # anything can happen in other people's code
+            by_name = isinstance(error, KeyError) and error.args[:1] == (ATTENTION,)
+            reason = "it has attention classes of its own" if by_name else _first_line(error)
             raise _unsupported(config.model_type, reason) from None
     causal.eval()
     if not getattr(causal, "_supports_attention_backend", False) or getattr(causal, "_is_stateful", False):
@@ -374,8 +390,10 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+    """With what follows it, where the first line only announces that. A key error says no more than the key."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return (f"it does not know {said}" if isinstance(error, KeyError) else said)[:300].rstrip(".")
 
 
 def _unsupported(model_type: str, why: str) -> QuireError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.types import QuireError
@@ -34,6 +34,28 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise QuireError("bad_config", f"{key}={value!r} must be true or false.", "Check config.json.")
     return value
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads or head_dim % 2:
+        what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
+        raise QuireError("bad_config", what, "Check config.json.")
+
+
+def check_layer_types(kinds: Any, known: Iterable[str], num_layers: int | None = None) -> None:
+    """`kinds`: what config.json calls its layers, one by one; None: it does not say."""
+    if kinds is None:
+        return
+    if not isinstance(kinds, (list, tuple)):
+        raise QuireError("bad_config", f"layer_types={kinds!r} must be a list.", "Check config.json.")
+    known = tuple(known)
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            what = f"Layer type {kind!r} (layer {layer}) is not supported in a model of this type."
+            raise QuireError("unsupported_model", what, f"Supported are {', '.join(known)}.")
+    if num_layers is not None and len(kinds) != num_layers:
+        what = f"layer_types names {len(kinds)} layers, num_hidden_layers={num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
 
 
 def check_silu(config: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
-from quire.models.fields import flag, number, whole
+from quire.models.fields import check_heads, check_layer_types, flag, number, whole
 from quire.types import CacheSpec, QuireError
 
 _ROPES = {
@@ -79,10 +79,7 @@ class Gemma4Config:
         if kinds is None:
             kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)]
             kinds[-1] = "full_attention"
-        unknown = sorted({str(kind) for kind in kinds} - set(_ROPES))
-        if unknown or len(kinds) != num_layers:
-            what = f"Layer type {unknown[0]!r} is not known" if unknown else f"layer_types names {len(kinds)} layers"
-            raise QuireError("bad_config", f"{what}; num_hidden_layers={num_layers}.", "Check config.json.")
+        check_layer_types(kinds, _ROPES, num_layers)
         ropes = config.get("rope_parameters") or _ROPES
         caps = config.get("final_logit_softcapping")
         return cls(
@@ -281,14 +278,12 @@ def _layers(config: Mapping[str, Any], kinds: list[str]) -> tuple[LayerConfig, .
         if kind == "full_attention" and not its:
             its = {"head_dim": whole(config, "global_head_dim", 512),
                    "num_key_value_heads": config.get("num_global_key_value_heads") if k_is_v else None}  # fmt: skip
-        num_kv_heads = whole(its, "num_key_value_heads", kv_heads)
-        if heads % num_kv_heads:
-            what = f"{heads} heads over {num_kv_heads} key-value heads make no attention layer."
-            raise QuireError("bad_config", what, "Check config.json.")
+        num_kv_heads, its_dim = whole(its, "num_key_value_heads", kv_heads), whole(its, "head_dim", head_dim)
+        check_heads(heads, num_kv_heads, its_dim)
         shared = index >= first_shared
         source = next(i for i in reversed(range(first_shared)) if kinds[i] == kind) if shared else index
         width = 2 * inner_width if shared and wide else inner_width
-        found.append(LayerConfig(kind, whole(its, "head_dim", head_dim), num_kv_heads, width, source,
+        found.append(LayerConfig(kind, its_dim, num_kv_heads, width, source,
                                  k_is_v and kind == "full_attention"))  # fmt: skip
     return tuple(found)
 

@@ -21,26 +21,19 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Part, Weight, set_forms
-from quire.models.bamba import FIELDS
+from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
-    BlockKind,
     HybridModel,
     HybridShape,
     Names,
     block_activations,
     check_attention,
-    layer_blocks,
+    mixers_with_mlps,
     only_silu,
 )
 from quire.models.mamba2 import Mixers
 
-LAYER_TYPES: dict[str, BlockKind] = {
-    "linear_attention": "recurrent",
-    "mamba": "recurrent",
-    "full_attention": "attention",
-    "attention": "attention",
-}
 MLP_NAMES = MLPNames(("input_linear",), "output_linear")
 
 
@@ -76,15 +69,13 @@ class GraniteHybridConfig:
             routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
             experts = MoEShape(width, whole(config, "intermediate_size", 11008), routing)
         attention_scale = number(config, "attention_multiplier", 1.0)
-        num_layers = whole(config, "num_hidden_layers", 32)
-        kinds = config.get("layer_types") or ["linear_attention"] * num_layers
         shape = HybridShape.read(
             config,
             norm_eps=eps,
             max_positions=2048,
             attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale),
             recurrent=FIELDS.shape(config),
-            blocks=layer_blocks(kinds, num_layers, LAYER_TYPES),
+            blocks=mixers_with_mlps(config, LAYER_TYPES, lambda layer: "linear_attention"),
             embedding_scale=number(config, "embedding_multiplier", 1.0),
             logit_scale=1.0 / number(config, "logits_scaling", 1.0),
         )

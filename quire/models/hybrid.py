@@ -6,7 +6,7 @@ attention, a state slot a row for the recurrent layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent import plan_recurrent, recurrent_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
-from quire.models.fields import flag, whole
+from quire.models.fields import check_heads, check_layer_types, flag, whole
 from quire.types import CacheSpec, QuireError
 
 BlockKind = Literal["attention", "recurrent", "plain"]
@@ -161,24 +161,9 @@ def block_activations(shape: HybridShape, inner_width: int) -> int:
     return 4 * shape.width + most
 
 
-def layer_blocks(kinds: Sequence[str], num_layers: int, known: Mapping[str, BlockKind]) -> tuple[BlockKind, ...]:
-    """A mixer and a feed-forward block for every layer, by the config's list of layer types."""
-    if len(kinds) != num_layers:
-        what = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}."
-        raise QuireError("bad_config", what, "Check config.json.")
-    blocks: list[BlockKind] = []
-    for place, kind in enumerate(kinds):
-        if kind not in known:
-            raise unknown_layer(kind, place, tuple(known))
-        blocks += [known[kind], "plain"]
-    return tuple(blocks)
-
-
 def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:
     turning = head_dim if turning is None else turning
-    if num_heads % num_kv_heads or head_dim % 2:
-        what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
-        raise QuireError("bad_config", what, "Check config.json.")
+    check_heads(num_heads, num_kv_heads, head_dim)
     if not 0 < turning <= head_dim or turning % 2:
         what = f"Rope can't turn {turning} of the {head_dim} elements of a head."
         raise QuireError("bad_config", what, "Check partial_rotary_factor in config.json.")
@@ -194,9 +179,15 @@ def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
         raise QuireError("bad_config", what, "Check config.json.")
 
 
-def unknown_layer(kind: object, place: int, known: tuple[str, ...]) -> QuireError:
-    what = f"Layer type {kind!r} (layer {place}) is not supported."
-    return QuireError("unsupported_model", what, f"Supported are {', '.join(known)}.")
+def mixers_with_mlps(config: Mapping[str, Any], known: Mapping[str, BlockKind],
+                     usual: Callable[[int], str]) -> tuple[BlockKind, ...]:  # fmt: skip
+    """A mixer, as `layer_types` says or else `usual(layer)`, and a feed-forward block for every layer."""
+    num_layers = whole(config, "num_hidden_layers", 32)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [usual(layer) for layer in range(num_layers)]
+    check_layer_types(kinds, known, num_layers)
+    return tuple(block for kind in kinds for block in (known[kind], "plain"))
 
 
 def only_silu(activation: object) -> None:

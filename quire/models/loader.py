@@ -124,7 +124,7 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
         raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
-    config = family.read_config({**hf_config, "model_type": model_type})
+    config = _read_config(family, {**hf_config, "model_type": model_type})
     ops = ops or select_ops(device.type)
     if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE
@@ -134,6 +134,18 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
         page_tokens=page_tokens, ops=ops, scheme=scheme,
     )  # fmt: skip
     return model, config
+
+
+def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
+    """Families name the field that is wrong. What no one thought of still ends in one line."""
+    try:
+        return family.read_config(hf_config)
+    except QuireError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        what = f"This {hf_config['model_type']} config can't be read ({type(error).__name__}: {reason})."
+        raise QuireError("bad_config", what, "Check config.json.") from error
 
 
 def estimate_weights_bytes(hf_config: Mapping[str, Any], dtype: str, device: torch.device | None = None) -> int:

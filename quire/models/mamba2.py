@@ -17,7 +17,7 @@ from quire.layers.attention import Attention
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions
-from quire.models.fields import flag, number, whole
+from quire.models.fields import check_layer_types, flag, number, whole
 from quire.models.hybrid import (
     BlockKind,
     HybridModel,
@@ -108,7 +108,9 @@ class Mamba2Config:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
         eps = number(config, "layer_norm_epsilon", 1e-5)
-        blocks: list[BlockKind] = ["recurrent"] * whole(config, "num_hidden_layers")
+        num_layers = whole(config, "num_hidden_layers")
+        check_layer_types(config.get("layer_types"), ("linear_attention", "mamba"), num_layers)
+        blocks: list[BlockKind] = ["recurrent"] * num_layers
         shape = HybridShape.read(
             config,
             norm_eps=eps,

@@ -20,7 +20,7 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Weight
-from quire.models.fields import flag, number, whole
+from quire.models.fields import check_layer_types, flag, number, whole
 from quire.models.hybrid import (
     BlockKind,
     HybridModel,
@@ -28,7 +28,6 @@ from quire.models.hybrid import (
     Names,
     block_activations,
     check_attention,
-    unknown_layer,
 )
 from quire.models.mamba2 import MambaFields
 from quire.types import QuireError
@@ -176,15 +175,13 @@ class NemotronHModel(HybridModel):
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
     """One block a layer, by a list of names or by the older string of letters."""
-    kinds = config.get("layers_block_type")
+    kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds is None:
         kinds = [LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]
+    check_layer_types(kinds, LAYER_TYPES)
     if not kinds:
-        raise unknown_layer(None, 0, tuple(LAYER_TYPES))
-    for place, kind in enumerate(kinds):
-        if kind not in LAYER_TYPES:
-            raise unknown_layer(kind, place, tuple(LAYER_TYPES))
-    return kinds
+        raise QuireError("bad_config", "layers_block_type names no layers.", "Check config.json.")
+    return list(kinds)
 
 
 def _moe(config: Mapping[str, Any], activation: str) -> NemotronMoE:

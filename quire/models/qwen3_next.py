@@ -26,7 +26,7 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Part, own_weights
-from quire.models.fields import flag, whole
+from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
     BlockKind,
     HybridModel,
@@ -35,7 +35,7 @@ from quire.models.hybrid import (
     block_activations,
     check_attention,
     check_recurrent,
-    layer_blocks,
+    mixers_with_mlps,
     only_silu,
 )
 from quire.types import QuireError
@@ -79,7 +79,7 @@ class QwenHybridConfig:
         order = HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
         shape = HybridShape.read(
             config,
-            norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+            norm_eps=number(config, "rms_norm_eps", 1e-6),
             max_positions=32768,
             attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
             recurrent=_recurrent(config),
@@ -163,12 +163,10 @@ def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
-    num_layers = whole(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        every = whole(config, "full_attention_interval", 4)
-        kinds = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(num_layers)]
-    return layer_blocks(kinds, num_layers, LAYER_TYPES)
+    every = whole(config, "full_attention_interval", 4)
+    return mixers_with_mlps(
+        config, LAYER_TYPES, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention"
+    )
 
 
 def _moe(config: Mapping[str, Any], kind: str, width: int) -> MoEShape | None:

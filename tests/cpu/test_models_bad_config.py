@@ -1,0 +1,148 @@
+"""Every model type: a config that names something unknown, or whose sizes do not fit together, or a checkpoint without
+some of its experts, ends in one line that names it. Nothing is loaded for that: models are built on meta.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.files.source import ModelFiles
+from quire.layers.weights import iter_weights
+from quire.models.loader import build_model, load_model
+from quire.models.text_part import text_part
+from quire.types import QuireError
+from tests.cpu.families.harness import all_families, model_type
+
+CPU = torch.device("cpu")
+Fields = dict[str, Any]
+FAMILIES = {model_type(family): family for family in reversed(all_families())}  # one of each type
+WITHOUT_ROPE = {"gpt2", "mamba2", "nemotron_h", "opt", "granitemoehybrid"}
+OWN_SIZES = {"deepseek_v2", "deepseek_v3"}  # any number of heads makes a layer; the checkpoint's shapes must agree
+WITHOUT_HEADS = {"mamba2"}
+ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act", "activation_function")
+
+
+def fields_of(kind: str) -> Fields:
+    config = json.loads(FAMILIES[kind].config().to_json_string(use_diff=False))
+    return text_part(config) or config
+
+
+def text_fields(config: Fields) -> Fields:
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+
+def refuse(config: Fields) -> str:
+    with pytest.raises(QuireError) as caught:
+        build_model(config, dtype="float32", device=CPU, page_tokens=16)
+    assert caught.value.code in ("bad_config", "unsupported_model")
+    said = str(caught.value)
+    assert "\n" not in said and len(said) < 1000
+    return said
+
+
+def unknown_rope(text: Fields) -> None:
+    ropes = text.get("rope_parameters") or {}
+    kinds = {"full_attention", "sliding_attention"} & set(ropes)
+    spiral = {"rope_type": "spiral"}
+    text["rope_parameters"] = {kind: {**ropes[kind], **spiral} for kind in kinds} if kinds else {**ropes, **spiral}
+    text["rope_scaling"] = None
+
+
+def unknown_activation(text: Fields) -> None:
+    text.update({key: "spiral" for key in ACTIVATIONS if key in text})
+
+
+def unknown_layer(text: Fields) -> None:
+    key = "layers_block_type" if "layers_block_type" in text else "layer_types"
+    text[key] = ["spiral"] * text.get("num_hidden_layers", 4)
+
+
+@pytest.mark.parametrize("change", [unknown_rope, unknown_activation, unknown_layer], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_what_is_unknown_is_named(kind: str, change: Callable[[Fields], None]) -> None:
+    if change is unknown_rope and kind in WITHOUT_ROPE:
+        pytest.skip("nothing turns")
+    config = fields_of(kind)
+    change(text_fields(config))
+    assert "spiral" in refuse(config)
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_key_value_heads": 3}, {"num_attention_heads": 3}, {"hidden_size": 0}, {"hidden_size": "64"},
+    {"num_hidden_layers": 0, "layers_block_type": []},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_sizes_that_make_no_model_are_named(kind: str, changes: Fields) -> None:
+    heads = next((name for name in ("num_key_value_heads", "num_attention_heads") if name in changes), None)
+    config = fields_of(kind)
+    text = text_fields(config)
+    if heads is not None and (kind in OWN_SIZES | WITHOUT_HEADS or (heads not in text and "n_head" not in text)):
+        pytest.skip("it has no such field")
+    if kind in ("gpt2", "gpt_neox", "opt") and "num_key_value_heads" in changes:
+        pytest.skip("all heads have keys and values of their own")
+    refuse_fields = {**text, **changes}
+    said = refuse({**config, "text_config": refuse_fields} if text is not config else refuse_fields)
+    if kind not in ("apertus", "gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "vaultgemma"):
+        assert any(word in said for word in ("heads", "hidden_size", "num_hidden_layers", "layers"))
+
+
+@pytest.mark.parametrize(("rope", "word"), [
+    ({"rope_type": "linear", "factor": "four"}, "factor='four'"),
+    ({"rope_type": "linear", "factor": -2}, "factor=-2"),
+    ({"rope_theta": "x"}, "rope_theta='x'"),
+    ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": "32"}, "original_max_position"),
+    ({"rope_type": "yarn", "factor": 4, "beta_fast": -1}, "beta_fast=-1"),
+    ({"rope_type": "yarn", "factor": 4, "attention_factor": True}, "attention_factor=True"),
+    ({"rope_type": "llama3", "factor": 4, "low_freq_factor": 4}, "can't blend"),
+    ("yarn", "rope_parameters='yarn'"),
+])  # fmt: skip
+def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
+    assert word in refuse({**fields_of("llama"), "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("llama", {"layer_types": 5}), ("qwen3_moe", {"mlp_only_layers": 3}), ("qwen3_next", {"rope_parameters": [1]}),
+    ("smollm3", {"no_rope_layers": 7}), ("mamba2", {"time_step_limit": 4}),
+], ids=str)  # fmt: skip
+def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:
+    refuse({**fields_of(kind), **changes})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints without some of their experts
+
+
+def with_experts() -> list[str]:
+    return [kind for kind in sorted(FAMILIES) if any("expert" in name for name in tensor_shapes(kind))]
+
+
+def tensor_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    model, _ = build_model(fields_of(kind), dtype="float32", device=CPU, page_tokens=16)
+    return {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts}
+
+
+@pytest.mark.parametrize("kind", with_experts())
+def test_missing_experts_are_named(kind: str, tmp_path: Path) -> None:
+    shapes = tensor_shapes(kind)
+    gone = [name for name in shapes if ".experts.1." in name]
+    cut = (
+        [name for name in shapes if name.endswith(("experts.gate_up_proj", "input_linear.weight"))] if not gone else []
+    )
+    cut = [name for name in cut if len(shapes[name]) == 3]
+    assert gone or cut
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in gone}
+    tensors.update({name: tensors[name][:-1].clone() for name in cut})
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = ModelFiles("folder", tmp_path, "tiny", fields_of(kind))
+    with pytest.raises(QuireError) as caught:
+        load_model(files, dtype="float32", device=CPU, max_model_len=None, page_tokens=16)
+    said = str(caught.value)
+    assert caught.value.code == "bad_weights" and "\n" not in said
+    assert ("lacks expert 1 of" in said) if gone else (cut[0] in said and "wrong shape" in said), said

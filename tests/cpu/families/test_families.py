@@ -5,13 +5,14 @@ One of each kind runs all checks by default; of the others the checks that see m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from quire.models.registry import FAMILIES
 from tests.cpu.families.cpu_paths import BY_DEFAULT, CPU_CHECKS
-from tests.cpu.families.harness import CHECKS, Case, all_families, model_type
+from tests.cpu.families.harness import CHECKS, Case, Family, all_families, model_type
 
 SEE_MOST = ("logits", "chunks", "depth 2, swap", "memory")
 IN_FULL = ("llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")
@@ -34,10 +35,19 @@ def pairs() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp(request.param.name.replace(" ", "-")))
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Case]:
+    """One case for all checks of a family, which come one after the other: what they share is made once."""
+    latest: dict[str, Case] = {}
+
+    def make(family: Family) -> Case:
+        if family.name not in latest:
+            latest.clear()
+            latest[family.name] = Case(family, tmp_path_factory.mktemp(family.name.replace(" ", "-")))
+        return latest[family.name]
+
+    return make
 
 
-@pytest.mark.parametrize(("case", "check"), pairs(), indirect=["case"], scope="module")
-def test_family(case: Case, check: str) -> None:
-    (CHECKS | CPU_CHECKS)[check](case)
+@pytest.mark.parametrize(("family", "check"), pairs())
+def test_family(family: Family, check: str, case_of: Callable[[Family], Case]) -> None:
+    (CHECKS | CPU_CHECKS)[check](case_of(family))

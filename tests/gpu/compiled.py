@@ -77,6 +77,7 @@ def main() -> None:
         plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
+    compile_padded_heads(table, places)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     compile_sampling(places)
     for rows in (1, 8):
@@ -85,6 +86,14 @@ def main() -> None:
     compile_latent()
     compile_recurrent()
     json.dump(launched, sys.stdout)
+
+
+def compile_padded_heads(table: torch.Tensor, places: torch.Tensor) -> None:
+    """Heads that are no power of two, as in Phi-2, over a cache of FP8."""
+    cache, qkv = torch.zeros(10, 16, 8, 80).to(torch.float8_e4m3fn), torch.zeros(4, 48 * 80, dtype=torch.bfloat16)
+    q = rope.qk_norm_rope_write(qkv, None, None, 1e-6, Angles(places, torch.rand(40)), cache, cache, places, 32)
+    plan = attention.plan_attention(table, places, [1] * 4, [1024] * 4, 16, None, torch.bfloat16)
+    attention.paged_attention(q, cache, cache, plan, 0.1)
 
 
 def compile_latent() -> None:

@@ -55,7 +55,8 @@ def check_silu_mul(where: Where) -> None:
 def check_rope_write(where: Where) -> None:
     from quire.kernels.triton.rope import qk_norm_rope_write
 
-    shapes = [(16, 8, 128, 16), (32, 8, 128, 16), (9, 3, 64, 8), (4, 1, 256, 32)] if where.large else [(6, 3, 16, 8)]
+    shapes = [(16, 8, 128, 16), (32, 8, 128, 16), (9, 3, 64, 8), (4, 1, 256, 32), (4, 4, 80, 16),
+              (5, 5, 96, 16), (3, 1, 192, 16)] if where.large else [(6, 3, 16, 8), (3, 1, 24, 8)]  # fmt: skip
     for dtype in where.dtypes:
         for heads, kv_heads, head_dim, page in shapes:
             for tokens in (1, 5, 200) if where.large else (3,):

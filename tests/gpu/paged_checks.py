@@ -93,10 +93,11 @@ def _run_attention(where: Where, dtype: torch.dtype, counts: list[int], lens: li
 def _attention_shapes(where: Where, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     """(heads, kv heads, head_dim): all with the type that is served, a few with the others."""
     if not where.large:
-        return [(4, 2, 16), (3, 1, 32)]
+        return [(4, 2, 16), (3, 1, 32), (4, 2, 24), (2, 1, 10)]
     if dtype == torch.bfloat16:
-        return [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 128), (16, 1, 256), (28, 4, 128)]
-    return [(16, 8, 128), (9, 3, 64)]
+        plain = [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 128), (16, 1, 256), (28, 4, 128)]
+        return [*plain, (32, 32, 80), (8, 8, 96), (7, 7, 112), (4, 2, 160), (8, 1, 192)]  # that must be padded
+    return [(16, 8, 128), (9, 3, 64), (8, 8, 80), (6, 2, 24), (4, 2, 8)]
 
 
 def check_decode(where: Where) -> None:
@@ -189,11 +190,15 @@ def check_permanent_table(where: Where) -> None:
 
 
 def check_fp8_cache(where: Where) -> None:
-    """Written, and read back by decode and prefill, with scales that matter."""
+    """Written, and read back by decode and prefill, with scales that matter; also heads that are no power of two."""
+    for shape in [(32, 8, 128, 16), (8, 8, 80, 16)] if where.large else [(4, 2, 32, 8), (3, 1, 24, 8)]:
+        _check_fp8_cache(where, *shape)
+
+
+def _check_fp8_cache(where: Where, heads: int, kv_heads: int, head_dim: int, page: int) -> None:
     from quire.kernels.triton import attention
     from quire.kernels.triton.rope import qk_norm_rope_write
 
-    heads, kv_heads, head_dim, page = (32, 8, 128, 16) if where.large else (4, 2, 32, 8)
     dtype = where.dtypes[-1]
     length = 300 if where.large else 30
     qkv = where.normal(length, (heads + 2 * kv_heads) * head_dim, dtype=dtype) * 3

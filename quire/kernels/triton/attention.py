@@ -129,11 +129,6 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
     return out
 
 
-def supports(head_dim: int, page_tokens: int) -> bool:
-    """Whether these kernels can run such a layer; others take the reference."""
-    return head_dim in (16, 32, 64, 128, 256) and page_tokens >= 8
-
-
 def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
     """`plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds

@@ -80,13 +80,14 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
     table_ptr, positions_ptr, token_index_ptr, row_index_ptr, sinks_ptr,
     q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
     FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PACKED: the caches are FP8, two numbers to a 16-bit word, and strides count words."""
+    """PACKED: the caches are FP8, two numbers to a 16-bit word, and strides count words. A head has DIM elements and is
+    computed as D, see `padded_dim`; where they are the same nothing is masked."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -120,17 +121,22 @@ def _decode_kernel(
         group = tl.arange(0, GROUP_BLOCK)
         dims = tl.arange(0, D)
         heads = kv_head * GROUP + group
+        real = (group < GROUP)[:, None]
+        real_words = real
+        if D > DIM:
+            real = real & (dims < DIM)[None, :]
+            real_words = real_words & (tl.arange(0, D // 2) < DIM // 2)[None, :]
         if EARLY:
             wait_for_inputs(PDL)
-        q_row = q_ptr + token * q_stride + heads[:, None] * D
+        q_row = q_ptr + token * q_stride + heads[:, None] * DIM
         if PACKED:
             words = tl.arange(0, D // 2)
-            q = tl.load(q_row + 2 * words[None, :], mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
-            q_odd = tl.load(q_row + 2 * words[None, :] + 1, mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
+            q = tl.load(q_row + 2 * words[None, :], mask=real_words, other=0.0).to(COMPUTE)
+            q_odd = tl.load(q_row + 2 * words[None, :] + 1, mask=real_words, other=0.0).to(COMPUTE)
             acc_even = tl.zeros([GROUP_BLOCK, D // 2], tl.float32)
             acc_odd = tl.zeros([GROUP_BLOCK, D // 2], tl.float32)
         else:
-            q = tl.load(q_row + dims[None, :], mask=(group < GROUP)[:, None], other=0.0).to(COMPUTE)
+            q = tl.load(q_row + dims[None, :], mask=real, other=0.0).to(COMPUTE)
         best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_BLOCK], tl.float32)
         acc = tl.zeros([GROUP_BLOCK, D], tl.float32)
@@ -140,14 +146,19 @@ def _decode_kernel(
             valid = keys < length
             page = tl.load(table_row + keys // PAGE, mask=valid, other=0).to(INDEX)
             place = page * page_stride + (keys % PAGE) * slot_stride + kv_head * head_stride
+            inside = valid[:, None]
             if PACKED:
+                if D > DIM:
+                    inside = inside & (words < DIM // 2)[None, :]
                 where = place[:, None] + words[None, :]
-                k = tl.load(k_ptr + where, mask=valid[:, None], other=0)
+                k = tl.load(k_ptr + where, mask=inside, other=0)
                 scores = tl.dot(q, tl.trans(unpack_fp8(k, False, FAST)))
                 scores = tl.dot(q_odd, tl.trans(unpack_fp8(k, True, FAST)), scores) * score_scale
             else:
+                if D > DIM:
+                    inside = inside & (dims < DIM)[None, :]
                 where = place[:, None] + dims[None, :]
-                k = tl.load(k_ptr + where, mask=valid[:, None], other=0.0).to(COMPUTE)
+                k = tl.load(k_ptr + where, mask=inside, other=0.0).to(COMPUTE)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
             if SOFTCAP:
                 scores = softcap * tanh(scores)
@@ -159,30 +170,33 @@ def _decode_kernel(
             fade = tl.exp2(best - new_best)
             total = total * fade + tl.sum(weights, 1)
             if PACKED:
-                v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0)
+                v = tl.load(v_ptr + where, mask=inside, other=0)
                 p = weights.to(COMPUTE)
                 acc_even = tl.dot(p, unpack_fp8(v, False, FAST), acc_even * fade[:, None])
                 acc_odd = tl.dot(p, unpack_fp8(v, True, FAST), acc_odd * fade[:, None])
             else:
-                v = tl.load(v_ptr + where, mask=(keys < length)[:, None], other=0.0).to(COMPUTE)
+                v = tl.load(v_ptr + where, mask=inside, other=0.0).to(COMPUTE)
                 acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision=PRECISION)
             best = new_best
         if PACKED:
             acc = tl.reshape(tl.join(acc_even, acc_odd), [GROUP_BLOCK, D])
 
-        out_base = out_ptr + token * num_kv_heads * GROUP * D
+        out_base = out_ptr + token * num_kv_heads * GROUP * DIM
         if num_shares == 1:
             if SINKS:
                 total += sink_weight(sinks_ptr, heads, group < GROUP, best)
             out = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
-            tl.store(out_base + heads[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty),
-                     mask=(group < GROUP)[:, None] & is_there)  # fmt: skip
+            tl.store(out_base + heads[:, None] * DIM + dims[None, :], out.to(out_ptr.dtype.element_ty),
+                     mask=real & is_there)  # fmt: skip
         elif NUM_SPLITS > 1:
-            # Partial results of (row, kv head): [NUM_SPLITS, GROUP_STORED, D], and their maxima and sums.
+            # Partial results of (row, kv head): [NUM_SPLITS, GROUP_STORED, DIM], and their maxima and sums.
             cell = (index * num_kv_heads + kv_head) * NUM_SPLITS
             stored = group < GROUP_STORED
             mine = (cell + split) * GROUP_STORED + group
-            tl.store(partial_ptr + mine[:, None] * D + dims[None, :], acc, mask=stored[:, None])
+            kept = stored[:, None]
+            if D > DIM:
+                kept = kept & (dims < DIM)[None, :]
+            tl.store(partial_ptr + mine[:, None] * DIM + dims[None, :], acc, mask=kept)
             tl.store(max_ptr + mine, best, mask=stored)
             tl.store(sum_ptr + mine, total, mask=stored)
             tl.debug_barrier()  # all of this program's stores come before its arrival
@@ -199,8 +213,11 @@ def _decode_kernel(
                     cells = (cell + shares)[:, None] * GROUP_STORED + small[None, :]
                     parts_best = tl.load(max_ptr + cells, mask=there, other=float("-inf"), cache_modifier=".cg")
                     parts_sum = tl.load(sum_ptr + cells, mask=there, other=0.0, cache_modifier=".cg")
-                    parts = tl.load(partial_ptr + cells[:, :, None] * D + dims[None, None, :], mask=there[:, :, None],
-                                    other=0.0, cache_modifier=".cg")  # fmt: skip
+                    whole = there[:, :, None]
+                    if D > DIM:
+                        whole = whole & (dims < DIM)[None, None, :]
+                    parts = tl.load(partial_ptr + cells[:, :, None] * DIM + dims[None, None, :], mask=whole, other=0.0,
+                                    cache_modifier=".cg")  # fmt: skip
                     new_top = tl.maximum(top, tl.max(parts_best, 0))
                     factor = tl.exp2(parts_best - new_top[None, :])
                     fade = tl.exp2(top - new_top)
@@ -211,8 +228,11 @@ def _decode_kernel(
                 if SINKS:
                     mass += sink_weight(sinks_ptr, small_heads, small < GROUP, top)
                 merged = merged * (v_scale / mass)[:, None]
-                tl.store(out_base + small_heads[:, None] * D + dims[None, :], merged.to(out_ptr.dtype.element_ty),
-                         mask=(small < GROUP)[:, None])  # fmt: skip
+                real_small = (small < GROUP)[:, None]
+                if D > DIM:
+                    real_small = real_small & (dims < DIM)[None, :]
+                tl.store(out_base + small_heads[:, None] * DIM + dims[None, :], merged.to(out_ptr.dtype.element_ty),
+                         mask=real_small)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +264,16 @@ class DecodeWorkspace:
         return cls(partial, best, total, torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device))
 
 
+def padded_dim(head_dim: int, packed: bool = False) -> int:
+    """What a head is computed as: a power of two, and not less than the matrix units take (twice that where even and
+    odd elements are apart). What is added costs operations, no bytes."""
+    return max(32 if packed else 16, triton.next_power_of_2(head_dim))
+
+
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
     """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length."""
-    block = 64 if head_dim * element_size <= 256 else 32
+    block = 64 if padded_dim(head_dim) * element_size <= 256 else 32
     num_warps = 2
     if element_size == 1 and num_rows >= MANY_ROWS:  # as many bytes at a time, and more hands to unpack them
         block, num_warps = 2 * block, 4
@@ -279,7 +305,8 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1] * head_dim)
     rows = q.shape[0] if num_rows is None else num_rows
-    merge = max(1, min(tuning.num_splits, MERGE_ELEMENTS // (triton.next_power_of_2(group) * head_dim)))
+    padded = padded_dim(head_dim, packed)
+    merge = max(1, min(tuning.num_splits, MERGE_ELEMENTS // (triton.next_power_of_2(group) * padded)))
     # Exponentials are powers of two here, so scores carry log2(e); with a softcap it comes after the tanh.
     log2e = 1.4426950408889634
     score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
@@ -291,7 +318,7 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
         q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
         GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), GROUP_STORED=triton.next_power_of_2(group),
-        D=head_dim, PAGE=k_cache.shape[1], BLOCK=tuning.block, NUM_SPLITS=tuning.num_splits,
+        DIM=head_dim, D=padded, PAGE=k_cache.shape[1], BLOCK=tuning.block, NUM_SPLITS=tuning.num_splits,
         MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
         SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
         HAS_TOKENS=token_index is not None, HAS_ROWS=row_index is not None,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode import sink_weight, tanh
+from quire.kernels.triton.decode import padded_dim, sink_weight, tanh
 from quire.kernels.triton.launch import (
     compute_type,
     dot_precision,
@@ -30,8 +30,8 @@ TILE_FIELDS = 4  # row, first token, tokens, how many keys the last of them may 
 def _attend_blocks(
     q, acc, best, total, query_positions, begin, end, key_len,
     k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Carry the running softmax over keys begin : end. MASKED: some of them some queries may not see."""
     dims = tl.arange(0, D)
@@ -45,7 +45,13 @@ def _attend_blocks(
         place = page * page_stride + (keys % PAGE) * slot_stride + kv_offset
         where = place[:, None] + dims[None, :]
         if MASKED:
-            k = tl.load(k_ptr + where, mask=valid[:, None], other=0.0).to(q.dtype)
+            there = valid[:, None]
+            if D > DIM:
+                there = there & (dims < DIM)[None, :]
+        elif D > DIM:
+            there = (dims < DIM)[None, :]
+        if MASKED or D > DIM:
+            k = tl.load(k_ptr + where, mask=there, other=0.0).to(q.dtype)
         else:
             k = tl.load(k_ptr + where).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -70,8 +76,8 @@ def _attend_blocks(
             weights = tl.exp2(scores * score_scale - safe_best[:, None])
         fade = tl.exp2(best - safe_best)
         total = total * fade + tl.sum(weights, 1)
-        if MASKED:
-            v = tl.load(v_ptr + where, mask=valid[:, None], other=0.0).to(q.dtype)
+        if MASKED or D > DIM:
+            v = tl.load(v_ptr + where, mask=there, other=0.0).to(q.dtype)
         else:
             v = tl.load(v_ptr + where).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision=PRECISION)
@@ -83,10 +89,11 @@ def _attend_blocks(
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, tiles_ptr, sinks_ptr,
     q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
-    GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    INDEX: tl.constexpr, COMPUTE: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A head has DIM elements and is computed as D, see `decode.padded_dim`."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -104,8 +111,11 @@ def _prefill_kernel(
     dims = tl.arange(0, D)
     live = (offset < num_tokens) & (member < GROUP)
     heads = kv_head * GROUP + member
-    q = tl.load(q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * D + dims[None, :],
-                mask=live[:, None], other=0.0).to(COMPUTE)  # fmt: skip
+    real = live[:, None]
+    if D > DIM:
+        real = real & (dims < DIM)[None, :]
+    q = tl.load(q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * DIM + dims[None, :],
+                mask=real, other=0.0).to(COMPUTE)  # fmt: skip
     query_positions = first_position + offset
 
     begin = 0
@@ -123,16 +133,16 @@ def _prefill_kernel(
     acc, best, total = _attend_blocks(
         q, acc, best, total, query_positions, begin, whole, key_len,
         k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-        D, PAGE, BLOCK, SOFTCAP, WINDOW, False, PRECISION, INDEX)  # fmt: skip
+        DIM, D, PAGE, BLOCK, SOFTCAP, WINDOW, False, PRECISION, INDEX)  # fmt: skip
     acc, best, total = _attend_blocks(
         q, acc, best, total, query_positions, whole, key_len, key_len,
         k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-        D, PAGE, BLOCK, SOFTCAP, WINDOW, True, PRECISION, INDEX)  # fmt: skip
+        DIM, D, PAGE, BLOCK, SOFTCAP, WINDOW, True, PRECISION, INDEX)  # fmt: skip
     if SINKS:
         total += sink_weight(sinks_ptr, heads, live, best)
     out = acc * (v_scale / total)[:, None]
-    target = out_ptr + ((first_token + offset)[:, None] * num_kv_heads * GROUP + heads[:, None]) * D + dims[None, :]
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    target = out_ptr + ((first_token + offset)[:, None] * num_kv_heads * GROUP + heads[:, None]) * DIM + dims[None, :]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,7 @@ class PrefillTuning:
 
 
 def tune(head_dim: int, element_size: int) -> PrefillTuning:
-    if head_dim * element_size <= 256:
+    if padded_dim(head_dim) * element_size <= 256:
         return PrefillTuning()
     return PrefillTuning(block_q=64, block=32, num_warps=4, num_stages=2)
 
@@ -189,9 +199,9 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
         q, k_cache, v_cache, out, page_table, positions, tiles, sinks,
         q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
-        GROUP=group, GROUP_STORED=triton.next_power_of_2(group), D=head_dim, PAGE=k_cache.shape[1],
-        BLOCK_Q=tuning.block_q, BLOCK=tuning.block, SOFTCAP=softcap is not None, WINDOW=window is not None,
-        SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
+        GROUP=group, GROUP_STORED=triton.next_power_of_2(group), DIM=head_dim, D=padded_dim(head_dim),
+        PAGE=k_cache.shape[1], BLOCK_Q=tuning.block_q, BLOCK=tuning.block, SOFTCAP=softcap is not None,
+        WINDOW=window is not None, SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
         COMPUTE=compute_type(q, k_cache), TILE_FIELDS=TILE_FIELDS,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip

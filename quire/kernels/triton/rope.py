@@ -43,11 +43,12 @@ def _qk_norm_rope_write_kernel(
     positions_ptr, frequencies_ptr, angle_scale, cos_ptr, sin_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     qkv_stride, cache_slot_stride, cache_head_stride, page_stride, inv_k_scale, inv_v_scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, FROM_POSITIONS: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, FROM_POSITIONS: tl.constexpr, FP8: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: HEADS heads of one token, all queries, all keys or all values."""
+    """One program: HEADS heads of one token, all queries, all keys or all values. HALF_BLOCK: half of a head, rounded
+    up to a power of two."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -60,8 +61,9 @@ def _qk_norm_rope_write_kernel(
     heads = first + tl.arange(0, HEADS)
     inside = heads < tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)
     place = heads + tl.where(is_q, 0, NUM_HEADS + tl.where(is_v, NUM_KV_HEADS, 0))
-    half = tl.arange(0, HALF)
-    mask = inside[:, None] & (half < HALF)[None, :]
+    half = tl.arange(0, HALF_BLOCK)
+    fits = half < HALF
+    mask = inside[:, None] & fits[None, :]
     wait_for_inputs(PDL)
     source = qkv_ptr + token * qkv_stride + place[:, None] * D + half[None, :]
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
@@ -80,21 +82,21 @@ def _qk_norm_rope_write_kernel(
             if is_q:
                 weight_ptr = q_weight_ptr
             scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-            low = low * scale * tl.load(weight_ptr + half).to(tl.float32)[None, :]
-            high = high * scale * tl.load(weight_ptr + HALF + half).to(tl.float32)[None, :]
+            low = low * scale * tl.load(weight_ptr + half, mask=fits, other=0.0).to(tl.float32)[None, :]
+            high = high * scale * tl.load(weight_ptr + HALF + half, mask=fits, other=0.0).to(tl.float32)[None, :]
         if FROM_POSITIONS:
             position = tl.load(positions_ptr + token).to(tl.float32)
-            angle = position * tl.load(frequencies_ptr + half)
+            angle = position * tl.load(frequencies_ptr + half, mask=fits, other=0.0)
             cos_low, sin_high = cos_sin(angle, FAST)
             cos_low = cos_low * angle_scale
             sin_high = sin_high * angle_scale
             cos_high = cos_low
             sin_low = -sin_high
         else:
-            cos_low = tl.load(cos_ptr + token * D + half).to(tl.float32)
-            cos_high = tl.load(cos_ptr + token * D + HALF + half).to(tl.float32)
-            sin_low = tl.load(sin_ptr + token * D + half).to(tl.float32)
-            sin_high = tl.load(sin_ptr + token * D + HALF + half).to(tl.float32)
+            cos_low = tl.load(cos_ptr + token * D + half, mask=fits, other=0.0).to(tl.float32)
+            cos_high = tl.load(cos_ptr + token * D + HALF + half, mask=fits, other=0.0).to(tl.float32)
+            sin_low = tl.load(sin_ptr + token * D + half, mask=fits, other=0.0).to(tl.float32)
+            sin_high = tl.load(sin_ptr + token * D + HALF + half, mask=fits, other=0.0).to(tl.float32)
         turned_low = low * cos_low[None, :] + high * sin_low[None, :]
         turned_high = high * cos_high[None, :] + low * sin_high[None, :]
         if is_q:
@@ -125,9 +127,9 @@ def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | 
         angles.positions, angles.frequencies, angles.scale, angles.cos, angles.sin,
         q, k_cache, v_cache, slots,
         qkv.stride(0), k_cache.stride(1), k_cache.stride(2), k_cache.stride(0), 1.0 / k_scale, 1.0 / v_scale,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads,
-        PAGE=k_cache.shape[1], NORM=q_weight is not None, FROM_POSITIONS=from_positions,
-        FP8=k_cache.dtype == torch.float8_e4m3fn,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_dim // 2), HEADS=heads, PAGE=k_cache.shape[1],
+        NORM=q_weight is not None, FROM_POSITIONS=from_positions, FP8=k_cache.dtype == torch.float8_e4m3fn,
         FAST=not INTERPRETED, **launch_options(qkv.device, num_warps=4 if heads == 8 else 1),
     )  # fmt: skip
     return q

@@ -18,9 +18,11 @@ from quire.models.loader import build_model
 from quire.models.registry import find_family
 from quire.types import QuireError, SamplingParams
 from tests.cpu.families.harness import all_families, ragged_prompts, save_checkpoint
-from tests.cpu.rig import CPU, load, make_engine, run
+from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "nemotron_h", "mamba2", "bamba")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
+           "granitemoehybrid")  # fmt: skip
+INTERVAL = 16  # of snapshots, where 1,024 tokens would take a test too long
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for family in all_families():
         if family.name in HYBRIDS:
-            found[family.name] = tmp_path_factory.mktemp(family.name)
+            found[family.name] = tmp_path_factory.mktemp(family.name.replace(" ", "-"))
             save_checkpoint(family, found[family.name])
     assert set(found) == set(HYBRIDS)
     return found
@@ -60,20 +62,41 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_an_interval(folders: 
     assert run(make_engine(model, **knobs, prefix_cache=False), [prompt], greedy(8), check=False) == [second]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-def test_answers_longer_than_an_interval_are_not_computed_again(name: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_turn_costs_its_new_tokens_and_at_most_an_interval(
+    name: str, preemption: str, folders: dict[str, Path]
+) -> None:
+    """Also where each turn is pushed out in the middle of its answer, which is longer than an interval: by swap nothing
+    is computed twice, by recompute no more than another interval."""
     model: Any = load(folders[name])
-    model.specs[:] = [replace(s, snapshot_tokens=16) if s.kind == "state" else s for s in model.specs]
-    engine = make_engine(model)
-    conversation: list[int] = []
-    for turn, new in enumerate(ragged_prompts()[2:6]):
+    assert all(0 < spec.snapshot_tokens <= 1024 for spec in model.specs if spec.kind == "state")
+    model.specs[:] = [replace(s, snapshot_tokens=INTERVAL) if s.kind == "state" else s for s in model.specs]
+    knobs = {} if preemption == "none" else {"preemption": preemption}
+    engine = make_engine(model, max_rows=1, order="priority", **knobs)
+    stats, conversation = engine.scheduler.stats, []
+    for turn, new in enumerate(ragged_prompts()[2:4]):
         conversation += new
-        before = engine.scheduler.stats.computed_tokens
-        (answer,) = run(engine, [conversation], greedy(35))
-        computed = engine.scheduler.stats.computed_tokens - before
-        assert turn == 0 or computed <= len(new) + len(answer) + 16
-        assert run(make_engine(model, prefix_cache=False), [conversation], greedy(35)) == [answer]
+        before = stats.computed_tokens
+        request = make_request(f"turn-{turn}", conversation, greedy(35), priority=5)
+        urgent = [make_request(f"urgent-{turn}", [turn + 3] * 9, greedy(4))] if preemption != "none" else []
+        engine.add(request)
+        while engine.has_work:
+            if urgent and request.num_sampled >= 25:
+                engine.add(urgent.pop())
+            engine.turn()
+        engine.scheduler.check()
+        answer = request.tokens[len(conversation) :]
+        computed = stats.computed_tokens - before - (0 if preemption == "none" else 9 + 4 - 1)
+        assert computed <= len(new) + len(answer) + INTERVAL * (2 if preemption == "recompute" else 1)
+        if turn == 0:
+            assert (computed == len(new) + len(answer) - 1) == (preemption != "recompute")
+        else:
+            assert computed < len(conversation) + len(answer) - 1, "less than everything again"
+        assert run(make_engine(model, prefix_cache=False), [conversation], greedy(35), check=False) == [answer]
         conversation += answer
+    assert stats.preemptions == (0 if preemption == "none" else 2)
+    assert (stats.swaps, stats.recomputes) == (2 * (preemption == "swap"), 2 * (preemption == "recompute"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -25,15 +26,17 @@ from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
-from quire.files.source import resolve_model
+from quire.layers.linear import Linear
 from quire.layers.step import Step
-from quire.models.loader import load_model
+from quire.models import loader
 from quire.models.registry import FAMILIES as REGISTRY
 from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
+from tests.cpu.families.fp8_in_torch import STORED, fp8_scheme
 from tests.cpu.rig import CPU, load, make_engine, make_request
 
+NOT_FAMILIES = ("harness", "table", "cpu_paths", "fp8_in_torch")  # files of this folder that hold none
 VOCAB = 256
 NUM_TOKENS = 48  # sampled per prompt
 PROMPT_LENS = (1, 4, 9, 16, 23, 31, 40, 60)
@@ -85,7 +88,7 @@ def all_families() -> list[Family]:
     """Every family of every file in this folder."""
     found: list[Family] = []
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if not module.name.startswith("test_") and module.name not in ("harness", "table", "cpu_paths"):
+        if not module.name.startswith("test_") and module.name not in NOT_FAMILIES:
             found += importlib.import_module(f"tests.cpu.families.{module.name}").FAMILIES
     return found
 
@@ -366,6 +369,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 def _check_windows(case: Case, windows: dict[int, int]) -> None:
     """No page is held that no coming token can see, but for the one it begins in."""
     engine = case.engine(chunk_tokens=CHUNK, prefix_cache=False)
+    cache = engine.scheduler.cache
     request = make_request("long", case.prompts[-1], GREEDY)
     engine.add(request)
     while engine.has_work:
@@ -373,14 +377,28 @@ def _check_windows(case: Case, windows: dict[int, int]) -> None:
         for group, window in windows.items():
             held = sum(unit != ABSENT for unit in request.lease.units[group]) if request.lease else 0
             assert held <= (window + CHUNK) // PAGE_TOKENS + 2, f"{held} pages for a window of {window}"
+            pool = cache.pools[group]
+            assert pool.num_units - 1 - pool.num_free <= held + 2, "what fell out is free again, or soon will be"
     assert len(request.tokens) > 2 * max(windows.values()) + CHUNK
 
 
 def check_float16(case: Case) -> None:
     """Weights in float16 on a CPU: nearly the same logits."""
-    files = resolve_model(str(case.folder))
-    loaded = load_model(files, dtype="float16", device=CPU, max_model_len=None, page_tokens=PAGE_TOKENS)
-    recorder = Recorder(loaded.model, 1)
+    _compare_nearly(case, load(case.folder, PAGE_TOKENS, dtype="float16"))
+
+
+def check_fp8(case: Case) -> None:
+    """Linear layers through the FP8 scheme, whose kernels stand in for CUDA's: nearly the same logits."""
+    scheme = (torch.float32, fp8_scheme())
+    with patch.object(loader, "_choose_scheme", lambda *unused: scheme):
+        model: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert sum(linear.weight.dtype == STORED for linear in linears) > len(linears) / 2
+    _compare_nearly(case, model)
+
+
+def _compare_nearly(case: Case, model: Any) -> None:
+    recorder = Recorder(model, 1)
     run(case.engine(recorder, chunk_tokens=16), [case.prompts[-1]], replace(GREEDY, max_tokens=1))
     got = torch.stack([recorder.logits_at[0, position] for position in range(len(case.prompts[-1]))])
     want = case.reference_logits(case.prompts[-1])
@@ -399,4 +417,5 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "depth 2, recompute": check_overlap_recompute,
     "memory": check_memory,
     "float16": check_float16,
+    "fp8": check_fp8,
 }

@@ -26,7 +26,7 @@ def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
 
 
 FAMILIES = [
-    replace(family, without=frozenset({"float16"}))
+    replace(family, without=frozenset({"float16", "fp8"}))
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),

@@ -19,6 +19,7 @@ COLUMNS = {  # what a reader asks for -> the checks that prove it
     "overlap": ("depth 2",),
     "memory plan": ("memory",),
     "float16 weights": ("float16",),
+    "FP8 weights": ("fp8",),
 }
 QUANTIZED = "q8_0, q4_0"  # of every family in the registry: the check is not one that a family can leave out
 HEAD = """\
@@ -35,7 +36,8 @@ late; and `quire doctor`'s memory plan against what is allocated. A tick means t
 
 Quantization: float16 weights on a CPU (`--dtype float16`); blocks of 8 or 4 bits there (`--quant q8_0`, `--quant q4_0`:
 linear layers and experts, embedding and head always in 8 bits), shown equal to plain torch over the same blocks; FP8
-weights on CUDA (`--quant fp8`; every linear layer, not experts, embeddings and convolutions), FP8 keys and values there
+weights on CUDA (`--quant fp8`; every linear layer, not experts, embeddings and convolutions; shown with kernels that
+stand in for CUDA's), FP8 keys and values there
 (`--kv-dtype fp8`). LoRA comes later.
 """
 OWN = "\n## Families with a file of their own\n\n"
@@ -58,12 +60,12 @@ def render() -> str:
     own = sorted(kind for kind in proved if kind in FAMILIES)
     others = sorted(kind for kind in proved if kind not in FAMILIES)
     gguf = {kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if t == kind) for kind in own}
-    head = ["model_type", "proved as", *COLUMNS, "8, 4 bits (CPU)", "FP8 weights", "LoRA", "GGUF"]
+    head = ["model_type", "proved as", *COLUMNS, "8, 4 bits (CPU)", "LoRA", "GGUF"]
     rows = [
-        [kind, _names(proved[kind]), *_ticks(proved[kind]), QUANTIZED, "linears", "no", ", ".join(gguf[kind]) or "no"]
+        [kind, _names(proved[kind]), *_ticks(proved[kind]), QUANTIZED, "no", ", ".join(gguf[kind]) or "no"]
         for kind in own
     ]
-    fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no", "no"] for kind in others]
+    fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no"] for kind in others]
     count = f"\n{len(own)} model types with a file of their own, {len(others)} shown through transformers.\n"
     return HEAD + count + OWN + _table(head, rows) + OTHER + _table(head, fallback_rows)
 

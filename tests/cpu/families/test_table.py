@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+from quire.models.loader import build_model
 from quire.models.registry import FAMILIES
+from quire.models.text_part import text_part
 from tests.cpu.families.harness import CHECKS, all_families, model_type
 from tests.cpu.families.table import COLUMNS, PATH, render
 
@@ -17,6 +21,23 @@ def test_every_model_type_is_proved() -> None:
 def test_families_have_names_of_their_own() -> None:
     names = [family.name for family in all_families()]
     assert len(names) == len(set(names))
+
+
+WINDOWED = {"cohere2", "cwm", "dots1", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral",
+            "mistral", "olmo3", "phi3", "qwen2", "starcoder2", "vaultgemma"}  # fmt: skip
+
+
+def test_windows_are_proved_where_there_are_any() -> None:
+    """`check_memory` also proves that pages which fell out of a window are given back: of these models at least."""
+    found = set()
+    for family in all_families():
+        config = family.config().to_dict()
+        text = text_part(config) or config
+        model, _ = build_model(text, dtype="float32", device=torch.device("cpu"), page_tokens=16)
+        if any(spec.window is not None for spec in model.specs):
+            assert "memory" not in family.without
+            found.add(model_type(family))
+    assert found == WINDOWED
 
 
 def test_the_table_is_up_to_date() -> None:

@@ -1,0 +1,50 @@
+"""The FP8 scheme on a CPU: its CUDA kernels' twins in torch, with more bits, so that what differs is how layers use it.
+
+The harness loads every family with it. That the kernels round as FP8 does is tested where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels import reference
+from quire.kernels.table import REFERENCE
+from quire.layers.quant.fp8 import MULTIPLE, Fp8
+
+STORED = torch.float16  # in place of float8_e4m3fn
+
+
+def fp8_scheme() -> Fp8:
+    scheme = Fp8.__new__(Fp8)  # whose own beginning asks for Triton
+    scheme.ops = REFERENCE
+    scheme._fp8 = scheme._skinny = Kernels  # type: ignore[assignment]
+    return scheme
+
+
+class Kernels:
+    @staticmethod
+    def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
+                      silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
+        x = reference.silu_mul(x) if silu_mul else x
+        scale = x.abs().amax(1).clamp(min=1e-12) / 448.0
+        return (x / scale[:, None]).to(STORED), scale
+
+    @staticmethod
+    def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+                       dtype: torch.dtype) -> Tensor:  # fmt: skip
+        assert x.dtype == weight.dtype == STORED and len(weight) % MULTIPLE == 0
+        product = functional.linear(x.float() * x_scale[:, None], weight.float() * weight_scale[:, None])
+        return (product if bias is None else product + bias).to(dtype)
+
+    @staticmethod
+    def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
+                      eps: float = 0.0, silu_mul: bool = False, residual: Tensor | None = None,
+                      weight_scale: Tensor) -> Tensor:  # fmt: skip
+        assert len(x) == 1 and weight.dtype == STORED
+        x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
+        out = functional.linear(x, weight.float() * weight_scale[:, None], bias)
+        out = reference.silu_mul(out) if silu_mul else out
+        return out if residual is None else residual + out

@@ -93,6 +93,7 @@ class Edge:
         return tokens
 
     def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
+        _refuse_pictures(messages)
         text = self.template().render(messages, **template_kwargs)
         return self._need_tokenizer().encode(text, add_special=False)  # the template writes BOS itself
 
@@ -220,3 +221,14 @@ class Reply:
         if delta.timing is None:
             output.timing.total = max(0.0, time.monotonic() - request.arrival)
         self._open -= 1
+
+
+def _refuse_pictures(messages: list[Message]) -> None:
+    """Models take text only. A template may know better, and would leave a mark where no one looks at a picture."""
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text":
+                what = f"The model takes text only, and messages[{index}] holds a part of type {kind!r}."
+                raise QuireError("invalid_parameter", what, "Send text parts only.", param="messages")

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and past the first layers routed experts beside shared ones.
+"""DeepSeek V2 and V3, GLM-4.7 Flash: latent attention, and past the first layers routed experts beside shared ones.
 
 The registry names `DeepSeekModel`. The latent is one paged group: a page holds, per token and layer, one vector that
 all heads read.
@@ -30,6 +30,9 @@ from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
+DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
+    "glm4_moe_lite": {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class DeepSeekConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepSeekConfig:
+        config = {**DEFAULTS.get(config["model_type"], {}), **config}
         check_silu(config)
         rope = RopeConfig.from_hf(dict(config))
         max_positions = whole(config, "max_position_embeddings", 2048)
@@ -168,7 +172,7 @@ def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
 
 def _experts(config: Mapping[str, Any]) -> MoEShape:
     """V2: the best by softmax, of the groups with the best expert where groups limit the choice. V3 is `moe`'s."""
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] != "deepseek_v2":
         return shared_beside_routed(config)
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):

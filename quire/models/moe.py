@@ -19,9 +19,9 @@ from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.models.dense import DenseModel
-from quire.models.dense_config import DenseConfig, read_common
+from quire.models.dense_config import DenseConfig, LayerNames, read_common
 from quire.models.dense_families import read_dense
-from quire.models.fields import check_silu, flag, number, whole
+from quire.models.fields import check_layer_types, check_silu, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -71,7 +71,12 @@ class MoEModel(DenseModel):
 
 
 def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
-    """All but the first ones; or every `decoder_sparse_step`-th, except those named in `mlp_only_layers`."""
+    """As `mlp_layer_types` says; or all but the first ones; or every `decoder_sparse_step`-th, except those named in
+    `mlp_only_layers`."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None:
+        check_layer_types(kinds, ("dense", "sparse"), num_layers)
+        return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
     first = config.get("first_k_dense_replace") or 0
     if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= num_layers:
         what = f"first_k_dense_replace={first!r} must lie between 0 and the {num_layers} layers."
@@ -129,6 +134,17 @@ def _glm4_moe(config: Fields) -> DenseConfig:
     return replace(dense, out_bias=False, qk_norm="head" if flag(config, "use_qk_norm", False) else "none")
 
 
+def _solar_open(config: Fields) -> DenseConfig:
+    """Experts in every layer; only queries, keys and values may have biases."""
+    fields = {"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5, **config}
+    return replace(read_common({"intermediate_size": whole(config, "moe_intermediate_size"), **fields}), out_bias=False)
+
+
+def _exaone_moe(config: Fields) -> DenseConfig:
+    """EXAONE 4's attention, with norms where Llama has them."""
+    return replace(read_dense({**config, "model_type": "exaone4"}), norms=LayerNames())
+
+
 def _minimax_m2(config: Fields) -> DenseConfig:
     fields = {"head_dim": 128, "rope_theta": 5e6, **config}
     if config.get("rotary_dim") is not None:  # how published files say it
@@ -177,6 +193,11 @@ def shared_beside_routed(config: Fields) -> MoEShape:
     return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
 
 
+def _exaone_shape(config: Fields) -> MoEShape:
+    shared = config.get("num_shared_experts", 1)
+    return shared_beside_routed({"routed_scaling_factor": 2.5, **config, "n_shared_experts": shared})
+
+
 def _routing(config: Fields) -> Routing:
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     key = next((key for key in keys if config.get(key) is not None), keys[0])
@@ -195,10 +216,12 @@ _QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
 MOE = {
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK),
+    "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
     "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),
     "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape, _QWEN),
     "qwen3_moe": MoEFamily(_qwen3, _qwen_shape, _QWEN),
+    "solar_open": MoEFamily(_solar_open, shared_beside_routed, _DEEPSEEK),
 }

@@ -24,7 +24,11 @@ CPU = torch.device("cpu")
 Fields = dict[str, Any]
 FAMILIES = {model_type(family): family for family in reversed(all_families())}  # one of each type
 WITHOUT_ROPE = {"gpt2", "mamba2", "nemotron_h", "opt", "granitemoehybrid"}
-OWN_SIZES = {"deepseek_v2", "deepseek_v3"}  # any number of heads makes a layer; the checkpoint's shapes must agree
+OWN_SIZES = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+}  # any number of heads makes a layer; the checkpoint's shapes must agree
 WITHOUT_HEADS = {"mamba2"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act", "activation_function")
 

@@ -10,13 +10,16 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
@@ -28,6 +31,8 @@ GROUPS: dict[str, Any] = {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_g
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LATENT: dict[str, Any] = {**TINY, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
                           "qk_nope_head_dim": 24, "v_head_dim": 20}  # fmt: skip
+SOLAR = {name: value for name, value in {**TINY, **GROUPS}.items()
+         if name not in ("intermediate_size", "first_k_dense_replace")}  # fmt: skip
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2,
                         "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "truncate": False,
@@ -59,4 +64,9 @@ FAMILIES = [
                                                    q_lora_rank=None, routed_scaling_factor=1.5, rope_parameters=YARN),
            draw_sharp),
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
+                                                 sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,
+                                                 topk_group=2, moe_intermediate_size=24), draw_sharp),
+    Family("solar_open", lambda: SolarOpenConfig(**SOLAR, head_dim=16, attention_bias=True), draw_sharp),
 ]  # fmt: skip

@@ -150,7 +150,7 @@ def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:
     return None
 
 
-def _longrope_divisors(config: dict[str, Any], given: dict[str, Any], original_len: int) -> tuple[float, ...]:
+def _longrope_divisors(config: dict[str, Any], given: dict[str, Any], original_len: float) -> tuple[float, ...]:
     """One set of factors for all sequences, or what is cached would be of no use to longer ones: the long set, unless
     no sequence may outgrow the positions the model was first trained with."""
     served_len = config.get("served_len") or config.get("max_position_embeddings") or 0

@@ -154,8 +154,8 @@ class FallbackModel(nn.Module):
         config._attn_implementation = "eager"
         try:
             wanted = self.causal(input_ids=rows, use_cache=False).logits.float()
-        except Exception as error:
-            raise _unsupported(config.model_type, f"its own attention fails: {_first_line(error)}") from error
+        except Exception as failure:
+            raise _unsupported(config.model_type, f"its own attention fails: {_first_line(failure)}") from failure
         finally:
             config._attn_implementation = ATTENTION
         caches = {spec.group: torch.zeros(len(spec.layers), 2, 2 * (count // spec.page_tokens + 1), spec.page_tokens,

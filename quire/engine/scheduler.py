@@ -300,8 +300,9 @@ class Scheduler:
         """A step's results are on the host: move `computed`, append tokens, end who is done."""
         deltas = []
         bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
+        requests, last_step, num_sampled = self.requests, self.roster.last_step, 0
         for index, row in enumerate(plan.rows):
-            request = self.requests.get(row.request_id)
+            request = requests.get(row.request_id)
             if request is None or request.row != row.row:
                 continue  # it ended while this step was in flight: what the step sampled for it is dropped
             request.inflight -= 1
@@ -318,15 +319,17 @@ class Scheduler:
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)
-                request.first_token_at = request.first_token_at or self.clock()
+                if not request.first_token_at:
+                    request.first_token_at = self.clock()
                 reason = append_tokens(request, delta)
-                self.stats.sampled_tokens += len(delta.token_ids)
+                num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
-            elif arrived := self.cache.commit(request, self.roster.last_step):
+            elif arrived := self.cache.commit(request, last_step):
                 self.roster.wake(arrived)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
+        self.stats.sampled_tokens += num_sampled
         self.roster.settle(plan.step)
         return deltas
 

@@ -8,17 +8,15 @@ The engine's loop is the only caller, from one thread.
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import Lease
 from quire.engine.limits import Limits, SchedulerStats
-from quire.engine.outcome import append_tokens, last_delta, why_bad
+from quire.engine.outcome import append_tokens, why_bad
 from quire.engine.pacing import Chunking, choose_chunking
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
-from quire.engine.queue import Deadlines, HeldRequests, Refusal, WaitQueue
-from quire.engine.rows import Rows
+from quire.engine.queue import Deadlines, Refusal
+from quire.engine.roster import Roster
 from quire.types import (
     Delta,
     FinishReason,
@@ -26,7 +24,6 @@ from quire.types import (
     PlanRow,
     QuireError,
     Request,
-    RowInit,
     Status,
     StepOutput,
 )
@@ -44,13 +41,9 @@ class Scheduler:
         self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds)
         self._admission = admission or QueueBounds(limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
-        self.requests: dict[str, Request] = {}  # every request that has not ended
-        self.waiting = WaitQueue(self._order)
-        self.running: list[Request] = []  # RUNNING and DRAINING, in order
-        self._held = HeldRequests()
+        self.roster = Roster(cache, limits.max_rows, self._order, clock)
+        self.requests, self.waiting, self.running = self.roster.requests, self.roster.waiting, self.roster.running
         self._deadlines = Deadlines()
-        self._rows = Rows(limits.max_rows)
-        self._last_step = 0
         self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
         self._refused: Refusal | None = None  # of the head of the queue, when the cache had no room for it
@@ -72,9 +65,7 @@ class Scheduler:
         if not request.resumed:
             self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
-        request.lease = Lease.empty(request.salt, self.cache.page_tokens, len(self.cache.specs))
-        self.requests[request.id] = request
-        self.waiting.push(request)
+        self.roster.enter(request)
         self._deadlines.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -95,6 +86,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests or self._ended)
 
+    def _end(self, request: Request, reason: FinishReason) -> Delta:
+        self.stats.ended += 1
+        return self.roster.end(request, reason)
+
     def take_ended(self) -> list[Delta]:
         """Ends that happened outside a commit: cancelled, out of time, failed."""
         ended, self._ended = self._ended, []
@@ -106,7 +101,7 @@ class Scheduler:
         """The next step, or None when nothing can be planned before something commits."""
         for request_id in self._deadlines.expired(self.clock()):
             self.cancel(request_id, FinishReason.DEADLINE)
-        plan = Plan(self._last_step + 1)
+        plan = Plan(self.roster.last_step + 1)
         self.cache.clear_scrubbed(plan)
         pressed = self._preempt_drained(plan)
         decodes: list[Request] = []
@@ -143,8 +138,8 @@ class Scheduler:
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
             return None
-        plan.freed = self._rows.take_freed()
-        self._last_step = plan.step
+        plan.freed = self.roster.rows.take_freed()
+        self.roster.last_step = plan.step
         self.stats.count(plan, *self._num_prompt)
         self._num_prompt = (0, 0)
         return plan
@@ -212,7 +207,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            if not self._rows.num_free and not any(self._gives_way(r, request) for r in self.running):
+            if not self.roster.rows.num_free and not any(self._gives_way(r, request) for r in self.running):
                 return  # no row and nobody to push out: don't match its prompt again at every step
             if self._refused is not None and self._refused.still_holds(request, len(self.running), self._room()):
                 if self._push_out_for(request, plan):
@@ -222,15 +217,14 @@ class Scheduler:
                 continue
             margin = len(self.running)  # each running request will soon want a page
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
-            if not self._rows.num_free or not take(request, plan, margin):
-                if self._rows.num_free:
+            if not self.roster.rows.num_free or not take(request, plan, margin):
+                if self.roster.rows.num_free:
                     self._refused = Refusal(request, len(self.running), self._room())
                 if self._push_out_for(request, plan):
                     continue
                 return
             self._refused = None
-            self.waiting.remove(request)
-            self._start(request, plan)
+            self.roster.start(request, plan)
             end = self._chunk_end(request, budget)
             if not self.cache.reserve(request, end, plan):
                 end = min(end, self.cache.reservable(request))
@@ -259,7 +253,7 @@ class Scheduler:
         if victim is None:
             return False
         self._preempt(victim, plan)
-        return self._only is not None and victim.status is not Status.DRAINING and self._rows.num_free > 0
+        return self._only is not None and victim.status is not Status.DRAINING and self.roster.rows.num_free > 0
 
     def _hold(self, request: Request) -> bool:
         """Put a request aside while another computes the same prompt."""
@@ -268,29 +262,8 @@ class Scheduler:
         key = self.cache.claims.wait_for(request, self.cache.match(request).length)
         if key is None:
             return False
-        self.waiting.remove(request)
-        self._held.put(key, request)
+        self.roster.hold(request, key)
         return True
-
-    def _wake(self, keys: list[bytes]) -> None:
-        for request in self._held.take(keys):
-            request.status = Status.WAITING
-            self.waiting.push(request)
-
-    def _start(self, request: Request, plan: Plan) -> None:
-        """A request takes a row; the device is told everything about it."""
-        request.row = self._rows.take()
-        request.planned = request.computed
-        request.status = Status.RUNNING
-        if not request.admitted_at:
-            request.admitted_at = self.clock()
-            request.cached_len = min(request.computed, request.prompt_len)
-        insort(self.running, request, key=self._order)
-        plan.added.append(
-            RowInit(request.id, request.row, list(request.tokens), request.prompt_len, request.computed,
-                    request.params, tuple(request.stop_ids), request.seed, request.sample_index)
-        )  # fmt: skip
-        self.cache.write_tables(request, plan)
 
     # -- giving way -----------------------------------------------------------------------------------------------
 
@@ -310,29 +283,16 @@ class Scheduler:
         return bool(draining)
 
     def _push_out(self, victim: Request, plan: Plan) -> None:
-        self._leave_row(victim, self._last_step)
-        self._wake(self.cache.claims.withdraw(victim))
+        self.roster.leave_row(victim)
+        self.roster.wake(self.cache.claims.withdraw(victim))
         worth_it = self.limits.preemption != "recompute" and victim.computed >= victim.prompt_len
         if worth_it and self.cache.swap_out(victim, plan):
             victim.status = Status.SWAPPED
             self.stats.swaps += 1
         else:
-            self._drop_state(victim)
+            self.roster.drop_state(victim)
             self.stats.recomputes += 1
         self.waiting.push(victim)
-
-    def _drop_state(self, request: Request) -> None:
-        """Back to the start: its pages stay in the prefix tree as long as nobody needs their room."""
-        self._wake(self.cache.release(request, self._last_step))
-        request.status = Status.WAITING
-        request.computed = request.planned = request.pending = request.inflight = 0
-
-    def _leave_row(self, request: Request, fence: int) -> None:
-        if request.row < 0:
-            return
-        self.running.remove(request)
-        self._rows.give_back(request.row, fence, self.cache.settled)
-        request.row = -1
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -340,8 +300,9 @@ class Scheduler:
         """A step's results are on the host: move `computed`, append tokens, end who is done."""
         deltas = []
         bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
+        requests, last_step, num_sampled = self.requests, self.roster.last_step, 0
         for index, row in enumerate(plan.rows):
-            request = self.requests.get(row.request_id)
+            request = requests.get(row.request_id)
             if request is None or request.row != row.row:
                 continue  # it ended while this step was in flight: what the step sampled for it is dropped
             request.inflight -= 1
@@ -358,22 +319,19 @@ class Scheduler:
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)
-                request.first_token_at = request.first_token_at or self.clock()
+                if not request.first_token_at:
+                    request.first_token_at = self.clock()
                 reason = append_tokens(request, delta)
-                self.stats.sampled_tokens += len(delta.token_ids)
+                num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
-            elif arrived := self.cache.commit(request, self._last_step):
-                self._wake(arrived)
+            elif arrived := self.cache.commit(request, last_step):
+                self.roster.wake(arrived)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
-        self._settle(plan.step)
+        self.stats.sampled_tokens += num_sampled
+        self.roster.settle(plan.step)
         return deltas
-
-    def _settle(self, step: int) -> None:
-        """Every step up to this one has committed: rows and units that waited for it are free."""
-        self.cache.settle(step)
-        self._rows.settle(self.cache.settled)
 
     def _spoil(self, request: Request, delta: Delta) -> FinishReason:
         """No token could be chosen for it; its state must not reach anyone else."""
@@ -385,19 +343,9 @@ class Scheduler:
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
         """End a request in a commit; its full pages are worth keeping for whoever comes next, unless they are bad."""
         if reason is not FinishReason.ERROR:
-            self._wake(self.cache.commit(request, self._last_step))
+            self.roster.wake(self.cache.commit(request, self.roster.last_step))
         end = self._end(request, reason)
         delta.finish_reason, delta.usage, delta.timing = reason, end.usage, end.timing
-
-    def _end(self, request: Request, reason: FinishReason) -> Delta:
-        if request.status in (Status.WAITING, Status.SWAPPED):
-            self.waiting.remove(request)
-        self._leave_row(request, self._last_step)
-        self._wake(self.cache.release(request, self._last_step))
-        request.status = Status.ENDED
-        del self.requests[request.id]
-        self.stats.ended += 1
-        return last_delta(request, reason, self.clock())
 
     # -- when a step fails ----------------------------------------------------------------------------------------
 
@@ -420,12 +368,12 @@ class Scheduler:
             elif request.row < 0 or (request.id not in touched and request.inflight == 0):
                 continue
             reached[request.id] = min(request.planned, len(request.tokens))
-            self._leave_row(request, self._last_step)
-            self._drop_state(request)
+            self.roster.leave_row(request)
+            self.roster.drop_state(request)
             self.waiting.push(request)
         for plan in plans:
-            self._rows.tell_again(plan.freed)
-        self._settle(self._last_step)
+            self.roster.rows.tell_again(plan.freed)
+        self.roster.settle(self.roster.last_step)
         return reached
 
     def shrink_steps(self, plans: list[Plan]) -> bool:
@@ -444,16 +392,4 @@ class Scheduler:
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.cache.check()
-        self.waiting.check()
-        held = list(self._held)
-        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
-        assert places == set(self.requests), f"lost or doubled: {places ^ set(self.requests)}"
-        assert len(self.waiting) + len(self.running) + len(held) == len(self.requests)
-        self._rows.check([r.row for r in self.running])
-        for request in self.running:
-            assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
-            assert request.inflight >= request.pending >= 0
-        for request in self.waiting:
-            assert request.row < 0 and request.inflight == 0 and request.pending == 0
-            assert request.status is Status.SWAPPED or request.lease.is_empty
+        self.roster.check()

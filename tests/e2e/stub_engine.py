@@ -107,7 +107,7 @@ def build(config: Config) -> Built:
     memory: dict[str, Any] = {"device": "none"}
     defaults: dict[str, Any] = {"top_p": 0.95}  # told to clients that ask what is in force; the parrot needs none
     ready = ready_message(engine, vocab_size=VOCAB, max_len=max_len, eos_ids=(END,), defaults=defaults, model="parrot",
-                          dtype="float32", memory=memory)  # fmt: skip
+                          dtype="float32", memory=memory, lower={})  # fmt: skip
     return Built(engine, ready)
 
 

@@ -417,6 +417,9 @@ def test_it_fits_a_phone_and_follows_the_theme(server: Started, browser: Browser
             browser.evaluate(f"location.hash = {view!r}")
             browser.until(f"!document.querySelector('#view-{view}').hidden")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
+        browser.evaluate("location.hash = 'chat'")
+        browser.until("!document.querySelector('#view-chat').hidden")
+        assert browser.evaluate("document.querySelector('.composer').offsetHeight") < 120, "one line and its buttons"
         paper = "getComputedStyle(document.body).backgroundColor"
         colours = []
         for _ in range(3):

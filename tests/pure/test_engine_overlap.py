@@ -55,12 +55,12 @@ def test_cancel_discards_the_token_in_flight_and_frees_only_after_it() -> None:
     free = rig.cache.available(0)
     rig.engine.cancel("r1")
     assert rig.cache.available(0) == free, "its pages are still being written by step 2"
-    assert rig.scheduler._rows.num_free == rig.max_rows - 1, "and so is its row"
+    assert rig.scheduler.roster.rows.num_free == rig.max_rows - 1, "and so is its row"
     before = list(rig.outputs["r1"])
     rig.finish()
     assert rig.outputs["r1"] == before and rig.reasons["r1"] == "cancelled"
     assert rig.cache.available(0) == rig.num_pages - 1
-    assert rig.scheduler._rows.num_free == rig.max_rows
+    assert rig.scheduler.roster.rows.num_free == rig.max_rows
 
 
 def test_pages_enter_the_tree_in_commit_only() -> None:

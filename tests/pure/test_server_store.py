@@ -43,7 +43,7 @@ def test_only_the_newest_are_kept() -> None:
     asyncio.run(go())
 
 
-def test_their_bytes_are_bounded_too(tmp_path: Path) -> None:
+def test_large_ones_go_when_they_take_too_much(tmp_path: Path) -> None:
     async def go() -> None:
         path = str(tmp_path / "store.db")
         for run in range(2):  # what a file held before counts

@@ -131,7 +131,7 @@ REMOVALS: tuple[Removal, ...] = (
                   "self.waiting.num_tokens)\n", "            pass\n"))),
     _one("unbounded fields", "stored responses have a bound",
          f"{PURE}server_store.py::test_large_ones_go_when_they_take_too_much",
-         "quire/server/store.py", "while self._num_bytes() > self._max_bytes and", "while False and"),
+         "quire/server/store.py", "while self._num_bytes > self._max_bytes and", "while False and"),
     # -- heads
     _one("heads that do not end", "a head has a time", f"{CONNECTION}_that_does_not_end_in_time_is_cut_off",
          "quire/server/connection.py", "self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)",

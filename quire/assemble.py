@@ -50,9 +50,11 @@ from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
-CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1}  # it computes inline: depth 2 would only delay
+# A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
+# half a second on the smallest model, and for many on others.
+CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250}
 SHRINK = 0.9  # of the pages, for each time they could not be allocated
-CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2}
+CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def resolve_limits(config: Config, device: torch.device) -> Limits:
     if max_batch_tokens < max_rows:
         what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
         raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
-    target = scheduler.step_target_ms
+    target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
     return Limits(
         max_rows=max_rows,
         max_batch_tokens=max_batch_tokens,
@@ -206,7 +208,7 @@ def resolve_limits(config: Config, device: torch.device) -> Limits:
         max_waiting_tokens=scheduler.max_waiting_tokens,
         preemption=scheduler.preemption,
         order=scheduler.order,
-        step_target_seconds=None if target is None else target / 1000,
+        step_target_seconds=target / 1000 if target else None,
         depth=config.engine.depth or chosen["depth"],
     )
 

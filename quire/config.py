@@ -57,7 +57,8 @@ class SchedulerConfig:
     max_rows: int | None = knob(None, "requests that may run at once", low=1, high=8192)
     max_batch_tokens: int | None = knob(None, "tokens one step may compute", low=1, high=1 << 20)
     chunk_tokens: int | None = knob(None, "most tokens of one prompt in one step", low=1, high=1 << 20)
-    step_target_ms: float | None = knob(None, "keep steps this short by shrinking prompt chunks", low=0.1)
+    step_target_ms: float | None = knob(None, "keep steps this short by shrinking prompt chunks (0: do not; CPU: 250)",
+                                        low=0)  # fmt: skip
     order: str = knob("priority", "which waiting request goes first", choices=("fcfs", "priority", "deadline"))
     preemption: str = knob("auto", "what becomes of a victim's cache", choices=("auto", "swap", "recompute"))
     max_waiting: int = knob(16384, "requests that may wait", low=1)

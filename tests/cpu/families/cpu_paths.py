@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.native.library import ISAS, NotBuilt, open_native
 from tests.cpu.families.harness import GREEDY, PAGE_TOKENS, Case, Recorder, run
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import load
@@ -38,6 +40,27 @@ def check_quantized(case: Case) -> None:
         assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}
         error = _error(_logits(case, kept, 2), _logits(case, exact, 2))
         assert error <= 3e-3, f"{quant}: {error:.1e}"  # the blocks themselves are off by ten times that
+
+
+def check_isas(case: Case) -> None:
+    """`--kernels`: each instruction set this machine has, the portable one included, in float32 and in blocks."""
+    want = case.reference_logits(case.prompts[-1])
+    found = [isa for isa in ISAS if _can_open(isa)]
+    if not found:
+        pytest.skip("the native kernels were not built")
+    blocks = []
+    for isa in found:
+        assert _error(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa), 7), want) <= 1e-4, isa
+        blocks.append(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa, quant="q4_0"), 7))
+    assert all(_error(other, blocks[0]) <= 1e-2 for other in blocks), "seven tokens a step are rounded to 8 bits"
+
+
+def _can_open(isa: str) -> bool:
+    try:
+        open_native(isa, 1)
+    except NotBuilt:
+        return False
+    return True
 
 
 def decode_into(exact: nn.Module, kept: nn.Module) -> set[str]:
@@ -66,9 +89,14 @@ def _error(got: Tensor, want: Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-CPU_CHECKS: dict[str, Callable[[Case], None]] = {"plain torch": check_torch, "quantized": check_quantized}
+CPU_CHECKS: dict[str, Callable[[Case], None]] = {
+    "plain torch": check_torch,
+    "quantized": check_quantized,
+    "instruction sets": check_isas,
+}
 # By default one family of each kind; of the others the usual path alone is run, the rest is slow.
 BY_DEFAULT = {
     "plain torch": ("llama", "gemma2", "phi"),
+    "instruction sets": ("llama", "gemma2", "phi"),
     "quantized": ("llama", "gemma2", "phi", "olmo2", "mixtral", "deepseek_v3", "nemotron_h"),
 }

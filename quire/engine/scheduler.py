@@ -440,6 +440,7 @@ class Scheduler:
         self._leave_row(request, self._last_step)
         self._wake(self.cache.release(request, self._last_step))
         request.status = Status.ENDED
+        self._deadlines.remove(request)
         del self.requests[request.id]
         self.stats.ended += 1
         now = self.clock()

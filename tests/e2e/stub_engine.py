@@ -106,7 +106,7 @@ def build(config: Config) -> Built:
     memory: dict[str, Any] = {"device": "none"}
     defaults: dict[str, Any] = {}
     ready = ready_message(engine, vocab_size=VOCAB, max_len=max_len, eos_ids=(END,), defaults=defaults, model="parrot",
-                          dtype="float32", memory=memory)  # fmt: skip
+                          dtype="float32", memory=memory, lower={})  # fmt: skip
     return Built(engine, ready)
 
 

@@ -90,17 +90,33 @@ class Refusal:
 
 
 class Deadlines:
-    """Which requests have run out of time; asked once a step."""
+    """Which requests have run out of time; asked once a step. Most end long before: they are forgotten then, and not
+    when their time would have come."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
+        self._members: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """Entries held, those of the forgotten included."""
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
         if request.deadline is not None:
             heapq.heappush(self._heap, (request.deadline, request.id))
+            self._members[request.id] = request.deadline
+
+    def remove(self, request: Request) -> None:
+        """It has ended. Its entry stays behind until such entries are the larger part."""
+        self._members.pop(request.id, None)
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+            self._heap = [(at, name) for name, at in self._members.items()]
+            heapq.heapify(self._heap)
 
     def expired(self, now: float) -> list[str]:
         out = []
         while self._heap and self._heap[0][0] <= now:
-            out.append(heapq.heappop(self._heap)[1])
+            at, name = heapq.heappop(self._heap)
+            if self._members.get(name) == at:
+                out.append(name)
         return out

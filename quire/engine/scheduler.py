@@ -87,6 +87,7 @@ class Scheduler:
         return bool(self.requests or self._ended)
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
+        self._deadlines.remove(request)
         self.stats.ended += 1
         return self.roster.end(request, reason)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quire.text.pieces import PieceRule
 from quire.types import QuireError
 
 MAX_SEARCHES_KEPT = 256
+MAX_WORDS_KEPT = 2048  # of which the backend remembers the tokens; its own 10,000 are megabytes that fill for hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Vocabulary:
 class Tokenizer:
     def __init__(self, backend: Any, vocabulary: Vocabulary):
         self._backend = backend
+        with suppress(AttributeError):  # not every kind of model has such a cache, nor every version of it a size
+            backend.model._resize_cache(MAX_WORDS_KEPT)
         self._vocabulary = vocabulary
         self._known_bytes: dict[int, bytes] = {}  # filled as ids are met; a lost race only repeats the work
         self._searches: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()

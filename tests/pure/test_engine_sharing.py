@@ -211,6 +211,17 @@ def test_lower_priority_gives_way_and_equals_do_not() -> None:
     assert order.index("r1") < order.index("r3"), "who came first stays first among equals"
 
 
+def test_who_has_ended_is_not_remembered_until_its_deadline() -> None:
+    rig = big()
+    rig.add([5, 6, 7], max_tokens=2, deadline=500.0)
+    rig.finish()
+    keeper = rig.add([1, 2], max_tokens=2, deadline=1e6)
+    for index in range(2000):
+        rig.scheduler.cancel(rig.add([1, 2], max_tokens=2, deadline=1000.0 + index))
+    assert len(rig.scheduler._deadlines) <= 64
+    assert rig.scheduler._deadlines.expired(2e6) == [keeper], "and who has not ended is ended by it"
+
+
 def test_deadlines_end_requests_wherever_they_are() -> None:
     rig = Rig(num_pages=40, max_rows=1, max_batch_tokens=8, chunk_tokens=4)
     rig.add(LONG, max_tokens=20, deadline=5.0)

@@ -28,7 +28,7 @@ from quire.kernels.triton.launch import (
 MAX_SPLITS = 32
 MIN_SPAN = 64  # keys that are not worth splitting further
 WAVES = 8  # programs per multiprocessor that keep memory busy to the end
-MANY_ROWS = 32  # that fill the card without cutting rows into small shares
+FEW_SPLITS = 4  # rows that fill the card without being cut into small shares
 MERGE_ELEMENTS = 8192  # partial results the merging program holds at a time
 
 
@@ -272,15 +272,17 @@ def padded_dim(head_dim: int, packed: bool = False) -> int:
 
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
-    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length."""
+    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length. All follows from
+    the number of splits: as many kernels are compiled as there are powers of two, and ahead, with as many rows."""
     block = 64 if padded_dim(head_dim) * element_size <= 256 else 32
     num_warps = 2
-    if element_size == 1 and num_rows >= MANY_ROWS:  # as many bytes at a time, and more hands to unpack them
-        block, num_warps = 2 * block, 4
     num_programs = num_rows * num_kv_heads
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))
     wanted = max(WAVES * num_multiprocessors(device.index) // num_programs, 1)
-    return DecodeTuning(block, min(triton.next_power_of_2(wanted), most), MIN_SPAN, num_warps)
+    num_splits = min(triton.next_power_of_2(wanted), most)
+    if element_size == 1 and num_splits <= FEW_SPLITS:  # as many bytes at a time, and more hands to unpack them
+        block, num_warps = 2 * block, 4
+    return DecodeTuning(block, num_splits, MIN_SPAN, num_warps)
 
 
 def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,

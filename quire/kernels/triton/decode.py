@@ -272,8 +272,8 @@ def padded_dim(head_dim: int, packed: bool = False) -> int:
 
 def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
          device: torch.device) -> DecodeTuning:  # fmt: skip
-    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length. All follows from
-    the number of splits: as many kernels are compiled as there are powers of two, and ahead, with as many rows."""
+    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length. All follows
+    from the number of splits: as many kernels are compiled as there are powers of two, and ahead, with as many rows."""
     block = 64 if padded_dim(head_dim) * element_size <= 256 else 32
     num_warps = 2
     num_programs = num_rows * num_kv_heads

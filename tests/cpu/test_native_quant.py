@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from quire.bench.quality import bench_quality
 from quire.config import Config
@@ -16,6 +17,7 @@ from quire.files.source import resolve_model
 from quire.kernels.native.library import ISAS
 from quire.models.loader import LoadedModel, load_model
 from quire.types import QuireError
+from tests.cpu.families.harness import TINY, Family, save_checkpoint
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_gguf import write_gguf
@@ -85,6 +87,21 @@ def test_a_type_without_kernels_falls_back_and_says_so_once(tmp_path: Path, capl
     assert sorted(record.getMessage().split()[0] for record in caplog.records) == ["Q5_0", "Q5_1"]
     assert forms(kept.model) == {"Q8_0", "Q4_0", "F32"}
     assert error(logits(kept.model), logits(load(tmp_path / "m.gguf", kernels="torch").model)) < 0.03
+
+
+def test_experts_of_a_gguf_keep_their_blocks(tmp_path: Path) -> None:
+    """All experts of a kind are one tensor there; each becomes a matrix of its own, of the same blocks."""
+    fields = {**TINY, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}
+    config = Qwen3MoeConfig(**fields, norm_topk_prob=True)
+    reference = save_checkpoint(Family("", lambda: config), tmp_path)
+    counts = {"qwen3moe.expert_count": 4, "qwen3moe.expert_used_count": 2, "qwen3moe.expert_feed_forward_length": 32}
+    types = {r"blk.*ffn_(gate|up)_exps.weight": "Q4_0", r"blk.*ffn_down_exps.weight": "Q8_0"}
+    write_gguf(reference, "qwen3moe", tmp_path / "m.gguf", types=types, metadata=counts)
+    kept: Any = load(tmp_path / "m.gguf").model
+    experts = kept.layers[0].mlp.experts
+    assert [matrix.form for matrix in experts.gate_up] == ["Q4_0"] * 8
+    assert [matrix.form for matrix in experts.down] == ["Q8_0"] * 4
+    assert error(logits(kept), logits(load(tmp_path / "m.gguf", kernels="torch").model)) < 0.03
 
 
 def test_columns_that_make_no_blocks_stay_floats(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
 PYTHON ?= python
 
-.PHONY: check format lint types imports fast test slow native fuzz rules chaos
+.PHONY: check format lint types imports fast test slow paths native fuzz rules chaos
 
 check: lint types imports fast
 
@@ -30,6 +30,10 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+paths:
+	TEST_KERNELS=torch $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py tests/cpu/test_no_waits.py
+	TEST_KERNELS=portable $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py tests/cpu/test_no_waits.py
 
 fuzz:
 	$(PYTHON) -m tests.fuzz --cases $(or $(CASES),20000)

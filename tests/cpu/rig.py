@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
 def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: str = "float32", **how: Any) -> Model:
+    """With the kernels anyone gets, or those that TEST_KERNELS names: `make paths` runs the engine's tests on both."""
+    if device.type == "cpu" and not how.get("deterministic"):
+        how.setdefault("kernels", os.environ.get("TEST_KERNELS", "auto"))
     files = resolve_model(str(folder))
     return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how).model
 

@@ -94,4 +94,5 @@ def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[in
         targets = list(tokens[first + 1 : first + len(part) + 1])
         with torch.inference_mode():
             hidden = model.forward(step, caches)[: len(targets)]
-            yield model.logits(hidden).float().log_softmax(-1), targets
+            scores = model.logits(hidden).float().log_softmax(-1)
+        yield scores, targets  # outside: two of these run turn about, and would end each other's mode

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from quire.kernels.native.library import ISAS, Native
 from tests.cpu.native_isas import open_or_skip
@@ -12,3 +15,10 @@ from tests.cpu.native_isas import open_or_skip
 def native(request: pytest.FixtureRequest) -> Native:
     """The native kernels of each instruction set this machine can run."""
     return open_or_skip(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode_ends_with_its_test() -> Iterator[None]:
+    """Left on, it would change what later tests of the process see."""
+    yield
+    assert not torch.is_inference_mode_enabled(), "this test left inference mode on"

@@ -21,7 +21,17 @@ from tests.cpu.rig import load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
 
 OURS = str(Path(quire.__file__).parent)
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "bincount")
+READS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "unique",
+    "_unique2",
+    "bincount",
+)
 REFERENCE = ("reference.py", "reference_attention.py", "dequant.py")  # other code runs on a GPU
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -103,7 +113,9 @@ def test_the_watch_sees_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         x.tolist()
         torch.repeat_interleave(x)
 
-    reads = Reads()
-    monkeypatch.setattr(reads, "note", reads.found.append)
-    Watched(None, reads, monkeypatch)._run(guilty, None)
-    assert {"index", "_local_scalar_dense", "tolist", "repeat_interleave"} <= set(reads.found), reads.found
+    for inference, item in ((False, "_local_scalar_dense"), (True, "item")):  # steps run in the second way
+        reads = Reads()
+        monkeypatch.setattr(reads, "note", reads.found.append)
+        with torch.inference_mode(inference):
+            Watched(None, reads, monkeypatch)._run(guilty, None)
+        assert {"index", item, "tolist", "repeat_interleave"} <= set(reads.found), reads.found

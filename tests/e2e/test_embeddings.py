@@ -37,7 +37,7 @@ def test_forms_of_input_and_output(client) -> None:
 def test_bad_input(client) -> None:
     import openai
 
-    for fields, param in (({"dimensions": 5}, "dimensions"), ({"input": ""}, "prompt"), ({"input": []}, "input")):
+    for fields, param in (({"dimensions": 5}, "dimensions"), ({"input": ""}, "input"), ({"input": []}, "input")):
         with pytest.raises(openai.BadRequestError) as caught:
             client.embeddings.create(**{"model": "parrot", "input": "x", **fields})
         assert caught.value.body["param"] == param

@@ -97,7 +97,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
     for key in ("one", "three", "wrong", "", None, "o" * 10_000):
         compared.clear()
         ring.opens(key)
-        assert len(compared) == 3 and len({len(a) for a in compared}) == 1, "and always over the same length"
+        assert len(compared) == 3 and {len(a) for a in compared} == {32}, "and always over the same length"
 
 
 @pytest.fixture
@@ -164,4 +164,4 @@ def test_each_rule_of_the_threat_model_can_be_taken_away_and_is_missed_by_its_te
 
 def test_ci_audits_the_dependencies() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.search(r"^\s*pip-audit|pip-audit ", script, re.MULTILINE) and "exit 1" in script
+    assert re.search(r"^\s*if ! pip-audit --local ", script, re.MULTILINE) and "exit 1" in script

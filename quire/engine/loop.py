@@ -116,6 +116,9 @@ class Engine:
                     with span("sample", current):
                         ticket = self.workers.sample(forward, masks)
                 self._inflight.append((current, ticket, started))
+                current = None  # from here on it is one of those in flight
+                if len(self._inflight) >= depth:  # at depth 1 nothing is planned ahead, so nothing is won by waiting
+                    deltas += self._commit_oldest()
             self.states.move("rest")
         except (DeviceLost, EngineBroken, KeyboardInterrupt, SystemExit):
             self.states.move("fail")

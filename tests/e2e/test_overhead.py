@@ -30,6 +30,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_nanoseconds(pid: int) -> int:
+    """Of all threads that live now; finer than `cpu_seconds`, whose unit is a hundredth of a second."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
 async def one_stream(host: str, port: int, path: str, body: dict[str, Any]) -> int:
     """The number of events that carry a token."""
     reader, writer = await asyncio.open_connection(host, port)
@@ -86,30 +91,53 @@ def test_the_http_process_handles_ten_thousand_tokens_a_second(model_here: None)
         assert result["tokens_per_cpu_second"] >= FLOOR, results
 
 
-NUM_ROWS, NUM_STEPS = 8, 256
+NUM_ROWS, NUM_STEPS, NUM_PAIRS = 8, 64, 40
 MAX_RATIO = 1.05
 
 
 @pytest.mark.slow
 def test_the_engine_is_hardly_slower_behind_a_server(real: Started) -> None:
-    """CPU seconds of the engine's process for each step, alone and behind 8 streams, one run after the other."""
+    """CPU seconds of the engine's process for each step, alone and behind 8 streams, in turns of two seconds or so.
+
+    Both engines run on the first core and everyone else on the others: this is about the engine's own loop, and a
+    process that is pushed off its core finds its cache cold when it is back. Turns are short because what else runs
+    on the machine makes the same step cost several percent more or less from one minute to the next.
+    """
     from tests.e2e.direct_engine import PROMPT
 
-    with client_of(real) as client:
+    cores = os.sched_getaffinity(0)
+    first, others = min(cores), cores - {min(cores)} or cores
+    body = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_STEPS, "stream": True}
+    command = [sys.executable, "-m", "tests.e2e.direct_engine", str(NUM_ROWS), str(NUM_STEPS), str(first)]
+    direct = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert direct.stdin is not None and direct.stdout is not None
+    ratios = []
+    with direct, client_of(real) as client:
         pid = client.get("/admin/engine").json()["pid"]
-        ratios = []
-        for salt in "abcdefg":
-            command = [sys.executable, "-m", "tests.e2e.direct_engine", str(NUM_ROWS), str(NUM_STEPS)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-            alone = json.loads(done.stdout)
-            body = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_STEPS, "stream": True, "cache_salt": salt}
-            steps, before = client.get("/v1/stats").json()["engine"]["steps"], cpu_seconds(pid)
-            asyncio.run(load_rows(real.url, [{**body, "prompt": f"{PROMPT} {index}"} for index in range(NUM_ROWS)]))
+        for process, its_cores in ((pid, {first}), (real.process.pid, others), (os.getpid(), others)):
+            pin(process, its_cores)
+        for turn in range(NUM_PAIRS + 1):
+            direct.stdin.write(f"{turn}\n")
+            direct.stdin.flush()
+            alone = json.loads(direct.stdout.readline())
+            steps, before = client.get("/v1/stats").json()["engine"]["steps"], cpu_nanoseconds(pid)
+            prompts = [f"{PROMPT} {index}" for index in range(NUM_ROWS)]
+            asyncio.run(load_rows(real.url, [{**body, "prompt": text, "cache_salt": str(turn)} for text in prompts]))
             until(lambda: client.get("/v1/stats").json()["engine"]["running"] == 0)
-            used, count = cpu_seconds(pid) - before, client.get("/v1/stats").json()["engine"]["steps"] - steps
+            used = (cpu_nanoseconds(pid) - before) / 1e9
+            count = client.get("/v1/stats").json()["engine"]["steps"] - steps
             ratios.append((used / count) / (alone["cpu_seconds"] / alone["steps"]))
-    print(f"ratios {ratios}")
-    assert sorted(ratios)[len(ratios) // 2] < MAX_RATIO, ratios
+        direct.stdin.close()
+    pin(os.getpid(), cores)
+    ratios = sorted(ratios[1:])  # the first turn warms both up
+    low, middle, high = (ratios[NUM_PAIRS * quarter // 4] for quarter in (1, 2, 3))
+    print(f"ratio {middle:.3f}, half of {NUM_PAIRS} pairs between {low:.3f} and {high:.3f}")
+    assert middle < MAX_RATIO, ratios
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 async def load_rows(url: str, bodies: list[dict[str, Any]]) -> None:

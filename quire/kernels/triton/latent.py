@@ -31,6 +31,7 @@ from quire.kernels.triton.prefill import TILE_FIELDS, first_tokens, list_tiles
 from quire.kernels.triton.rope import cos_sin, store_cache
 
 MAX_LANES = 64  # heads times tokens of a program
+FEW_LANES = 32
 MAX_SPLITS = 32
 MIN_SPAN = 128  # entries that are not worth splitting further
 
@@ -159,11 +160,15 @@ def _latent_kernel(
         total = tl.zeros([LANES], tl.float32)
         acc = tl.zeros([LANES, RANK], tl.float32)
         table_row = table_ptr + row * table_stride
-        for block in tl.range(split * share, tl.minimum((split + 1) * share, num_blocks), num_stages=STAGES):
+        first_block = split * share
+        next_keys = first_block * BLOCK + tl.arange(0, BLOCK)
+        next_page = tl.load(table_row + next_keys // PAGE, mask=next_keys < length, other=0)
+        for block in tl.range(first_block, tl.minimum(first_block + share, num_blocks), num_stages=STAGES):
             keys = block * BLOCK + tl.arange(0, BLOCK)
             valid = keys < length
-            page = tl.load(table_row + keys // PAGE, mask=valid, other=0).to(INDEX)
-            place = page * page_stride + (keys % PAGE) * slot_stride
+            place = next_page.to(INDEX) * page_stride + (keys % PAGE) * slot_stride
+            # A block ahead: where an entry lies must be known long before it is asked for.
+            next_page = tl.load(table_row + (keys + BLOCK) // PAGE, mask=keys + BLOCK < length, other=0)
             latent = tl.load(cache_ptr + place[:, None] + ranks[None, :], mask=valid[:, None], other=0.0).to(COMPUTE)
             turned = tl.load(cache_ptr + place[:, None] + RANK + ropes[None, :],
                              mask=valid[:, None] & (ropes < ROPE)[None, :], other=0.0).to(COMPUTE)  # fmt: skip
@@ -244,9 +249,8 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
                      tuning: LatentTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_latent.latent_attention`."""
     num_heads, _, rank = q_latent.shape
-    tuning = tuning or tune(rank, q_latent.element_size())
     if plan.latent is None:
-        plan.latent = _prepare(plan, num_heads, rank, tuning, q_latent.device)
+        plan.latent = _prepare(plan, num_heads, rank, q_latent.device)
     work: LatentWork = plan.latent
     out = torch.empty_like(q_latent)
     if work.num_tiles:
@@ -256,9 +260,12 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
     return out
 
 
-def tune(rank: int, element_size: int) -> LatentTuning:
-    """A block of entries, twice, and the queries must fit into a multiprocessor's shared memory."""
-    return LatentTuning() if rank * element_size <= 1024 else LatentTuning(block=16)
+def tune(lanes: int, rank: int, element_size: int) -> LatentTuning:
+    """Blocks of entries on the way and the queries must fit into a multiprocessor's shared memory, with few lanes twice
+    over: then one program computes while the other waits for its entries."""
+    if rank * element_size > 1024:
+        return LatentTuning(block=16)
+    return LatentTuning(block=32, num_warps=4, num_stages=3) if lanes <= FEW_LANES else LatentTuning()
 
 
 def _heads(num_heads: int) -> int:
@@ -266,7 +273,7 @@ def _heads(num_heads: int) -> int:
     return min(MAX_LANES, max(16, triton.next_power_of_2(num_heads)))
 
 
-def _prepare(plan: TritonPlan, num_heads: int, rank: int, tuning: LatentTuning, device: torch.device) -> LatentWork:
+def _prepare(plan: TritonPlan, num_heads: int, rank: int, device: torch.device) -> LatentWork:
     if plan.work is not None:
         raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
     work = LatentWork()
@@ -305,9 +312,10 @@ def _num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
 
 
 def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, out: Tensor,
-            tuning: LatentTuning, work: LatentWork, tiled: bool) -> None:  # fmt: skip
+            tuning: LatentTuning | None, work: LatentWork, tiled: bool) -> None:  # fmt: skip
     num_heads, _, rank = q_latent.shape
     rope_dim, heads = q_rope.shape[2], _heads(num_heads)
+    tuning = tuning or tune(MAX_LANES if tiled else heads, rank, q_latent.element_size())
     splits = 1 if tiled else work.num_splits
     _latent_kernel[(triton.cdiv(num_heads, heads), splits, work.num_tiles if tiled else work.num_singles)](
         q_latent, q_rope, cache, out, work.partial, work.best, work.total, work.counters,

@@ -25,10 +25,11 @@ from quire.kernels.triton.launch import (
 )
 from quire.kernels.triton.recurrent_step import L2_EPS, silu, softplus
 
-CHUNK = 64  # tokens; the inverse below is right for up to four blocks of 16
+CHUNK = 64  # tokens
 CONV_TOKENS = 32  # a convolution's tile: half a chunk, which is what fits into the registers
-BLOCK = tl.constexpr(16)
-# Rows of a matrix that a program of the walk takes at least. With 16 or 32, products of 64 tokens read memory that
+PREPARE_WARPS = 4
+CHIP_BYTES = 220_000  # of a multiprocessor's shared memory
+# Rows of a matrix that a program of the walk takes. With 16 or 32, products of 64 tokens read memory that
 # is not theirs on Hopper (Triton 3.6; products of 32 tokens are right).
 MIN_VALUES = 64
 
@@ -40,22 +41,29 @@ def _conv_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, DELTA: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: part of a tile of one row's tokens through the convolution, for one head's queries, keys or values;
-    queries and keys are normed on the way where the delta rule wants it."""
+    """One program: part of a tile of one row's tokens through the convolution, for one group's queries or keys or for
+    WIDTH channels of the values; queries and keys are normed on the way where the delta rule wants it."""
     let_next_start(PDL)
     tile, unit = tl.program_id(0), tl.program_id(1)
-    CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
+    VALUES: tl.constexpr = HEADS * VALUE
+    CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * KEY
+    NUM_VALUES: tl.constexpr = (VALUES + WIDTH - 1) // WIDTH
     if DELTA:
         is_key = unit < 2 * GROUPS
         is_query = unit < GROUPS
-        channel = tl.where(is_key, unit * KEY, 2 * GROUPS * KEY + (unit - 2 * GROUPS) * VALUE)
+        channel = tl.where(is_key, unit * KEY, 2 * GROUPS * KEY + (unit - 2 * GROUPS) * WIDTH)
+        end = tl.where(is_key, channel + KEY, CHANNELS)
     else:
-        is_key = unit >= HEADS
+        is_key = unit >= NUM_VALUES
         is_query = False
-        channel = tl.where(is_key, HEADS * VALUE + (unit - HEADS) * KEY, unit * VALUE)
+        channel = tl.where(is_key, VALUES + (unit - NUM_VALUES) * KEY, unit * WIDTH)
+        end = tl.where(is_key, channel + KEY, VALUES)
     columns = tl.arange(0, WIDTH)
-    wanted = (columns < tl.where(is_key, KEY, VALUE))[None, :]
     channels = (channel + columns)[None, :]
+    # A comparison with a number known only at run time would make the compiler load element by element.
+    wanted = tl.full((1, WIDTH), True, tl.int1)
+    if KEY != WIDTH or VALUES % WIDTH != 0:
+        wanted = channels < end
     wait_for_inputs(PDL)
     row, first = tl.load(tiles_ptr + 4 * tile), tl.load(tiles_ptr + 4 * tile + 1).to(tl.int64)
     offset, count = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
@@ -66,7 +74,7 @@ def _conv_kernel(
     for age in tl.static_range(0, TAPS):
         before = places - age
         x = tl.load(x_ptr + (first + before) * x_stride + FIRST + channels, mask=inside & (before >= 0), other=0.0)
-        tap = tl.load(conv_ptr + channels * TAPS + TAPS - 1 - age, mask=wanted, other=0.0)
+        tap = tl.load(conv_ptr + (TAPS - 1 - age) * CHANNELS + channels, mask=wanted, other=0.0)
         total += x.to(tl.float32) * tap.to(tl.float32)
     if offset == 0:  # the row's first tokens look back into the ring
         start = tl.load(positions_ptr + first)
@@ -75,7 +83,7 @@ def _conv_kernel(
             before = places - age
             entry = (start + before + TAPS) % TAPS
             kept = tl.load(ring_ptr + entry * CHANNELS + channels, mask=inside & (before < 0), other=0.0)
-            tap = tl.load(conv_ptr + channels * TAPS + TAPS - 1 - age, mask=wanted, other=0.0)
+            tap = tl.load(conv_ptr + (TAPS - 1 - age) * CHANNELS + channels, mask=wanted, other=0.0)
             total += kept * tap.to(tl.float32)
     if BIAS:
         total += tl.load(conv_bias_ptr + channels, mask=wanted, other=0.0).to(tl.float32)
@@ -99,41 +107,30 @@ def _decay(x_ptr, x_stride, tokens, valid, column, a_log, dt_bias, dt_low, dt_hi
 
 
 @triton.jit
-def _invert(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I + `lower`, which is strictly lower triangular, [SIZE, SIZE] float32.
 
-    Blocks on the diagonal are solved row by row, all at once. With D their inverse and N what lies below the blocks,
-    M = D N is nilpotent over blocks, and the inverse is (I - M)(I + M M) D. Powers of `lower` itself would be simpler,
-    but grow without bound where keys resemble each other, and with them the error."""
-    NUM: tl.constexpr = SIZE // BLOCK
-    b = tl.arange(0, NUM)
-    same = b[:, None, None, None] == b[None, None, :, None]
-    blocks = tl.sum(tl.where(same, tl.reshape(lower, (NUM, BLOCK, NUM, BLOCK)), 0.0), 2)  # [block, row, column]
-    i = tl.arange(0, BLOCK)
-    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
-    inverse = tl.broadcast_to(eye, (NUM, BLOCK, BLOCK))
-    for r in range(1, BLOCK):
-        is_row = (i == r)[None, :, None]
-        row = tl.sum(tl.where(is_row, blocks, 0.0), 1)  # [block, column]
-        solved = tl.sum(row[:, :, None] * inverse, 1)
-        inverse = tl.where(is_row, eye - solved[:, None, :], inverse)
-    spread = tl.where(same, tl.reshape(inverse, (NUM, BLOCK, 1, BLOCK)), 0.0)
-    diagonal = tl.reshape(spread, (SIZE, SIZE))
-    if NUM == 1:
-        return diagonal
+    By halves: where the inverses D of the diagonal's blocks of some size are there, those of blocks twice as large are
+    D - D N D, with N what `lower` has below the diagonal inside the larger blocks. Powers of `lower` itself would take
+    fewer products, but grow without bound where keys resemble each other, and with them the error."""
+    FINE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # all of it is small; ten bits, as tf32 has
     n = tl.arange(0, SIZE)
-    below = tl.where((n // BLOCK)[:, None] > (n // BLOCK)[None, :], lower, 0.0)
-    m = tl.dot(diagonal, below, input_precision=PRECISION)
-    whole_eye = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    series = tl.dot(whole_eye - m, whole_eye + tl.dot(m, m, input_precision=PRECISION), input_precision=PRECISION)
-    return tl.dot(series, diagonal, input_precision=PRECISION)
+    rows, columns = n[:, None], n[None, :]
+    pairs = tl.where(rows >> 1 == columns >> 1, lower, 0.0)
+    inverse = tl.where(rows == columns, 1.0, 0.0) - pairs
+    for level in tl.static_range(1, LEVELS):
+        below = (rows >> (level + 1) == columns >> (level + 1)) & (rows >> level > columns >> level)
+        inner = tl.dot(inverse.to(FINE), tl.where(below, lower, 0.0).to(FINE), input_precision=PRECISION)
+        inverse -= tl.dot(inner.to(FINE), inverse.to(FINE), input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit
 def _prepare_kernel(
     x_ptr, mixed_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, scores_ptr, tiles_ptr, x_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one chunk. What its tokens write into a state of zeros, how a state changes that, and
     how much each token reads of what the others wrote."""
@@ -162,7 +159,7 @@ def _prepare_kernel(
     tl.store(scores_ptr + place * TOKENS + n[None, :], scores.to(scores_ptr.dtype.element_ty), mask=valid[:, None])
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
     lower = tl.where(n[:, None] > n[None, :], products * between * beta[:, None], 0.0)
-    inverse = _invert(lower, TOKENS, PRECISION).to(k.dtype)
+    inverse = _invert(lower, TOKENS, LEVELS, PRECISION).to(k.dtype)
     faded = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
     w = tl.dot(inverse, faded, input_precision=PRECISION)
     v = tl.load(mixed_ptr + 2 * GROUPS * KEY + head * VALUE + values[None, :], mask=in_value, other=0.0)
@@ -264,8 +261,9 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     alone = tuple(x.new_empty(num_tokens, heads, dim) for dim in (shape.key_dim, shape.value_dim, chunk))
     _prepare_kernel[(len(tiles), heads)](
         x, mixed, weights.a_log, weights.dt_bias, *alone, tiles, x.stride(0), HEADS=heads, GROUPS=shape.num_groups,
-        KEY=shape.key_dim, VALUE=shape.value_dim, TOKENS=chunk, KEY_BLOCK=_block(shape.key_dim),
-        VALUE_BLOCK=_block(shape.value_dim), PRECISION=dot_precision(x.dtype), **launch_options(x.device, 4),
+        KEY=shape.key_dim, VALUE=shape.value_dim, TOKENS=chunk, LEVELS=chunk.bit_length() - 1,
+        KEY_BLOCK=_block(shape.key_dim), VALUE_BLOCK=_block(shape.value_dim), PRECISION=dot_precision(x.dtype),
+        **launch_options(x.device, PREPARE_WARPS),
     )  # fmt: skip
     _walk(x, mixed, alone, weights.a_log, weights.dt_bias, None, 0.0, 0.0, shape, state, slots, positions, rows, out,
           chunk)  # fmt: skip
@@ -283,13 +281,14 @@ def _convolve(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShap
               positions: Tensor, tiles: Tensor, chunk: int, *, delta: bool) -> Tensor:  # fmt: skip
     """[tokens, channels], queries and keys normed for the delta rule. The rings stay as they are."""
     mixed = x.new_empty(len(x), shape.channels)
-    units = shape.num_heads + 2 * shape.num_groups
+    conv = conv.view(shape.channels, shape.conv_len).t().contiguous()  # so that a thread's channels lie side by side
+    width = _block(shape.key_dim)
+    units = triton.cdiv(shape.values, width) + 2 * shape.num_groups
     _conv_kernel[(len(tiles), units, chunk // CONV_TOKENS)](
         x, conv, bias, state, mixed, slots, positions, tiles, x.stride(0), state.stride(0), shape.key_dim**-0.5,
         FIRST=0 if delta else shape.values, HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
-        VALUE=shape.value_dim, TAPS=shape.conv_len, TOKENS=CONV_TOKENS,
-        WIDTH=_block(max(shape.key_dim, shape.value_dim)),
-        DELTA=delta, BIAS=bias is not None, **launch_options(x.device, 4),
+        VALUE=shape.value_dim, TAPS=shape.conv_len, TOKENS=CONV_TOKENS, WIDTH=width, DELTA=delta,
+        BIAS=bias is not None, **launch_options(x.device, 4),
     )  # fmt: skip
     return mixed
 
@@ -298,24 +297,32 @@ def _walk(x: Tensor, mixed: Tensor, alone: tuple[Tensor, ...] | None, a_log: Ten
           skip: Tensor | None, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor, slots: Tensor,
           positions: Tensor, rows: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """`alone`: what chunks worked out without the state; None: there is no delta rule."""
-    value_block = _block(shape.value_dim)
-    while value_block > MIN_VALUES and len(rows) * shape.num_heads * _block(shape.value_dim) // value_block < _programs(
-        x
-    ):
-        value_block //= 2
+    value_block, num_warps, num_stages = tune_walk(
+        len(rows) * shape.num_heads, shape, chunk, x.element_size(), alone is not None, _processors(x)
+    )
     blocks = triton.cdiv(shape.value_dim, value_block)
     _scan_kernel[(shape.num_heads * blocks, len(rows))](
         x, mixed, *(alone or (None,) * 3), a_log, dt_bias, skip, state, out, slots, positions, rows, x.stride(0),
         state.stride(0), dt_low, dt_high, HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
         VALUE=shape.value_dim, TAPS=shape.conv_len, TOKENS=chunk, KEY_BLOCK=_block(shape.key_dim),
         VALUE_BLOCK=value_block, DELTA=alone is not None, PRECISION=dot_precision(x.dtype),
-        **launch_options(x.device, num_warps=8 if value_block >= 64 else 4, num_stages=2),
+        **launch_options(x.device, num_warps, num_stages),
     )  # fmt: skip
 
 
-def _programs(x: Tensor) -> int:
-    """Enough of them: a few idle multiprocessors cost less than working out the chunk's scores once more."""
-    return 1 if INTERPRETED else num_multiprocessors(x.device.index) * 3 // 4
+def tune_walk(num_matrices: int, shape: RecurrentShape, chunk: int, element_size: int, delta: bool, num_processors: int
+              ) -> tuple[int, int, int]:  # fmt: skip
+    """Rows of a matrix a program takes, warps, and chunks on the way into the chip: none where several programs share
+    a multiprocessor and wait for each other's anyway."""
+    key_block, value_block = _block(shape.key_dim), min(_block(shape.value_dim), MIN_VALUES)
+    chunk_bytes = element_size * chunk * ((3 if delta else 2) * key_block + value_block + (chunk if delta else 0))
+    if num_matrices * _block(shape.value_dim) // value_block >= 2 * num_processors:
+        return value_block, 4, 1
+    return value_block, 4, max(1, min(3, (CHIP_BYTES - element_size * value_block * key_block) // chunk_bytes))
+
+
+def _processors(x: Tensor) -> int:
+    return 1 if INTERPRETED else num_multiprocessors(x.device.index)
 
 
 def _block(dim: int) -> int:

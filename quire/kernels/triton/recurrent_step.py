@@ -6,6 +6,8 @@ heads share (key and query channels) each works out for itself, and one of them 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +16,7 @@ from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
 
 L2_EPS = tl.constexpr(1e-6)
-SMALL_BLOCK = 32  # rows of a matrix that a program holds at a time, where there are many programs
+SOME, MANY = 3, 32  # programs for each multiprocessor
 
 
 @triton.jit
@@ -86,6 +88,10 @@ def _step_kernel(
         dt = softplus(tl.load(x_ptr + HEADS * VALUE + CHANNELS + head).to(tl.float32) + dt_bias)
         dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
         skip = tl.load(skip_ptr + head).to(tl.float32)
+    first_values = tl.arange(0, VALUE_BLOCK)
+    matrix_ptr = state_ptr + head * (VALUE * KEY) + first_values[:, None] * KEY + keys[None, :]
+    # The first rows are asked for before anything is worked out, the next ones before the last are done with.
+    ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
     q = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, Q + group * KEY + keys, in_key, position, writes,
                   CHANNELS, TAPS, BIAS)  # fmt: skip
     k = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, K + group * KEY + keys, in_key, position, writes,
@@ -97,11 +103,11 @@ def _step_kernel(
     blocks = tl.arange(0, NUM_BLOCKS)[:, None]
     out = tl.zeros((NUM_BLOCKS, VALUE_BLOCK), tl.float32)
     for block in range(NUM_BLOCKS):
-        values = block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+        values = block * VALUE_BLOCK + first_values
         in_value = values < VALUE
-        matrix_ptr = state_ptr + head * (VALUE * KEY) + values[:, None] * KEY + keys[None, :]
-        inside = in_value[:, None] & in_key[None, :]
-        matrix = tl.load(matrix_ptr, mask=inside, other=0.0) * decay  # [value, key]
+        matrix = ahead * decay
+        ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :],
+                        other=0.0)  # fmt: skip
         v = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, V + head * VALUE + values, in_value, position, True,
                       CHANNELS, TAPS, BIAS)  # fmt: skip
         if DELTA:
@@ -109,7 +115,8 @@ def _step_kernel(
         else:
             update = v * dt
         matrix += update[:, None] * k[None, :]
-        tl.store(matrix_ptr, matrix, mask=inside)
+        tl.store(matrix_ptr, matrix, mask=in_value[:, None] & in_key[None, :])
+        matrix_ptr += VALUE_BLOCK * KEY
         read = tl.sum(matrix * q[None, :], 1)
         if not DELTA:
             read += v * skip
@@ -141,22 +148,34 @@ def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: T
             weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False)  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class StepTuning:
+    value_block: int  # rows of a matrix that a program holds at a time
+    num_warps: int
+
+
+def tune(num_programs: int, key_block: int, value_block: int, num_processors: int) -> StepTuning:
+    """Enough programs to fill the card several times over: small ones then keep more of the state in flight. Few: a
+    whole head at a time has the shortest way from its first load to its last store."""
+    if num_programs >= MANY * num_processors:
+        value_block = min(value_block, 8)
+    elif num_programs >= SOME * num_processors:
+        value_block = min(value_block, 16)
+    return StepTuning(value_block, min(16, max(1, key_block * value_block // 1024)))
+
+
 def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
             norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
             slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
             delta: bool) -> None:  # fmt: skip
     num_rows = slots.shape[0] if rows is None else rows.shape[0]
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
-    num_blocks = 1
-    # Enough programs to fill the card several times over: small ones then keep more of the state in flight. Few: a
-    # whole head at a time has the shortest way from its first load to its last store.
-    if num_rows * shape.num_heads >= 4 * num_multiprocessors(x.device.index) and value_block > SMALL_BLOCK:
-        num_blocks, value_block = value_block // SMALL_BLOCK, SMALL_BLOCK
-    num_warps = min(16, max(1, key_block * value_block // 1024))
+    tuning = tune(num_rows * shape.num_heads, key_block, value_block, num_multiprocessors(x.device.index))
     _step_kernel[(num_rows, shape.num_heads)](
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, slots, positions, rows, tokens, x.stride(0),
         state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,
-        KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block, VALUE_BLOCK=value_block,
-        NUM_BLOCKS=num_blocks, DELTA=delta, BIAS=conv_bias is not None, INDEXED=rows is not None,
-        **launch_options(x.device, num_warps),
+        KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
+        VALUE_BLOCK=tuning.value_block, NUM_BLOCKS=value_block // tuning.value_block, DELTA=delta,
+        BIAS=conv_bias is not None, INDEXED=rows is not None,
+        **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip

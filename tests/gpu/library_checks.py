@@ -9,7 +9,7 @@ from tests.gpu.paged_checks import Paged
 from tests.gpu.where import Where, close
 
 
-def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where) -> None:
+def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tuple[int, ...] = (64, 128)) -> None:
     ops = with_library(inner, kernel)
     heads = [(32, 8, 128), (16, 8, 128), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]
     steps = [
@@ -20,7 +20,7 @@ def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where) -> None:
     if not where.large:
         steps = [([1, 1, 7, 9], [40, 17, 7, 300]), ([18], [32]), ([6, 1, 2], [21, 40, 257])]
     for dtype in where.dtypes:
-        for num_heads, num_kv_heads, head_dim in heads:
+        for num_heads, num_kv_heads, head_dim in [shape for shape in heads if shape[2] in head_dims]:
             for page in (16, 32) if where.large else (16,):
                 for window in (None, 50 if where.large else 11):
                     for counts, lens in steps:

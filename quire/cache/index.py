@@ -356,15 +356,13 @@ class CacheIndex:
         lease: Lease = request.lease
         nodes = self._nodes(request, first, last)
         for group in self.paged:
-            for node, unit in zip(nodes, lease.units[group][first:last], strict=True):
-                if unit != ABSENT:
-                    self.stock.lend(node, group, unit)
+            self.stock.lend(nodes, group, lease.units[group][first:last])
 
     def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         depth = snapshot.length // self.page_tokens
         (node,) = self._nodes(request, depth - 1, depth)
         for group, slot in snapshot.slots.items():
-            self.stock.lend(node, group, slot)
+            self.stock.lend([node], group, [slot])
             self.stock.drop(group, [slot])
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True

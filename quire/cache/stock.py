@@ -49,11 +49,13 @@ class Stock:
         """A lease takes a share of what the tree holds."""
         self._num_idle[group] -= self.pools[group].share(units)
 
-    def lend(self, node: Node, group: int, unit: int) -> None:
-        """The tree takes a share of what a lease holds. Had someone computed the same before, it stays private."""
-        if node.units[group] == ABSENT:
-            self.pools[group].share([unit])
-            self.tree.attach(node, group, unit)
+    def lend(self, nodes: list[Node], group: int, units: list[int]) -> None:
+        """The tree takes a share of what a lease holds, a unit a node. Had someone computed the same before, it stays
+        private."""
+        both = zip(nodes, units, strict=True)
+        new = [(node, unit) for node, unit in both if unit != ABSENT and node.units[group] == ABSENT]
+        self.pools[group].share(unit for _, unit in new)
+        self.tree.attach(group, new)
 
     def retire(self, group: int, units: list[int], fence: int, *, on_host: bool = False) -> None:
         """One holder less of each, once step `fence` has committed."""

@@ -89,13 +89,15 @@ class PrefixTree:
             nodes += made[max(0, first - have) :]
         return nodes
 
-    def attach(self, node: Node, group: int, unit: int) -> None:
-        """The node's bytes for `group` are in `unit` from now on; the tree holds one reference to it."""
-        assert node.units[group] == ABSENT and node.parent is not None
-        self.num_changes += 1
-        node.units[group] = unit
-        node.parent.below[group] += 1
-        self._holders[group][unit] = node
+    def attach(self, group: int, new: list[tuple[Node, int]]) -> None:
+        """Each node's bytes for `group` are in its unit from now on; the tree holds one reference to it."""
+        self.num_changes += len(new)
+        holders = self._holders[group]
+        for node, unit in new:
+            assert node.units[group] == ABSENT and node.parent is not None
+            node.units[group] = unit
+            node.parent.below[group] += 1
+            holders[unit] = node
 
     def touch(self, nodes: Iterable[Node]) -> None:
         """Used now, the first of them least recently."""

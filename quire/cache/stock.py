@@ -42,6 +42,8 @@ class Stock:
 
     def take_all(self, group: int, count: int) -> list[int]:
         """As many, in the order that `take` would have."""
+        if count == 1:  # what a decode takes
+            return [self.take(group)]
         units = self.pools[group].take_free(count)
         return units + [self.take(group) for _ in range(count - len(units))]
 
@@ -54,7 +56,7 @@ class Stock:
         private."""
         both = zip(nodes, units, strict=True)
         new = [(node, unit) for node, unit in both if unit != ABSENT and node.units[group] == ABSENT]
-        self.pools[group].share(unit for _, unit in new)
+        self.pools[group].share([unit for _, unit in new])
         self.tree.attach(group, new)
 
     def retire(self, group: int, units: list[int], fence: int, *, on_host: bool = False) -> None:

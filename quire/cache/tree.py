@@ -71,22 +71,19 @@ class PrefixTree:
                pages: Callable[[int, int], list[bytes]]) -> list[Node]:  # fmt: skip
         """The nodes of `keys[first:depth]`, made with whatever ancestors are missing; `pages(i, j)` are the bytes of
         pages i to j."""
-        nodes: list[Node] = []
         have = depth
         while have and keys[have - 1] not in self._nodes:
             have -= 1
-        for key in keys[first:have]:
-            nodes.append(self._nodes[key])
+        nodes = [self._nodes[key] for key in keys[first:have]]
         node = self._nodes[keys[have - 1]] if have else self._roots.get(root)
         if node is None:
             node = self._roots[root] = Node(root, None, b"", self._num_groups)
-        if have < depth:
-            made = []
-            for key, page in zip(keys[have:depth], pages(have, depth), strict=True):
-                child = self._nodes[key] = node.children[page] = Node(key, node, page, self._num_groups)
-                made.append(child)
-                node = child
-            nodes += made[max(0, first - have) :]
+        for index, page in enumerate(pages(have, depth) if have < depth else (), start=have):
+            key = keys[index]
+            child = self._nodes[key] = node.children[page] = Node(key, node, page, self._num_groups)
+            if index >= first:
+                nodes.append(child)
+            node = child
         return nodes
 
     def attach(self, group: int, new: list[tuple[Node, int]]) -> None:

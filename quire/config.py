@@ -71,8 +71,9 @@ class EngineConfig:
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(False, "same bits for a row whatever surrounds it, at some cost (CPU)")
-    kernels: str = knob("auto", "what computes: torch, triton (GPU), or one native instruction set (CPU)",
-                        choices=("auto", "triton", "torch", "avx512", "avx2", "portable"))  # fmt: skip
+    kernels: str = knob("auto", "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
+                        choices=("auto", "triton", "flash-attn", "flashinfer", "torch", "avx512", "avx2",
+                                 "portable"))  # fmt: skip
     strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import countOf
 from typing import Any
 
 from quire.text.resolve import resolve_params
@@ -145,7 +146,8 @@ class Edge:
         return self.tokenizer
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
-        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self.vocab_size:
+        are_ints = countOf(map(type, prompt), int) == len(prompt) > 0
+        if are_ints and min(prompt) >= 0 and max(prompt) < self.vocab_size:
             return list(prompt)  # the same as below, without a look at each: prompts can be long
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:

@@ -6,6 +6,7 @@ for programs with an event loop. Neither knows about HTTP.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -118,6 +119,8 @@ class LLM:
         not prepared is done when it is first needed."""
         with self._lock:
             self._engine.prepare()
+            gc.collect()
+            gc.freeze()  # what is there now stays: no later collection, in the midst of a step, need walk over it
 
     def close(self) -> None:
         if not self._closed:

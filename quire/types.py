@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
@@ -332,7 +332,7 @@ class RowInit:
 
     request_id: str
     row: int
-    tokens: list[int]
+    tokens: Sequence[int]
     prompt_len: int
     computed: int
     params: SamplingParams

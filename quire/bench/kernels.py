@@ -182,19 +182,28 @@ def _decode(device: torch.device) -> Iterator[Work]:
 
 
 def _prefill(device: torch.device) -> Iterator[Work]:
+    """Our own kernel, and those of libraries that are installed."""
     import torch
 
-    from quire.kernels.triton import attention
+    from quire.kernels.explain import TYPICAL
+    from quire.kernels.libraries.choose import judge
+    from quire.kernels.libraries.seam import with_library
+    from quire.kernels.table import select_ops
 
+    own = select_ops(device.type, strict=True)
+    found = [verdict.kernel for verdict in judge(own, TYPICAL, device, "auto") if verdict.kernel is not None]
+    tables = {"prefill attention": own}
+    tables |= {f"prefill: {kernel.name}": with_library(own, kernel) for kernel in found}
     for rows, length, num_heads in ((16, 1024, 32), (4, 4096, 32), (1, 32768, 32), (2, 4096, 16)):
         lens = [length] * rows
         cache = _Cache(lens, 8, torch.bfloat16, device)
         q = torch.randn(sum(lens), num_heads, 128, device=device, dtype=torch.bfloat16)
         positions = torch.arange(length, device=device).repeat(rows)
-        plan = attention.plan_attention(cache.table, positions, lens, lens, 16, None, torch.bfloat16)
-        launch = _call(attention.paged_attention, q, cache.k, cache.v, plan, 0.09)
         flops = 2 * num_heads * 128 * length * length * rows  # causal: half of what is in the square
-        yield Work("prefill attention", f"{rows} × {length}, {num_heads}/8 heads", launch, flops=flops)
+        for name, ops in tables.items():
+            plan = ops.plan_attention(cache.table, positions, lens, lens, 16, None, torch.bfloat16)
+            launch = _call(ops.paged_attention, q, cache.k, cache.v, plan, 0.09)
+            yield Work(name, f"{rows} × {length}, {num_heads}/8 heads", launch, flops=flops)
 
 
 def _products(device: torch.device) -> Iterator[Work]:

@@ -11,7 +11,7 @@ it names has committed.
 from __future__ import annotations
 
 from quire.cache.claims import Claims
-from quire.cache.lease import Lease, Snapshot, token_bytes
+from quire.cache.lease import Lease, Snapshot
 from quire.cache.match import CacheStats, Lookup, Match
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
@@ -39,6 +39,7 @@ class CacheIndex:
         self._lookup = Lookup(specs, self.tree)
         self.available = self.stock.available
         self.settle = self.stock.settle
+        self._last_match: tuple[Lease, int, int, Match] | None = None  # with the pages asked for and the tree's changes
         self._to_clear: list[Copy] = []
         self._leases: set[Lease] = set()  # those that hold something, for check()
         self.claims = Claims(self.page_tokens)
@@ -68,8 +69,13 @@ class CacheIndex:
         max_pages = last // self.page_tokens
         if not self._may_share(request) or max_pages == 0:
             return Match()
-        lease.extend_keys(request.tokens, max_pages)  # admission needs them all: announcing names every page
-        return self._lookup.longest(lease.keys[:max_pages])
+        last_match, changes = self._last_match, self.tree.num_changes
+        if last_match is not None and last_match[0] is lease and last_match[1:3] == (max_pages, changes):
+            return last_match[3]  # asked a moment ago, whether to wait; now to go on
+        lease.extend_keys(request.tokens, max_pages, self.tree)  # admission needs them all: announcing names every page
+        match = self._lookup.longest(lease.keys[:max_pages])
+        self._last_match = (lease, max_pages, changes, match)
+        return match
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -87,8 +93,7 @@ class CacheIndex:
             self._unshare(lease)
             return False
         if match.nodes:
-            for node in reversed(match.nodes):
-                self.tree.touch(node)
+            self.tree.touch(reversed(match.nodes))
             match.nodes[-1].hits += 1
             match.nodes[-1].spare = False
         self._leases.add(lease)
@@ -106,9 +111,7 @@ class CacheIndex:
                 plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
         for group in self.paged:
             if group not in self.windowed:  # a window's pages are taken as it moves on
-                lease.units[group].extend(
-                    self.stock.take(group) for _ in range(self._num_missing(lease, group, request))
-                )
+                lease.units[group] += self.stock.take_all(group, self._num_missing(lease, group, request))
         if source is not None:
             self._copy_tail(request, source, plan)
         self.stats.lookups += 1
@@ -129,7 +132,7 @@ class CacheIndex:
             units = lease.units[group]
             first = len(units)
             if first < need:
-                units.extend(self.stock.take(group) for _ in range(need - first))
+                units += self.stock.take_all(group, need - first)
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
@@ -138,7 +141,8 @@ class CacheIndex:
         lease: Lease = request.lease
         for group, units in enumerate(lease.units):
             if units:
-                plan.page_writes.append(PageWrite(group, request.row, 0, [max(0, unit) for unit in units]))
+                pages = [max(0, unit) for unit in units] if ABSENT in units else list(units)
+                plan.page_writes.append(PageWrite(group, request.row, 0, pages))
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Catch-up chunks of recurrent models end where a snapshot is due."""
@@ -220,8 +224,7 @@ class CacheIndex:
         if self.prefix_cache and full > lease.num_inserted:
             lease.extend_keys(request.tokens, full)
             if self.paged:
-                for index in range(lease.num_inserted, full):
-                    self._insert_page(request, index)
+                self._insert_pages(request, lease.num_inserted, full)
             arrived = self.claims.arrived(request, lease.keys[lease.num_inserted : full])
             lease.num_inserted = full
         while lease.snapshots and lease.snapshots[0].length <= request.computed:
@@ -348,30 +351,28 @@ class CacheIndex:
         request.computed = request.prompt_len - 1
         self.stats.copied_on_write += 1
 
-    def _insert_page(self, request: Request, index: int) -> None:
+    def _insert_pages(self, request: Request, first: int, last: int) -> None:
+        """Pages that fell out of every window while they were computed come in bare, between others that did not."""
         lease: Lease = request.lease
-        units = {g: lease.units[g][index] for g in self.paged if lease.units[g][index] != ABSENT}
-        if units:
-            node = self._node(request, index + 1)
-            for group, unit in units.items():
-                self.stock.lend(node, group, unit)
+        nodes = self._nodes(request, first, last)
+        for group in self.paged:
+            self.stock.lend(nodes, group, lease.units[group][first:last])
 
     def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
-        node = self._node(request, snapshot.length // self.page_tokens)
+        depth = snapshot.length // self.page_tokens
+        (node,) = self._nodes(request, depth - 1, depth)
         for group, slot in snapshot.slots.items():
-            self.stock.lend(node, group, slot)
+            self.stock.lend([node], group, [slot])
             self.stock.drop(group, [slot])
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True
             self.tree.reoffer(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
 
-    def _node(self, request: Request, depth: int) -> Node:
-        size = self.page_tokens
+    def _nodes(self, request: Request, first: int, last: int) -> list[Node]:
+        """Of pages `first` to `last`, which are in the tree from now on."""
         lease: Lease = request.lease
-        lease.extend_keys(request.tokens, depth)
-        return self.tree.ensure(
-            lease.root, lease.keys, depth, lambda i: token_bytes(request.tokens[i * size : (i + 1) * size])
-        )
+        lease.extend_keys(request.tokens, last)
+        return self.tree.ensure(lease.root, lease.keys, first, last, lambda i, j: lease.pages(request.tokens, i, j))
 
     def _drop_outside_window(self, request: Request, fence: int) -> None:
         """Pages no later token can see go back; a step in flight may still read them, hence the fence."""
@@ -388,4 +389,4 @@ class CacheIndex:
 
 def _present(units: list[int]) -> list[int]:
     """A copy, without those that fell out of a window."""
-    return [unit for unit in units if unit != ABSENT]
+    return [unit for unit in units if unit != ABSENT] if ABSENT in units else list(units)

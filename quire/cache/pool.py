@@ -6,6 +6,8 @@ tokens and absent pages point at it. `CacheIndex` is the only caller.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 FREE = 0
 
 
@@ -30,20 +32,37 @@ class Pool:
         self._refs[unit] = 1
         return unit
 
-    def share(self, unit: int) -> int:
-        """One more reference; returns how many there are now."""
-        assert self._refs[unit] > FREE, f"unit {unit} is free and can't be shared"
-        self._refs[unit] += 1
-        return self._refs[unit]
+    def take_free(self, count: int) -> list[int]:
+        """As many as there are, at most `count`, in the order that `take` would have."""
+        first = max(0, len(self._free) - count)
+        units = self._free[first:][::-1]
+        del self._free[first:]
+        for unit in units:
+            self._refs[unit] = 1
+        return units
 
-    def drop(self, unit: int) -> int:
-        """One reference less; returns how many are left."""
-        left = self._refs[unit] - 1
-        assert left >= FREE, f"unit {unit} was dropped once too often"
-        self._refs[unit] = left
-        if left == FREE:
-            self._free.append(unit)
-        return left
+    def share(self, units: Iterable[int]) -> int:
+        """One more reference to each; returns how many of them had one only."""
+        refs, num_lone = self._refs, 0
+        for unit in units:
+            count = refs[unit]
+            assert count > FREE, f"unit {unit} is free and can't be shared"
+            refs[unit] = count + 1
+            num_lone += count == 1
+        return num_lone
+
+    def drop(self, units: Iterable[int]) -> list[int]:
+        """One reference less to each; returns those that have one left."""
+        refs, lone = self._refs, []
+        for unit in units:
+            left = refs[unit] - 1
+            assert left >= FREE, f"unit {unit} was dropped once too often"
+            refs[unit] = left
+            if left == FREE:
+                self._free.append(unit)
+            elif left == 1:
+                lone.append(unit)
+        return lone
 
     def check(self, owners: dict[int, int]) -> None:
         """`owners` says how many references each unit should have; every unit is free or owned, never both."""

@@ -37,19 +37,27 @@ class Stock:
             assert unit != ABSENT, "asked for more units than available() promised"
             self._num_idle[group] -= 1
             self.stats.evicted_units += 1
-            pool.drop(unit)
+            pool.drop([unit])
         return pool.take()
+
+    def take_all(self, group: int, count: int) -> list[int]:
+        """As many, in the order that `take` would have."""
+        if count == 1:  # what a decode takes
+            return [self.take(group)]
+        units = self.pools[group].take_free(count)
+        return units + [self.take(group) for _ in range(count - len(units))]
 
     def borrow(self, group: int, units: list[int]) -> None:
         """A lease takes a share of what the tree holds."""
-        share = self.pools[group].share
-        self._num_idle[group] -= sum(share(unit) == 2 for unit in units)
+        self._num_idle[group] -= self.pools[group].share(units)
 
-    def lend(self, node: Node, group: int, unit: int) -> None:
-        """The tree takes a share of what a lease holds. Had someone computed the same before, it stays private."""
-        if node.units[group] == ABSENT:
-            self.pools[group].share(unit)
-            self.tree.attach(node, group, unit)
+    def lend(self, nodes: list[Node], group: int, units: list[int]) -> None:
+        """The tree takes a share of what a lease holds, a unit a node. Had someone computed the same before, it stays
+        private."""
+        both = zip(nodes, units, strict=True)
+        new = [(node, unit) for node, unit in both if unit != ABSENT and node.units[group] == ABSENT]
+        self.pools[group].share([unit for _, unit in new])
+        self.tree.attach(group, new)
 
     def retire(self, group: int, units: list[int], fence: int, *, on_host: bool = False) -> None:
         """One holder less of each, once step `fence` has committed."""
@@ -63,17 +71,9 @@ class Stock:
     def drop(self, group: int, units: list[int], *, on_host: bool = False) -> None:
         """One holder less of each, now."""
         if on_host:
-            for unit in units:
-                self.host_pools[group].drop(unit)
-            return
-        pool, tree = self.pools[group], self.tree
-        for unit in units:
-            if pool.drop(unit) == 1:
-                node = tree.holder(group, unit)
-                if node is not None:  # the tree is the last one to hold it
-                    self._num_idle[group] += 1
-                    tree.touch(node)
-                    tree.offer(node, group)
+            self.host_pools[group].drop(units)
+        else:
+            self._num_idle[group] += self.tree.left_alone(group, self.pools[group].drop(units))
 
     def settle(self, step: int) -> None:
         """Every step up to this one has committed and its copies are done: what waited for it is free."""

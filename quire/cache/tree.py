@@ -8,7 +8,7 @@ admission, and evicts when a pool runs dry: least recently used first, leaves be
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 ABSENT = -1
@@ -33,7 +33,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent else 0  # pages up to and with this one
         self.tokens = tokens
         self.units = [ABSENT] * num_groups
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, Node] = {}  # by their tokens
         self.below = [0] * num_groups  # children that hold a unit of the group
         self.hits = 0
         self.pins = 0
@@ -50,6 +50,8 @@ class PrefixTree:
         self._atomic = atomic
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
+        self.get = self._nodes.get  # the node of a key, or None; a prompt asks for hundreds
+        self.num_changes = 0  # of what is there, so that who looked before knows whether to look again
         self._clock = 0
         self._order = 0
         self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # unit -> its node
@@ -58,40 +60,59 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def get(self, key: bytes) -> Node | None:
-        return self._nodes.get(key)
+    def find(self, key: bytes) -> Node | None:
+        """The node of a key, which may be a root's."""
+        return self._nodes.get(key) or self._roots.get(key)
 
     def nodes(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
-    def ensure(self, root: bytes, keys: list[bytes], depth: int, page_tokens: Callable[[int], bytes]) -> Node:
-        """The node for `keys[:depth]`, made with whatever ancestors are missing; `page_tokens(i)` is page i's bytes."""
+    def ensure(self, root: bytes, keys: list[bytes], first: int, depth: int,
+               pages: Callable[[int, int], list[bytes]]) -> list[Node]:  # fmt: skip
+        """The nodes of `keys[first:depth]`, made with whatever ancestors are missing; `pages(i, j)` are the bytes of
+        pages i to j."""
         have = depth
         while have and keys[have - 1] not in self._nodes:
             have -= 1
+        nodes = [self._nodes[key] for key in keys[first:have]]
         node = self._nodes[keys[have - 1]] if have else self._roots.get(root)
         if node is None:
             node = self._roots[root] = Node(root, None, b"", self._num_groups)
-        for index in range(have, depth):
-            child = Node(keys[index], node, page_tokens(index), self._num_groups)
-            node.children[child.key] = child
-            self._nodes[child.key] = child
+        for index, page in enumerate(pages(have, depth) if have < depth else (), start=have):
+            key = keys[index]
+            child = self._nodes[key] = node.children[page] = Node(key, node, page, self._num_groups)
+            if index >= first:
+                nodes.append(child)
             node = child
-        return node
+        return nodes
 
-    def attach(self, node: Node, group: int, unit: int) -> None:
-        """The node's bytes for `group` are in `unit` from now on; the tree holds one reference to it."""
-        assert node.units[group] == ABSENT and node.parent is not None
-        node.units[group] = unit
-        node.parent.below[group] += 1
-        self._holders[group][unit] = node
+    def attach(self, group: int, new: list[tuple[Node, int]]) -> None:
+        """Each node's bytes for `group` are in its unit from now on; the tree holds one reference to it."""
+        self.num_changes += len(new)
+        holders = self._holders[group]
+        for node, unit in new:
+            assert node.units[group] == ABSENT and node.parent is not None
+            node.units[group] = unit
+            node.parent.below[group] += 1
+            holders[unit] = node
 
-    def holder(self, group: int, unit: int) -> Node | None:
-        return self._holders[group].get(unit)
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """Used now, the first of them least recently."""
+        clock = self._clock
+        for node in nodes:
+            clock += 1
+            node.last_use = clock
+        self._clock = clock
 
-    def touch(self, node: Node) -> None:
-        self._clock += 1
-        node.last_use = self._clock
+    def left_alone(self, group: int, units: Iterable[int]) -> int:
+        """These have one holder left. Where it is the tree they may be evicted when their turn comes; how many are."""
+        holders = self._holders[group]
+        nodes = [holders[unit] for unit in units if unit in holders]
+        self.touch(nodes)
+        for node in nodes:
+            if not node.below[group] or not self._leaf_first[group]:
+                self.offer(node, group)
+        return len(nodes)
 
     def offer(self, node: Node, group: int) -> None:
         """Only the tree holds this unit now, so it may be evicted when its turn comes."""
@@ -168,6 +189,7 @@ class PrefixTree:
     def _detach(self, node: Node, group: int) -> None:
         parent = node.parent
         assert parent is not None
+        self.num_changes += 1
         del self._holders[group][node.units[group]]
         node.units[group] = ABSENT
         parent.below[group] -= 1
@@ -175,7 +197,7 @@ class PrefixTree:
             self.offer(parent, group)
         while node.parent is not None and not node.children and all(unit == ABSENT for unit in node.units):
             del self._nodes[node.key]
-            del node.parent.children[node.key]
+            del node.parent.children[node.tokens]
             node = node.parent
         if node.parent is None and not node.children:
             self._roots.pop(node.key, None)
@@ -197,7 +219,7 @@ class PrefixTree:
     def check(self) -> None:
         for key, node in self._nodes.items():
             parent = node.parent
-            assert node.key == key and parent is not None and parent.children.get(key) is node
+            assert node.key == key and parent is not None and parent.children.get(node.tokens) is node
             assert parent.parent is None or self._nodes.get(parent.key) is parent, "a node's parent left the tree"
             assert node.depth == parent.depth + 1
             assert node.children or any(unit != ABSENT for unit in node.units), "a bare leaf was left behind"

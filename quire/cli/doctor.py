@@ -28,7 +28,7 @@ from quire.config_build import (
 from quire.machine import PACKAGES, has_nvidia_driver, installed_version, nvidia_driver_version, read_machine
 from quire.types import QuireError
 
-UNUSED_LIBRARIES = {"flash-attn": "FlashAttention", "flashinfer-python": "FlashInfer"}  # people look for them here
+LIBRARIES = {"flash-attn-3": "FlashAttention-3", "flash-attn": "FlashAttention", "flashinfer-python": "FlashInfer"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -100,18 +100,21 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
     if not has_gpu and not has_nvidia_driver():
         return None
     found: dict[str, Any] = {"driver": nvidia_driver_version(), "cuda": None, "trouble": None, "kernels": []}
-    for library in ("triton", *UNUSED_LIBRARIES):
-        found[library] = installed_version(library)
+    found["triton"] = installed_version("triton")
+    versions = {name: installed_version(package) for package, name in LIBRARIES.items()}
+    found["libraries"] = [{"name": name, "installed": version, "why": "not used"} for name, version in versions.items()]
     try:
         import torch
 
         from quire.assemble import cuda_trouble
-        from quire.kernels.explain import explain_ops
+        from quire.kernels.explain import explain_libraries, explain_ops
 
         found["cuda"] = torch.version.cuda
         found["trouble"] = cuda_trouble()
         if found["trouble"] is None:
             found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels)
+            if any(versions.values()):
+                found["libraries"] = explain_libraries(torch.device("cuda", 0))
     except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found
@@ -277,9 +280,9 @@ def _gpu_rows(gpu: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if gpu["trouble"]:
         rows.append(("not usable", gpu["trouble"]))
     rows += [(f"op: {kernel['op']}", kernel["implementation"], kernel["why"]) for kernel in gpu["kernels"]]
-    for library, name in UNUSED_LIBRARIES.items():
-        installed = gpu[library]
-        rows.append((name, "not installed" if installed is None else f"{installed}, not used: no op has a row for it"))
+    for library in gpu["libraries"]:
+        shown = "not installed" if library["installed"] is None else f"{library['installed']}, {library['why']}"
+        rows.append((library["name"], shown))
     return rows
 
 

@@ -56,8 +56,8 @@ class Roster:
             request.cached_len = min(request.computed, request.prompt_len)
         insort(self.running, request, key=self._order)
         plan.added.append(
-            RowInit(request.id, request.row, list(request.tokens), request.prompt_len, request.computed,
-                    request.params, tuple(request.stop_ids), request.seed, request.sample_index)
+            RowInit(request.id, request.row, request.lease.pack(request.tokens)[:], request.prompt_len,
+                    request.computed, request.params, tuple(request.stop_ids), request.seed, request.sample_index)
         )  # fmt: skip
         self._cache.write_tables(request, plan)
 

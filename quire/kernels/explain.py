@@ -37,5 +37,22 @@ def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[s
     ]
 
 
+def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
+    """Of each attention library, and each of its kernels that was tried: its version and what it is used for."""
+    from quire.kernels.libraries.choose import PROMPT_TOKENS, judge, quickest
+
+    judged = judge(select_ops(device.type, strict=True), TYPICAL, device, kernels)
+    used, ours = quickest(judged), judged[0]
+    flops = 2 * PROMPT_TOKENS**2 * TYPICAL.num_heads * TYPICAL.head_dim  # half of all pairs, two products
+    found: list[Mapping[str, Any]] = []
+    for verdict in judged[1:]:
+        why = f"not used: {verdict.why}"
+        if verdict.kernel is not None:
+            rates = f"{flops / verdict.seconds / 1e12:.0f} TFLOP/s, our own {flops / ours.seconds / 1e12:.0f}"
+            why = f"{'used' if verdict is used else 'not used'} for prompts ({rates})"
+        found.append({"name": verdict.name, "installed": verdict.installed, "why": " ".join(why.split())})
+    return found
+
+
 def _entry(op: str, implementation: str, why: str) -> Mapping[str, Any]:
     return {"op": op, "implementation": implementation, "why": " ".join(why.split())[:200]}

@@ -27,6 +27,8 @@ from quire.types import QuireError
 if TYPE_CHECKING:
     from quire.kernels.native.library import Native
 
+LIBRARY_NAMES = ("flash-attn", "flashinfer")  # of `kernels`: see `libraries.choose`
+
 
 class FusedLinear(Protocol):
     """A product that does its norm, SiLU-mul and residual addition in one kernel, for few rows."""
@@ -101,18 +103,22 @@ def select_fixed_ops(device_type: str) -> Ops:
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
     """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
     `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than
-    the native library's; `strict`: no second best."""
+    the native library's, a library's name Triton's with that library before it (the loader sees to that); `strict`:
+    no second best."""
     if kernels == "torch":
         return REFERENCE
     if device_type == "cuda":
-        return _triton_ops(strict or kernels == "triton")
+        return _triton_ops(strict or kernels in ("triton", *LIBRARY_NAMES))
+    if kernels in LIBRARY_NAMES:
+        what = f"kernels={kernels} needs a CUDA device."
+        raise QuireError("invalid_parameter", what, "Use auto.", param="kernels")
     native = _open_native(kernels) if device_type == "cpu" else None
     return REFERENCE if native is None else _native_ops(native)
 
 
 def _open_native(kernels: str) -> Native | None:
     """The native library, where it was built; an instruction set that is asked for by name must be there."""
-    if kernels in ("torch", "triton"):
+    if kernels in ("torch", "triton", *LIBRARY_NAMES):
         return None
     from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
 

@@ -72,13 +72,13 @@ class Row:
 def _try_norm(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     x, weight = _random(device, shape.dtype, NUM_TOKENS, shape.width), _random(device, shape.dtype, shape.width)
     _settle(device)
-    _compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), shape.dtype)
+    compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), shape.dtype)
 
 
 def _try_silu_mul(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     x = _random(device, shape.dtype, NUM_TOKENS, 2 * shape.width)
     _settle(device)
-    _compare(ops.silu_mul(x), REFERENCE.silu_mul(x), shape.dtype)
+    compare(ops.silu_mul(x), REFERENCE.silu_mul(x), shape.dtype)
 
 
 def _try_linear(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -92,7 +92,7 @@ def _try_linear(ops: Ops, shape: TrialShape, device: torch.device) -> None:
         if ops.fused_linear.wins(num_rows, weight, True):
             got = ops.fused_linear.run(x, weight, None, norm, 1e-6, True, None)
             product = REFERENCE.rms_norm(x, norm, 1e-6) @ weight.t()
-            _compare(got, REFERENCE.silu_mul(product), shape.dtype)
+            compare(got, REFERENCE.silu_mul(product), shape.dtype)
 
 
 def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -110,7 +110,7 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
         q = table.qk_norm_rope_write(qkv, q_weight, k_weight, 1e-6, angles, k_cache, v_cache, slots, shape.num_heads)
         results.append((q, k_cache, v_cache))
     for got, expected in zip(*results, strict=True):
-        _compare(got, expected, shape.dtype)
+        compare(got, expected, shape.dtype)
 
 
 def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -128,7 +128,7 @@ def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
             k_cache, v_cache = (cache.to(dtype) for cache in caches)
             _settle(device)
             results.append(rows.paged_attention(q, k_cache, v_cache, plan, shape.head_dim**-0.5))
-        _compare(results[0], results[1], shape.dtype)
+        compare(results[0], results[1], shape.dtype)
 
 
 ROWS = (
@@ -171,7 +171,7 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _compare(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def compare(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     limit = FP8_TOLERANCE if got.dtype == torch.float8_e4m3fn else TOLERANCE[dtype]
     wide, true = got.float(), expected.float()
     error = ((wide - true).norm() / true.norm().clamp(min=1e-30)).item()

@@ -18,7 +18,7 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import FIXED, REFERENCE, Ops, select_fixed_ops, select_ops
+from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
@@ -36,7 +36,7 @@ from quire.models.sources import (
     fill_model,
 )
 from quire.models.text_part import TextPart, text_part
-from quire.types import QuireError
+from quire.types import CacheSpec, QuireError
 
 FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,6 +76,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     model, config = build(ops=ops)
     dtype = resolve_dtype(dtype, device, hf_config)
     tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
+    tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
     if tried is not ops:
         model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
@@ -224,21 +225,42 @@ def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: to
         return ops
     for spec in model.specs:
         if spec.kind == "paged":
-            shape = TrialShape(
-                width=config.width,
-                inner_width=config.inner_width,
-                num_heads=config.num_heads,
-                num_kv_heads=spec.shape[0],
-                head_dim=spec.shape[1],
-                page_tokens=spec.page_tokens,
-                window=spec.window,
-                qk_norm=config.qk_norm == "head",
-                dtype=dtype,
-                cache_dtype=getattr(torch, spec.dtype),
-                max_len=model.max_positions,
-            )
-            ops = settle_ops(ops, shape, device, strict=strict)
+            ops = settle_ops(ops, _trial_shape(model, config, spec, dtype), device, strict=strict)
     return ops
+
+
+def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,
+                   kernels: str) -> Ops:  # fmt: skip
+    """The ops with a library's attention before them, where one is installed and quicker, or asked for."""
+    if device.type != "cuda" or kernels not in ("auto", *LIBRARY_NAMES) or not ops.captures:
+        return ops
+    dense = getattr(config, "dense", config)
+    specs = [spec for spec in model.specs if spec.kind == "paged"]
+    if not isinstance(dense, DenseConfig) or not specs:
+        if kernels == "auto":
+            return ops
+        what = f"kernels={kernels} has nothing to do in a model of this kind."
+        raise QuireError("invalid_parameter", what, "Use auto.", param="kernels")
+    from quire.kernels.libraries.choose import choose_library
+
+    spec = next((spec for spec in specs if spec.window is None), specs[0])
+    return choose_library(ops, _trial_shape(model, dense, spec, dtype), device, kernels)
+
+
+def _trial_shape(model: Model, config: DenseConfig, spec: CacheSpec, dtype: torch.dtype) -> TrialShape:
+    return TrialShape(
+        width=config.width,
+        inner_width=config.inner_width,
+        num_heads=config.num_heads,
+        num_kv_heads=spec.shape[0],
+        head_dim=spec.shape[1],
+        page_tokens=spec.page_tokens,
+        window=spec.window,
+        qk_norm=config.qk_norm == "head",
+        dtype=dtype,
+        cache_dtype=getattr(torch, spec.dtype),
+        max_len=model.max_positions,
+    )
 
 
 def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:

@@ -121,10 +121,10 @@ class Runner:
 
     @torch.inference_mode()
     def _rehearse(self, num_decodes: int, num_tokens: int) -> None:
-        """A step of decodes and of prompts with so many tokens, all of them padding: it computes nothing anyone will
-        read."""
+        """A step of decodes and of prompts with so many tokens, in that order as in any step, all of them padding: it
+        computes nothing anyone will read."""
         padding, most = self._rows.padding_row, self._rows.max_len
-        counts = [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)] + [1] * num_decodes
+        counts = [1] * num_decodes + [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)]
         count = len(counts)
         plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
         gathered = self._rows.gather(plan, samples_only=True)

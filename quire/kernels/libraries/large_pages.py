@@ -1,0 +1,58 @@
+"""Rows' pages copied out into larger ones, for kernels that load whole blocks of keys at a time.
+
+A prompt's keys and values are a few percent of what its attention reads and computes; pages of 16 tokens cost such a
+kernel more than the copy. Every layer of a step fills the same memory anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.libraries.seam import CatchUps
+from quire.kernels.upload import upload
+
+LARGE = 256  # tokens
+MAX_TOKENS = 1 << 16  # of one step: 2 x 128 MiB with 8 heads of 128
+
+
+@dataclass(slots=True)
+class LargePages:
+    sources: Tensor  # [small pages] int32: what is copied, in order
+    table: Tensor  # [rows, large pages] int32
+    k: Tensor  # [large pages, LARGE, kv_heads, head_dim]
+    v: Tensor
+
+    @classmethod
+    def make(cls, rows: CatchUps, k_cache: Tensor) -> LargePages:
+        per_large = LARGE // rows.page_tokens
+        counts = num_large(rows.len_bounds)
+        starts = np.cumsum(counts) - counts
+        width = rows.page_table.shape[1]
+        places = np.arange(int(counts.sum()) * per_large)
+        owner = np.repeat(np.arange(len(counts)), counts * per_large)
+        column = np.minimum(places - np.repeat(starts, counts * per_large) * per_large, width - 1)
+        # Past a row's end stands whatever its table has there: keys that nobody sees.
+        table = starts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        parts = {"pages": {"places": owner * width + column, "table": table.astype(np.int32)}}
+        sent = upload(parts, k_cache.device)["pages"]
+        sources = rows.page_table.reshape(-1)[sent["places"]]
+        k = k_cache.new_empty(int(counts.sum()), LARGE, *k_cache.shape[2:])
+        return cls(sources, sent["table"], k, torch.empty_like(k))
+
+    def fill(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        for cache, copy in ((k_cache, self.k), (v_cache, self.v)):
+            torch.index_select(cache, 0, self.sources, out=copy.view(-1, *cache.shape[1:]))
+
+
+def num_large(len_bounds: list[int]) -> np.ndarray:
+    """How many of them each row takes."""
+    counts: np.ndarray = -(-np.array(len_bounds, np.int64) // LARGE)
+    return counts
+
+
+def can_copy(rows: CatchUps) -> bool:
+    return LARGE % rows.page_tokens == 0 and int(num_large(rows.len_bounds).sum()) * LARGE <= MAX_TOKENS

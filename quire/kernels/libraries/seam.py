@@ -1,0 +1,128 @@
+"""The seam for a library's attention: rows that catch up, in steps that are launched kernel by kernel.
+
+`with_library` puts such a kernel before a device's own row of the table. Decodes, captured steps and whatever the
+library can't do stay with that row: its decode kernels are quicker, and a graph can't plan on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.table import Ops
+from quire.kernels.upload import Arrays, upload
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUps:
+    """Rows of a step, one behind the other, and where their keys lie. A row of one token may be among them."""
+
+    counts: list[int]  # tokens of each row
+    len_bounds: list[int]  # of `seq_lens`, on the host; exact as long as no row drafts
+    query_starts: Tensor  # [rows + 1] int32
+    seq_lens: Tensor  # [rows] int32: of each row once the step is done
+    page_table: Tensor  # [rows, max_pages] int32
+    page_tokens: int
+    window: int | None
+
+
+class CatchUpKernel(Protocol):
+    """A causal attention of ragged rows over paged caches, [pages, page_tokens, kv_heads, head_dim] each."""
+
+    name: str
+
+    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+        """Whether it can do this; without softcap, sinks and other types in the cache than in q."""
+
+    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> Any:
+        """What all layers of a step share, worked out at the first of them."""
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: Any) -> Tensor:
+        """q [tokens, heads, head_dim] -> the same shape."""
+
+
+def with_library(ops: Ops, kernel: CatchUpKernel) -> Ops:
+    row = _LibraryRow(ops, kernel)
+    return replace(ops, plan_attention=row.plan_attention, paged_attention=row.paged_attention)
+
+
+class LibraryPlan:
+    """A step with rows that catch up. Who attends for them is settled when the first layer asks."""
+
+    def __init__(self, plan: Any, page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
+                 page_tokens: int, window: int | None, dtype: torch.dtype):  # fmt: skip
+        """`plan`: the inner row's function."""
+        self._plan, self._table, self._positions = plan, page_table, positions
+        self._counts, self._len_bounds = counts, len_bounds
+        self._rest = (page_tokens, window, dtype)
+        # Decodes come first in a step, so few rows of one token are left behind this one.
+        self.first_row = next(row for row, count in enumerate(counts) if count > 1)
+        self.first_token = self.first_row  # each row before it has one
+        self.fits: bool | None = None  # the library; None: not asked yet
+        self.planned: Any = None  # by it
+
+    @cached_property
+    def whole(self) -> Any:
+        """The inner row's plan for all rows, where the library does not fit."""
+        return self._plan(self._table, self._positions, self._counts, self._len_bounds, *self._rest)
+
+    @cached_property
+    def decodes(self) -> Any:
+        """And for those before the first that catches up."""
+        end = self.first_row
+        return self._plan(
+            self._table[:end], self._positions[:end], self._counts[:end], self._len_bounds[:end], *self._rest
+        )
+
+    @cached_property
+    def catch_ups(self) -> CatchUps:
+        page_tokens, window, _ = self._rest
+        counts, len_bounds = self._counts[self.first_row :], self._len_bounds[self.first_row :]
+        starts = np.array(list(itertools.accumulate(counts, initial=0)), np.int64)
+        places: Arrays = {"starts": starts.astype(np.int32), "last": self.first_token + starts[1:] - 1}
+        sent = upload({"rows": places}, self._positions.device)["rows"]
+        seq_lens = (self._positions[sent["last"]] + 1).to(torch.int32)
+        return CatchUps(
+            counts, len_bounds, sent["starts"], seq_lens, self._table[self.first_row :], page_tokens, window
+        )
+
+
+class _LibraryRow:
+    """The inner row's two functions with a library before them."""
+
+    def __init__(self, inner: Ops, kernel: CatchUpKernel):
+        self._inner, self._kernel = inner, kernel
+
+    def plan_attention(self, page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
+                       page_tokens: int, window: int | None, dtype: torch.dtype, **captured: Any) -> Any:  # fmt: skip
+        if captured or all(count == 1 for count in counts):
+            return self._inner.plan_attention(
+                page_table, positions, counts, len_bounds, page_tokens, window, dtype, **captured
+            )
+        inner = self._inner.plan_attention
+        return LibraryPlan(inner, page_table, positions, counts, len_bounds, page_tokens, window, dtype)
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float,
+                        softcap: float | None = None, sinks: Tensor | None = None,
+                        **scales: Any) -> Tensor:  # fmt: skip
+        inner = self._inner.paged_attention
+        if not isinstance(plan, LibraryPlan):
+            return inner(q, k_cache, v_cache, plan, scale, softcap, sinks, **scales)
+        if plan.fits is None:
+            plain = softcap is None and sinks is None and not scales and q.dtype == k_cache.dtype
+            plan.fits = plain and self._kernel.fits(q, k_cache, plan.catch_ups)
+        if not plan.fits:
+            return inner(q, k_cache, v_cache, plan.whole, scale, softcap, sinks, **scales)
+        first = plan.first_token
+        if plan.planned is None:
+            plan.planned = self._kernel.plan(plan.catch_ups, q[first:], k_cache, scale)
+        attended = self._kernel.attend(q[first:], k_cache, v_cache, plan.planned).flatten(1)
+        if not first:
+            return attended
+        return torch.cat((inner(q[:first], k_cache, v_cache, plan.decodes, scale), attended))

@@ -1,0 +1,36 @@
+"""A library's attention behind the table's seam against float64, the libraries themselves on a GPU and stand-ins on a
+CPU: decodes and prompts in one step, cached beginnings, windows, rows of one token behind others."""
+
+from __future__ import annotations
+
+from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
+from quire.kernels.table import Ops
+from tests.gpu.paged_checks import Paged
+from tests.gpu.where import Where, close
+
+
+def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tuple[int, ...] = (64, 128)) -> None:
+    ops = with_library(inner, kernel)
+    heads = [(32, 8, 128), (16, 8, 128), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]
+    steps = [
+        ([1, 1, 100, 33, 700], [900, 17, 100, 2000, 700]),
+        ([513], [513]),
+        ([64, 1, 2], [3000, 40, 257]),
+    ]
+    if not where.large:
+        steps = [([1, 1, 7, 9], [40, 17, 7, 300]), ([18], [32]), ([6, 1, 2], [21, 40, 257])]
+    for dtype in where.dtypes:
+        for num_heads, num_kv_heads, head_dim in [shape for shape in heads if shape[2] in head_dims]:
+            for page in (16, 32) if where.large else (16,):
+                for window in (None, 50 if where.large else 11):
+                    for counts, lens in steps:
+                        batch = Paged.make(where, dtype, counts, lens, num_heads, num_kv_heads, head_dim, page)
+                        plan = ops.plan_attention(batch.page_table, batch.positions, counts, lens, page, window, dtype)
+                        assert isinstance(plan, LibraryPlan)
+                        want = batch.expected(0.1, window, None)
+                        for layer in range(2):
+                            where.poison()
+                            out = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, plan, 0.1)
+                            what = f"{kernel.name}, {num_heads} heads of {head_dim}, pages of {page}, window {window}, "
+                            close(out, want, dtype, f"{what}counts {counts}, layer {layer}")
+                        assert plan.fits, f"{kernel.name} did nothing"

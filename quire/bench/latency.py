@@ -25,7 +25,7 @@ from quire.types import Delta, QuireError
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-ROUNDS = 3  # of the prompts on an idle engine
+ROUNDS = 5  # of the prompts on an idle engine
 REHEARSED_PROMPTS = 2
 SETTLE_TOKENS = 8  # of each decode, before anything is timed
 
@@ -39,6 +39,9 @@ class Load:
     every: float = 0.25  # seconds between arrivals
     fresh_tail: int = 64  # tokens of the warm prompt that are not in the cache
     alone_s: float = 2.0  # how long the decodes are watched by themselves
+    rest_s: float = (
+        1.0  # before a prompt on an idle engine: a card that just worked hard is held back by its power limit
+    )
 
 
 def bench_latency(open_llm: Callable[[], LLM], load: Load, *, targets_ms: Sequence[float | None] = (None,),
@@ -128,6 +131,7 @@ class _Watch:
         cold, warm = [], []
         for _ in range(ROUNDS):
             prompt = self._prompt(load.prompt_len)
+            time.sleep(load.rest_s)
             cold.append(self._first_token(prompt)[0])
             tail = self._prompt(min(load.fresh_tail, load.prompt_len - 1))
             seconds, num_cached = self._first_token(prompt[: load.prompt_len - len(tail)] + tail)
@@ -136,6 +140,8 @@ class _Watch:
             "cold_ttft_s": median(cold),
             "warm_ttft_s": median(seconds for seconds, _ in warm),
             "warm_cached_tokens": median(num_cached for _, num_cached in warm),
+            "all_cold_s": cold,
+            "all_warm_s": [seconds for seconds, _ in warm],
         }
 
     def _first_token(self, prompt: list[int]) -> tuple[float, int]:

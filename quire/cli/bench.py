@@ -144,7 +144,8 @@ def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.latency import Load, bench_latency
 
     config = config_from_args(args)
-    load = Load(args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone)
+    load = Load(args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone,
+                args.rest)  # fmt: skip
     return bench_latency(lambda: open_llm(config), load, targets_ms=args.targets, seed=args.seed)
 
 

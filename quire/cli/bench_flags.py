@@ -72,6 +72,7 @@ def _latency(benchmarks: Any) -> None:
     _count(parser, "--fresh-tail", load.fresh_tail, "tokens of the warm prompt that are not cached")
     _seconds(parser, "--every", load.every, "between arrivals")
     _seconds(parser, "--alone", load.alone_s, "the decodes are watched alone")
+    _seconds(parser, "--rest", load.rest_s, "between prompts on an idle engine: one that worked hard runs slower")
     parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
                         help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
     _seed(parser)

@@ -20,7 +20,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     knobs = [f"--{name.replace('_', '-')}={value}" for name, value in KNOBS.items() if name != "random_weights"]
     load = ["--decodes=4", "--decode-len=16", "--prompts=3", "--prompt-len=80", "--every=0.01", "--alone=0.02",
-            "--fresh-tail=8"]  # fmt: skip
+            "--fresh-tail=8", "--rest=0.001"]  # fmt: skip
     return ["bench", "latency", f"--model={tmp_path / 'model'}", "--random-weights", *knobs, *load]
 
 

@@ -62,7 +62,7 @@ def test_targets_that_are_none(flags: list[str], capsys: pytest.CaptureFixture[s
 
 def engine_flags(flags: list[str], benchmark: str) -> list[str]:
     """The same model for another benchmark."""
-    own = ("--decodes", "--decode-len", "--prompts", "--prompt-len", "--every", "--alone", "--fresh-tail")
+    own = ("--decodes", "--decode-len", "--prompts", "--prompt-len", "--every", "--alone", "--fresh-tail", "--rest")
     return ["bench", benchmark, *(flag for flag in flags[2:] if not flag.startswith(own))]
 
 

@@ -68,9 +68,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
-        dtype = "float32" if dtype == "auto" else dtype
-        _check_deterministic(find_model_type(hf_config), dtype, quant, kernels)
-    ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
+        _check_deterministic(find_model_type(hf_config))
+    ops = select_fixed_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
@@ -127,8 +126,14 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
     ops = ops or select_ops(device.type)
-    if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
+    if (
+        ops.native is not None and ops.native.fixed
+    ):  # whole models only: what torch does between two calls is another matter
+        ops = ops if getattr(family, "fits_native", lambda config: False)(config) else FIXED
+    elif ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE
+    if ops is FIXED:
+        _check_fixed(dtype, quant)
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
         config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
@@ -204,17 +209,20 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
-def _check_deterministic(model_type: str, dtype: str, quant: str, kernels: str) -> None:
+def _check_deterministic(model_type: str) -> None:
     """What has been shown to give the same bits whatever surrounds a row, and nothing else."""
     if model_type not in FIXED_FAMILIES:
         what = f"The deterministic mode does not cover {model_type} models yet, only {', '.join(FIXED_FAMILIES)}."
         raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
-    if dtype != "float32":
-        what = f"The deterministic mode computes in float32 only, not in {dtype}."
-        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
-    for name, given, allowed in (("quant", quant, ("none",)), ("kernels", kernels, ("auto", "torch"))):
+
+
+def _check_fixed(dtype: str, quant: str) -> None:
+    """Without the native kernels the deterministic mode has tiles for plain float32 weights alone."""
+    for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
         if given not in allowed:
-            what = f"The deterministic mode has kernels of its own, in float32, and takes no --{name} {given}."
+            what = (
+                f"The deterministic mode takes no --{name} {given} without the native kernels: it computes in float32."
+            )
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
 
 

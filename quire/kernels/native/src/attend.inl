@@ -107,8 +107,7 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
     memset(sums, 0, sizeof(float) * num_queries * stride);
     const int64_t window = keys.window, end = queries.first_position + queries.num_tokens;
     const int64_t last = keys.stop < end ? keys.stop : end;
-    int64_t first_key = window && queries.first_position >= window ? queries.first_position - window + 1 : 0;
-    first_key = first_key > keys.first ? first_key : keys.first;
+    const int64_t first_key = keys.first;
     for (int64_t base = first_key; base < last; base += kKeyBlock) {
         const int n = last - base < kKeyBlock ? int(last - base) : kKeyBlock, padded = (n + W - 1) / W * W;
         const float *k[kKeyBlock], *v[kKeyBlock];

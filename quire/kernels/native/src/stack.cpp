@@ -21,7 +21,7 @@ struct Shape {
 
 // So few tokens are bound by the bytes of the weights: their activations are rounded finely, at no cost. A lone row's
 // prompt is, too, while it is short: that is worth a few milliseconds more to whoever asked one question.
-constexpr int64_t kFineTokens = 2, kFinePrompt = 128;
+constexpr int64_t kFineTokens = 2, kFinePrompt = 128, kAllTokens = int64_t(1) << 40;
 
 int64_t grain(int64_t count, int threads) { return std::max<int64_t>(1, count / (threads * 6)); }
 
@@ -169,15 +169,19 @@ struct Piece {  // of the keys of one unit and one key-value head
     float* part;
 };
 
-// Few tokens that see many keys are cut into pieces, by their own length alone, so that neighbours change no bit.
+// Few tokens that see many keys are cut into pieces, by their own length alone, so that neighbours change no bit. Nothing
+// is cut where a token of a prompt must get the bits it would get by itself; there blocks of keys lie at fixed places.
 int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
                     int64_t num_units) {
     int64_t num_pieces = 0, num_floats = 0;
-    const auto count_of = [&](const Unit& unit) {
+    const auto first_key = [&](const Unit& unit) {
         const int64_t first = step.positions[unit.first], window = group.window;
         const int64_t from = window && first >= window ? first - window + 1 : 0;
-        const int64_t keys = first + unit.count - from;
-        return unit.count <= kSplitTokens ? (keys + kSplitKeys - 1) / kSplitKeys : int64_t(1);
+        return c.fixed ? from - from % kKeyBlock : from;
+    };
+    const auto count_of = [&](const Unit& unit) {
+        const int64_t keys = step.positions[unit.first] + unit.count - first_key(unit);
+        return unit.count <= kSplitTokens && !c.fixed ? (keys + kSplitKeys - 1) / kSplitKeys : int64_t(1);
     };
     const int64_t query_floats = shape.group() * part_floats(int(shape.head_dim));
     for (int64_t u = 0; u < num_units; ++u) {
@@ -188,8 +192,8 @@ int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, co
     Piece* pieces = c.pieces.take_as<Piece>(num_pieces);
     float* part = c.parts.take_as<float>(num_floats);
     for (int64_t u = 0; u < num_units; ++u) {
-        const int64_t count = count_of(units[u]), first = step.positions[units[u].first], window = group.window;
-        const int64_t from = window && first >= window ? first - window + 1 : 0, stop = first + units[u].count;
+        const int64_t count = count_of(units[u]), from = first_key(units[u]);
+        const int64_t stop = step.positions[units[u].first] + units[u].count;
         for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
             for (int64_t p = 0; p < count; ++p) {
                 const int64_t at = from + p * kSplitKeys;
@@ -293,7 +297,7 @@ void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const fl
 void run_linear(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm, float eps,
                 bool silu, const float* residual, float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
-    c.fine_tokens = kFineTokens;
+    c.fine_tokens = c.fixed ? kAllTokens : kFineTokens;
     reserve_inputs(c, num_tokens, linear.parts[0].columns);
     Before before;
     before.norm.weight = norm;
@@ -364,7 +368,7 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
     std::lock_guard<std::mutex> lock(c.busy);
     const Shape shape = {stack.num_heads, stack.num_kv_heads, stack.head_dim};
     const int64_t tokens = step.num_tokens, width = stack.width, half = stack.head_dim / 2;
-    c.fine_tokens = step.num_rows == 1 ? kFinePrompt : kFineTokens;
+    c.fine_tokens = c.fixed ? kAllTokens : step.num_rows == 1 ? kFinePrompt : kFineTokens;
     reserve_inputs(c, tokens, std::max({width, stack.inner_width, shape.q_width()}));
     reserve_attention(c, shape);
     float* stream = c.stream.take_as<float>(tokens * width);

@@ -176,6 +176,20 @@ def test_another_engine_goes_on_with_the_same_bits(model: Model) -> None:
     same(seen, {place: whole[place] for place in seen})
 
 
+def test_natively_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
+    need_native()
+    files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
+    options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, "quant": "q8_0"}
+    before, results = torch.get_num_threads(), []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        engine, seen = spied(load_model(files, **options, deterministic=True).model)
+        torch.set_num_threads(before)
+        run(engine, make_requests(random.Random(3), 8))
+        results.append(seen)
+    same(*results)
+
+
 def test_ops_agree_with_the_reference(threads: int) -> None:
     torch.manual_seed(3)
     linear = fixed.TiledLinear()

@@ -126,9 +126,7 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
     ops = ops or select_ops(device.type)
-    if (
-        ops.native is not None and ops.native.fixed
-    ):  # whole models only: what torch does between two calls is another matter
+    if ops.native is not None and ops.native.fixed:  # whole models only: torch's part in others is another matter
         ops = ops if getattr(family, "fits_native", lambda config: False)(config) else FIXED
     elif ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE

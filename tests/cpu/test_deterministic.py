@@ -230,3 +230,29 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
     for name, given in (("dtype", "float16"), ("quant", "q8_0")):
         with pytest.raises(QuireError, match=f"deterministic mode takes no --{name} {given}"):
             load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_natively_a_token_sees_its_keys_alike_alone_and_in_a_chunk(window: int | None) -> None:
+    """Also where the default mode cuts many keys into pieces for one token, and none for a chunk."""
+    need_native()
+    from quire.kernels.native.library import open_native
+    from quire.kernels.native.ops import NativeOps
+
+    torch.manual_seed(5)
+    k_cache, v_cache = torch.randn(2, 160, 16, 2, 16)
+    table, q = torch.randperm(159)[:140].view(1, 140).int() + 1, torch.randn(24, 6, 16)
+    differs = {}
+    for fixed_bits in (True, False):
+        ops = NativeOps(open_native(None, 2, fixed_bits))
+        positions = torch.arange(2100, 2124)
+        plan = ops.plan_attention(table, positions, [24], [2124], 16, window, torch.float32)
+        whole = ops.paged_attention(q, k_cache, v_cache, plan, 0.25)
+        alone = []
+        for place in range(24):
+            one = positions[place : place + 1]
+            plan = ops.plan_attention(table, one, [1], [2101 + place], 16, window, torch.float32)
+            alone.append(ops.paged_attention(q[place : place + 1], k_cache, v_cache, plan, 0.25))
+        torch.testing.assert_close(torch.cat(alone), whole)
+        differs[fixed_bits] = not torch.equal(torch.cat(alone).view(torch.int32), whole.view(torch.int32))
+    assert differs == {True: False, False: True}, "the second says that this test can tell"

@@ -93,11 +93,12 @@ FIXED = replace(
 
 
 def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
-    """The ops of the deterministic mode: the native library's where it is built, and tiles of one shape elsewhere."""
+    """The ops of the deterministic mode: the native library's where it is built, which are of that kind anyway for
+    models they run as a whole, and tiles of one shape elsewhere."""
     if device_type != "cpu":
         what = f"The deterministic mode has no kernels for {device_type} yet."
         raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
-    native = _open_native(kernels, fixed=True)
+    native = _open_native(kernels)
     return FIXED if native is None else _native_ops(native)
 
 
@@ -117,14 +118,14 @@ def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) ->
     return REFERENCE if native is None else _native_ops(native)
 
 
-def _open_native(kernels: str, fixed: bool = False) -> Native | None:
+def _open_native(kernels: str) -> Native | None:
     """The native library, where it was built; an instruction set that is asked for by name must be there."""
     if kernels in ("torch", "triton", *LIBRARY_NAMES):
         return None
     from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
 
     try:
-        return open_native(None if kernels == "auto" else kernels, torch.get_num_threads(), fixed)
+        return open_native(None if kernels == "auto" else kernels, torch.get_num_threads())
     except NotBuilt as error:
         if kernels == "auto":
             return None

@@ -17,10 +17,19 @@ from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.kernels import fixed, reference, reference_attention
 from quire.kernels.angles import angle_tables
+from quire.kernels.native.library import FORMS
+from quire.kernels.native.matrix import PackedLinear
+from quire.kernels.native.ops import NativeOps
+from quire.kernels.table import select_choice
 from quire.models.loader import load_model
 from quire.models.registry import Model
+from quire.sampling.noise import Noise
+from quire.sampling.sampler import Sampler
 from quire.types import Plan, QuireError, Request, SamplingParams
+from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import CPU, make_engine, make_request
+from tests.cpu.sampling_cases import Case, resolved, set_up
+from tests.cpu.test_native_products import make_matrix
 from tests.cpu.tiny_models import make_tiny
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True)
@@ -45,6 +54,7 @@ KINDS = [
     ("llama", 3, {}),  # the native kernels, where they are built
     ("mistral", 2, {"quant": "q8_0"}),
     ("qwen3", 1, {"quant": "q4_0"}),
+    ("llama", 2, {"quant": "q4_0", "deterministic": False}),  # they are of that kind in the default mode, too
 ]
 
 
@@ -59,7 +69,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, **own}
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    yield load_model(files, **options, deterministic=True).model
+    yield load_model(files, **{"deterministic": True, **options}).model
     torch.set_num_threads(before)
 
 
@@ -232,27 +242,54 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
             load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
 
 
-@pytest.mark.parametrize("window", [None, 300])
-def test_natively_a_token_sees_its_keys_alike_alone_and_in_a_chunk(window: int | None) -> None:
-    """Also where the default mode cuts many keys into pieces for one token, and none for a chunk."""
-    need_native()
-    from quire.kernels.native.library import open_native
-    from quire.kernels.native.ops import NativeOps
-
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 300, 700])
+def test_natively_a_token_sees_its_keys_alike_alone_and_in_a_chunk(window: int | None, has_sinks: bool,
+                                                                   isa: str) -> None:  # fmt: skip
+    """Also where one token's keys are shared by threads and a chunk's are not: around the ends of pieces of 512."""
+    ops = NativeOps(open_or_skip(isa))
     torch.manual_seed(5)
-    k_cache, v_cache = torch.randn(2, 160, 16, 2, 16)
-    table, q = torch.randperm(159)[:140].view(1, 140).int() + 1, torch.randn(24, 6, 16)
-    differs = {}
-    for fixed_bits in (True, False):
-        ops = NativeOps(open_native(None, 2, fixed_bits))
-        positions = torch.arange(2100, 2124)
-        plan = ops.plan_attention(table, positions, [24], [2124], 16, window, torch.float32)
-        whole = ops.paged_attention(q, k_cache, v_cache, plan, 0.25)
-        alone = []
-        for place in range(24):
-            one = positions[place : place + 1]
-            plan = ops.plan_attention(table, one, [1], [2101 + place], 16, window, torch.float32)
-            alone.append(ops.paged_attention(q[place : place + 1], k_cache, v_cache, plan, 0.25))
-        torch.testing.assert_close(torch.cat(alone), whole)
-        differs[fixed_bits] = not torch.equal(torch.cat(alone).view(torch.int32), whole.view(torch.int32))
-    assert differs == {True: False, False: True}, "the second says that this test can tell"
+    k_cache, v_cache = torch.randn(2, 160, 16, 2, 24)
+    table, q = torch.randperm(159)[:140].view(1, 140).int() + 1, torch.randn(56, 6, 24)
+    sinks = torch.randn(6) if has_sinks else None
+
+    def attend(first: int, count: int, place: int) -> Tensor:
+        plan = ops.plan_attention(table, torch.arange(first, first + count), [count], [first + count], 16, window,
+                                  torch.float32)  # fmt: skip
+        return ops.paged_attention(q[place : place + count], k_cache, v_cache, plan, 0.25, sinks=sinks)
+
+    for start in (0, 480, 1000, 2020):
+        whole = attend(start, 56, 0)
+        for size in (1, 2, 5):
+            parts = [attend(start + place, min(size, 56 - place), place) for place in range(0, 56, size)]
+            assert torch.equal(torch.cat(parts).view(torch.int32), whole.view(torch.int32)), (start, size)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_natively_a_product_is_the_same_for_a_token_alone_and_among_others(isa: str) -> None:
+    native = open_or_skip(isa)
+    torch.manual_seed(6)
+    for form in FORMS:
+        linear = PackedLinear([make_matrix(native, form, 37, 96)[0]], torch.randn(37))
+        x = torch.randn(35, 96) * torch.logspace(-3, 3, 35)[:, None]
+        whole = linear(x)
+        for size in (1, 2, 3, 7):
+            parts = torch.cat([linear(x[first : first + size]) for first in range(0, 35, size)])
+            assert torch.equal(parts.view(torch.int32), whole.view(torch.int32)), (form, size)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for(kernels: str) -> None:
+    """Its noise is the same to the last bit, also beside rows that are filtered and edited: here all tokens are tied."""
+    vocab, params = 500, [{"temperature": 1.0}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 20}]
+    sampler, noise = Sampler(vocab, "cpu", None, select_choice("cpu", kernels)), Noise(vocab, "cpu")
+    for length in range(1, 40):
+        cases = [Case(resolved(**{"temperature": 1.0, **asked}), list(range(length)), seed=3) for asked in params]
+        tokens = []
+        for count in (1, 4):
+            batch, histories = set_up(cases[:count], vocab)
+            assert batch.draws is not None
+            logits = -noise.gumbel(batch.draws.key, histories.lengths)
+            tokens.append(int(sampler.sample(logits, batch, histories).tokens[0]))
+        assert tokens[0] == tokens[1]

@@ -73,7 +73,7 @@ class StepDesc(Structure):
 _PLACE = c_void_p
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_sources": (c_char_p, ()),
-    "quire_open": (c_void_p, (c_char_p, c_int32, c_int32)),
+    "quire_open": (c_void_p, (c_char_p, c_int32)),
     "quire_close": (None, (c_void_p,)),
     "quire_lanes": (c_int32, (c_void_p,)),
     "quire_matrix_bytes": (c_int64, (POINTER(Matrix),)),
@@ -100,32 +100,30 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 class Native:
-    """The kernels of one instruction set with a pool of threads. Calls into `library` get `context` first. `fixed`: a
-    token's numbers are the same bits whatever else is in the call, at the cost of a second rounding where many are."""
+    """The kernels of one instruction set with a pool of threads. Calls into `library` get `context` first."""
 
-    def __init__(self, library: ctypes.CDLL, isa: str, num_threads: int, fixed: bool = False):
+    def __init__(self, library: ctypes.CDLL, isa: str, num_threads: int):
         self.library = library
-        self.fixed = fixed
         self.isa = isa
         self.num_threads = num_threads
-        self.context: int | None = library.quire_open(isa.encode(), num_threads, fixed)
+        self.context: int | None = library.quire_open(isa.encode(), num_threads)
         if self.context is None:
             raise NotBuilt(f"this machine or this build has no {isa} kernels")
         self.lanes: int = library.quire_lanes(self.context)
 
 
 @cache
-def open_native(isa: str | None, num_threads: int, fixed: bool = False) -> Native:
+def open_native(isa: str | None, num_threads: int) -> Native:
     """The best kernels this machine can run, or those of one instruction set; NotBuilt says why there are none.
 
     The same question gets the same pool of threads, so several models in one process do not crowd the cores.
     """
     library = load_library()
     if isa is not None:
-        return Native(library, isa, num_threads, fixed)
+        return Native(library, isa, num_threads)
     for name in ISAS:
         try:
-            return Native(library, name, num_threads, fixed)
+            return Native(library, name, num_threads)
         except NotBuilt:
             continue
     raise NotBuilt("the library has no kernels for this machine")

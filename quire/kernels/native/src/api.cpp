@@ -44,10 +44,10 @@ extern "C" {
 // Of the sources this was built from; Python compares it with those it sees.
 const char* quire_sources() { return QUIRE_SOURCES; }
 
-// `isa`: avx512, avx2 or portable; null where this machine or this build has no such thing. `fixed`: see Context.
-Context* quire_open(const char* isa, int32_t num_threads, int32_t fixed) {
+// `isa`: avx512, avx2 or portable; null where this machine or this build has no such thing.
+Context* quire_open(const char* isa, int32_t num_threads) {
     const Kernels* kernels = find_kernels(isa);
-    return kernels ? new (std::nothrow) Context(kernels, num_threads, fixed != 0) : nullptr;
+    return kernels ? new (std::nothrow) Context(kernels, num_threads) : nullptr;
 }
 
 void quire_close(Context* context) { delete context; }

@@ -10,47 +10,55 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
-// What the three block forms share: where token m's values, scale and sum of block b lie.
+// What the three block forms share: where the blocks of the first token lie.
 struct View {
     const int8_t* values;
     const float* scales;
-    const int32_t* sums;
-    int64_t columns, blocks;
+    const float* sums;
+    const int32_t* offsets;
+    int64_t blocks;
 };
 
 template <Form F, int M>
 inline void add_blocks(const uint8_t* p, const View& in, Floats* acc) {
     constexpr int kScales = (F == Form::kQ4_1 ? 4 : 2) * W;
     constexpr int kBytes = kScales + (F == Form::kQ8_0 ? 32 : 16) * W;
+    const int64_t stride = 2 * kBlock * in.blocks;
     for (int64_t b = 0; b < in.blocks; ++b, p += kBytes) {
-        const int8_t* a = in.values + b * kBlock;
+        const int8_t* a = in.values + b * 2 * kBlock;
         const uint8_t* w = p + kScales;
-        Sum sum[M];
+        Sum high[M], low[M];
+        for (int m = 0; m < M; ++m) high[m] = low[m] = begin_sum();
         if constexpr (F == Form::kQ8_0) {
-            for (int m = 0; m < M; ++m) sum[m] = begin_signed(in.sums[m * in.blocks + b]);
             for (int g = 0; g < 8; ++g) {
                 Signed x = load_signed(w + g * 4 * W);
-                for (int m = 0; m < M; ++m) sum[m] = dot_signed(sum[m], x, a + m * in.columns + 4 * g);
+                for (int m = 0; m < M; ++m) {
+                    const int8_t* at = a + m * stride + 4 * g;
+                    high[m] = dot_signed(high[m], x, at);
+                    low[m] = dot_signed(low[m], x, at + kBlock);
+                }
             }
         } else {
-            for (int m = 0; m < M; ++m) sum[m] = begin_unsigned();
             for (int g = 0; g < 4; ++g) {
-                Bytes x = load_bytes(w + g * 4 * W), low = low_nibbles(x), high = high_nibbles(x);
+                Bytes x = load_bytes(w + g * 4 * W), first = low_nibbles(x), second = high_nibbles(x);
                 for (int m = 0; m < M; ++m) {
-                    const int8_t* at = a + m * in.columns + 4 * g;
-                    sum[m] = dot_unsigned(dot_unsigned(sum[m], low, at), high, at + 16);
+                    const int8_t* at = a + m * stride + 4 * g;
+                    high[m] = dot_unsigned(dot_unsigned(high[m], first, at), second, at + 16);
+                    low[m] = dot_unsigned(dot_unsigned(low[m], first, at + kBlock), second, at + kBlock + 16);
                 }
             }
         }
-        Floats scale = load_half((const uint16_t*)p);
+        const Floats scale = load_half((const uint16_t*)p);
+        Floats least = scale;  // what a nibble of 0 stands for
+        if constexpr (F == Form::kQ4_0) least = mul(scale, splat(-8.0f));
+        if constexpr (F == Form::kQ4_1) least = load_half((const uint16_t*)p + W);
         for (int m = 0; m < M; ++m) {
-            float s = in.scales[m * in.blocks + b];
-            Floats whole = F == Form::kQ8_0 ? end_signed(sum[m]) : end_unsigned(sum[m]);
-            acc[m] = fma(mul(whole, scale), splat(s), acc[m]);
-            if constexpr (F == Form::kQ4_0)
-                acc[m] = fma(scale, splat(-8.0f * s * float(in.sums[m * in.blocks + b])), acc[m]);
-            if constexpr (F == Form::kQ4_1)
-                acc[m] = fma(load_half((const uint16_t*)p + W), splat(s * float(in.sums[m * in.blocks + b])), acc[m]);
+            const int64_t at = m * in.blocks + b;
+            Floats whole;
+            if constexpr (F == Form::kQ8_0) whole = end_signed(high[m], low[m], in.offsets[at]);
+            else whole = end_unsigned(high[m], low[m]);
+            acc[m] = fma(mul(whole, scale), splat(in.scales[at]), acc[m]);
+            if constexpr (F != Form::kQ8_0) acc[m] = fma(least, splat(in.sums[at]), acc[m]);
         }
     }
 }
@@ -90,21 +98,10 @@ void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, 
         add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
         finish<M>(acc, m, tile * W, token, to);
     } else {
-        const int64_t blocks = m.columns / kBlock, row = in.fine ? 2 * token : token;
-        const View view = {in.values + row * m.columns, in.scales + row * blocks, in.sums + row * blocks, m.columns,
-                           blocks};
-        if (M <= kMaxTokens / 2 && in.fine) {
-            constexpr int kRows = M <= kMaxTokens / 2 ? 2 * M : 1;
-            Floats acc[kRows];
-            begin<kRows>(acc);
-            add_blocks<F, kRows>(p, view, acc);
-            for (int i = 0; 2 * i < kRows - 1; ++i) acc[i] = add(acc[2 * i], acc[2 * i + 1]);
-            finish<(kRows + 1) / 2>(acc, m, tile * W, token, to);
-            return;
-        }
+        const int64_t blocks = m.columns / kBlock, at = token * blocks;
         Floats acc[M];
         begin<M>(acc);
-        add_blocks<F, M>(p, view, acc);
+        add_blocks<F, M>(p, {in.values + 2 * kBlock * at, in.scales + at, in.sums + at, in.offsets + at, blocks}, acc);
         finish<M>(acc, m, tile * W, token, to);
     }
 }
@@ -120,11 +117,7 @@ inline void last_tokens(int64_t count, const Matrix& m, int64_t tile, const Inpu
 
 template <Form F>
 void some_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, int64_t stop, const Target& to) {
-    if (in.fine && !is_float(F))
-        for (; token + kMaxTokens / 2 <= stop; token += kMaxTokens / 2)
-            few_tokens<F, kMaxTokens / 2>(m, tile, in, token, to);
-    else
-        for (; token + kMaxTokens <= stop; token += kMaxTokens) few_tokens<F, kMaxTokens>(m, tile, in, token, to);
+    for (; token + kMaxTokens <= stop; token += kMaxTokens) few_tokens<F, kMaxTokens>(m, tile, in, token, to);
     last_tokens<F, kMaxTokens - 1>(stop - token, m, tile, in, token, to);
 }
 
@@ -132,7 +125,7 @@ template <Form F>
 void product_of(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                 const Target& to) {
     // As many tokens at a time as stay in the first cache while all tiles pass by.
-    const int64_t token_bytes = m.columns * (is_float(F) ? 4 : in.fine ? 2 : 1);
+    const int64_t token_bytes = m.columns * (is_float(F) ? 4 : 2);
     const int64_t most = (kNearBytes / token_bytes / kMaxTokens + 1) * kMaxTokens;
     for (int64_t first = 0; first < num_tokens; first += most) {
         const int64_t stop = first + most < num_tokens ? first + most : num_tokens;

@@ -84,15 +84,12 @@ class Buffer {
 
 // Everything a call needs: kernels, threads and working memory. One call at a time.
 struct Context {
-    Context(const Kernels* chosen, int num_threads, bool fixed)
-        : kernels(chosen), pool(num_threads), fixed(fixed) {}
+    Context(const Kernels* chosen, int num_threads) : kernels(chosen), pool(num_threads) {}
     const Kernels* kernels;
     Pool pool;
-    const bool fixed;  // all tokens are rounded finely, whatever surrounds them: their numbers are always the same bits
     std::mutex busy;
-    int64_t fine_tokens = 0;  // of the current call: so many at most are rounded finely
-    Buffer floats, values, scales, sums, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units,
-        pieces, parts;
+    Buffer floats, values, scales, sums, offsets, scratch, stream, qkv, attended, inner, branch, cos, sin, units,
+        last_units, pieces, parts;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

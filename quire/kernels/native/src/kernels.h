@@ -47,14 +47,23 @@ inline int64_t tile_bytes(const Matrix& m) {
 
 inline int64_t num_tiles(const Matrix& m) { return (m.rows + m.lanes - 1) / m.lanes; }
 
-// Activations of some tokens, as floats and as blocks of 16 bits; a product reads what its matrix's form needs. A block
-// has 32 high bytes, then 32 low ones: a value is 256 times its high byte and its low one, times the block's scale.
+// 32 activations in 16 bits: a value is 256 times its high byte plus its low one, times the scale. One line of the cache.
+struct Block {
+    int8_t high[kBlock], low[kBlock];
+};
+
+struct Factors {  // of a block
+    float scale;
+    float sum;       // of all its values, with their scale
+    int32_t offset;  // -128 times the sum of all its values without it
+};
+
+// Activations of some tokens, as floats and as blocks; a product reads what its matrix's form needs.
 struct Inputs {
     const float* x;          // [tokens, columns]
-    const int8_t* values;    // [tokens, columns / 32, 2, 32]
-    const float* scales;     // [tokens, columns / 32]
-    const float* sums;       // [tokens, columns / 32]: of a block's values, times its scale
-    const int32_t* offsets;  // [tokens, columns / 32]: -128 times the sum of a block's values
+    const Block* blocks;     // [tokens, columns / 32]
+    const Factors* factors;  // [columns / 32, tokens]: neighbours' lie side by side
+    int64_t num_tokens;
 };
 
 // Where a product goes: token t, row r of the matrix lands at out[t * stride + r] (+ bias[r], + residual alike).
@@ -112,7 +121,7 @@ struct Kernels {
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
     void (*add_scaled)(const float* x, float scale, int64_t n, float* out);
     void (*activate)(Activation how, const float* gate, const float* up, int64_t n, float* out);  // up: or null
-    void (*quantize)(const float* x, int64_t n, int8_t* values, float* scales, float* sums, int32_t* offsets);
+    void (*quantize)(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride);
     void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
     void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                     const Target& target);

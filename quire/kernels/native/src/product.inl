@@ -10,41 +10,35 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
-// What the three block forms share: where the blocks of the first token lie.
-struct View {
-    const int8_t* values;
-    const float* scales;
-    const float* sums;
-    const int32_t* offsets;
-    int64_t blocks;
-};
-
 template <Form F, int M>
-inline void add_blocks(const uint8_t* p, const View& in, Floats* acc) {
+inline void add_blocks(const uint8_t* p, int64_t blocks, const Inputs& in, int64_t token, Floats* acc) {
     constexpr int kScales = (F == Form::kQ4_1 ? 4 : 2) * W;
     constexpr int kBytes = kScales + (F == Form::kQ8_0 ? 32 : 16) * W;
-    const int64_t stride = 2 * kBlock * in.blocks;
-    for (int64_t b = 0; b < in.blocks; ++b, p += kBytes) {
-        const int8_t* a = in.values + b * 2 * kBlock;
+    const Block* at[M];
+    for (int m = 0; m < M; ++m) at[m] = in.blocks + (token + m) * blocks;
+    const Factors* factors = in.factors + token;
+    for (int64_t b = 0; b < blocks; ++b, p += kBytes, factors += in.num_tokens) {
         const uint8_t* w = p + kScales;
         Sum high[M], low[M];
         for (int m = 0; m < M; ++m) high[m] = low[m] = begin_sum();
         if constexpr (F == Form::kQ8_0) {
-            for (int g = 0; g < 8; ++g) {
-                Signed x = load_signed(w + g * 4 * W);
+#pragma GCC unroll 8
+            for (int g = 0; g < 32; g += 4) {
+                Signed x = load_signed(w + g * W);
                 for (int m = 0; m < M; ++m) {
-                    const int8_t* at = a + m * stride + 4 * g;
-                    high[m] = dot_signed(high[m], x, at);
-                    low[m] = dot_signed(low[m], x, at + kBlock);
+                    const Block& a = *at[m];
+                    high[m] = dot_signed(high[m], x, a.high + g);
+                    low[m] = dot_signed(low[m], x, a.low + g);
                 }
             }
         } else {
-            for (int g = 0; g < 4; ++g) {
-                Bytes x = load_bytes(w + g * 4 * W), first = low_nibbles(x), second = high_nibbles(x);
+#pragma GCC unroll 4
+            for (int g = 0; g < 16; g += 4) {
+                Bytes x = load_bytes(w + g * W), first = low_nibbles(x), second = high_nibbles(x);
                 for (int m = 0; m < M; ++m) {
-                    const int8_t* at = a + m * stride + 4 * g;
-                    high[m] = dot_unsigned(dot_unsigned(high[m], first, at), second, at + 16);
-                    low[m] = dot_unsigned(dot_unsigned(low[m], first, at + kBlock), second, at + kBlock + 16);
+                    const Block& a = *at[m];
+                    high[m] = dot_unsigned(dot_unsigned(high[m], first, a.high + g), second, a.high + 16 + g);
+                    low[m] = dot_unsigned(dot_unsigned(low[m], first, a.low + g), second, a.low + 16 + g);
                 }
             }
         }
@@ -53,12 +47,12 @@ inline void add_blocks(const uint8_t* p, const View& in, Floats* acc) {
         if constexpr (F == Form::kQ4_0) least = mul(scale, splat(-8.0f));
         if constexpr (F == Form::kQ4_1) least = load_half((const uint16_t*)p + W);
         for (int m = 0; m < M; ++m) {
-            const int64_t at = m * in.blocks + b;
             Floats whole;
-            if constexpr (F == Form::kQ8_0) whole = end_signed(high[m], low[m], in.offsets[at]);
+            if constexpr (F == Form::kQ8_0) whole = end_signed(high[m], low[m], factors[m].offset);
             else whole = end_unsigned(high[m], low[m]);
-            acc[m] = fma(mul(whole, scale), splat(in.scales[at]), acc[m]);
-            if constexpr (F != Form::kQ8_0) acc[m] = fma(least, splat(in.sums[at]), acc[m]);
+            acc[m] = fma(mul(whole, scale), splat(factors[m].scale), acc[m]);
+            if constexpr (F != Form::kQ8_0) acc[m] = fma(least, splat(factors[m].sum), acc[m]);
+            ++at[m];
         }
     }
 }
@@ -98,10 +92,9 @@ void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, 
         add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
         finish<M>(acc, m, tile * W, token, to);
     } else {
-        const int64_t blocks = m.columns / kBlock, at = token * blocks;
         Floats acc[M];
         begin<M>(acc);
-        add_blocks<F, M>(p, {in.values + 2 * kBlock * at, in.scales + at, in.sums + at, in.offsets + at, blocks}, acc);
+        add_blocks<F, M>(p, m.columns / kBlock, in, token, acc);
         finish<M>(acc, m, tile * W, token, to);
     }
 }

@@ -116,9 +116,9 @@ void turn(float* head, const float* cos, const float* sin, int64_t half) {
 
 // Blocks of 32 to 16 bits, in two bytes each. n is a multiple of 32. A block that holds NaN or infinity gets the scale
 // NaN, so that whoever reads it learns of it.
-void quantize(const float* x, int64_t n, int8_t* values, float* scales, float* sums, int32_t* offsets) {
+void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride) {
     constexpr float kMost = 127 * 256;  // what the largest magnitude of a block becomes
-    for (int64_t b = 0; b < n / kBlock; ++b, values += 2 * kBlock) {
+    for (int64_t b = 0; b < n / kBlock; ++b) {
         Floats part[kBlock / W], bits = splat(0);
         for (int i = 0; i < kBlock / W; ++i) {
             part[i] = load(x + b * kBlock + i * W);
@@ -143,13 +143,12 @@ void quantize(const float* x, int64_t n, int8_t* values, float* scales, float* s
             const Floats high = nearest(mul(add(whole, splat(0.5f)), splat(1.0f / 256)));
             // From -128 to 127. AVX2 can't turn the sign of -128, and is given a hair less.
             const Floats low = larger(fma(high, splat(-256.0f), whole), splat(-127.0f));
-            high_sum += store_bytes(values + i * W, high);
-            low_sum += store_bytes(values + kBlock + i * W, low);
+            high_sum += store_bytes(blocks[b].high + i * W, high);
+            low_sum += store_bytes(blocks[b].low + i * W, low);
         }
         const int32_t sum = 256 * high_sum + low_sum;
-        scales[b] = finite ? most / kMost : NAN;
-        sums[b] = scales[b] * float(sum);
-        offsets[b] = -128 * sum;
+        const float scale = finite ? most / kMost : NAN;
+        factors[b * stride] = {scale, scale * float(sum), -128 * sum};
     }
 }
 

@@ -37,10 +37,8 @@ Needs needs(const LinearDesc& linear) {
 
 void reserve_inputs(Context& c, int64_t num_tokens, int64_t columns) {
     c.floats.take_as<float>(num_tokens * columns);
-    c.values.take_as<int8_t>(num_tokens * 2 * columns);
-    c.scales.take_as<float>(num_tokens * (columns / kBlock + 1));
-    c.sums.take_as<float>(num_tokens * (columns / kBlock + 1));
-    c.offsets.take_as<int32_t>(num_tokens * (columns / kBlock + 1));
+    c.blocks.take_as<Block>(num_tokens * (columns / kBlock));
+    c.factors.take_as<Factors>(num_tokens * (columns / kBlock));
 }
 
 // What is done to a token's vector before a product: nothing, a norm, or an activation.
@@ -63,12 +61,9 @@ void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool take
 Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, int64_t columns,
                const Before& before) {
     const Needs need = needs(linear);
-    const int64_t blocks = columns / kBlock;
     float* floats = static_cast<float*>(c.floats.take(0));
-    int8_t* values = static_cast<int8_t*>(c.values.take(0));
-    float* scales = static_cast<float*>(c.scales.take(0));
-    float* sums = static_cast<float*>(c.sums.take(0));
-    int32_t* offsets = static_cast<int32_t*>(c.offsets.take(0));
+    Block* blocks = static_cast<Block*>(c.blocks.take(0));
+    Factors* factors = static_cast<Factors*>(c.factors.take(0));
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             const float* row = x + t * columns * (before.activates && before.has_gate ? 2 : 1);
@@ -79,11 +74,10 @@ Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num
             else if (before.activates) c.kernels->activate(before.activation, row, up, columns, ready);
             else ready = const_cast<float*>(row);
             if (need.blocks)
-                c.kernels->quantize(ready, columns, values + t * 2 * columns, scales + t * blocks, sums + t * blocks,
-                                    offsets + t * blocks);
+                c.kernels->quantize(ready, columns, blocks + t * (columns / kBlock), factors + t, num_tokens);
         }
     });
-    return {before.norm.weight || before.activates ? floats : x, values, scales, sums, offsets};
+    return {before.norm.weight || before.activates ? floats : x, blocks, factors, num_tokens};
 }
 
 void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t num_tokens,

@@ -88,8 +88,8 @@ struct Context {
     const Kernels* kernels;
     Pool pool;
     std::mutex busy;
-    Buffer floats, values, scales, sums, offsets, scratch, stream, qkv, attended, inner, branch, cos, sin, units,
-        last_units, pieces, parts;
+    Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
+        parts;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <mutex>
+#include <new>
 
 #include "kernels.h"
 #include "pool.h"
@@ -62,15 +63,18 @@ struct StepDesc {
     int64_t num_wanted;     // -1: all
 };
 
-// Memory that only grows, for what lives within one call.
+// Memory that only grows, for what lives within one call. Throws std::bad_alloc, and then holds nothing.
 class Buffer {
   public:
     ~Buffer() { free(data_); }
     void* take(size_t bytes) {
         if (bytes > size_) {
+            const size_t more = (bytes + bytes / 4 + 63) / 64 * 64;
             free(data_);
-            size_ = bytes + bytes / 4;
-            data_ = aligned_alloc(64, (size_ + 63) / 64 * 64);
+            size_ = 0;
+            data_ = aligned_alloc(64, more);
+            if (!data_) throw std::bad_alloc();
+            size_ = more;
         }
         return data_;
     }

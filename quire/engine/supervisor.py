@@ -33,6 +33,7 @@ KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
 UNUSABLE = frozenset({"invalid_parameter", "unsupported_model"})  # said of settings no engine can be built from
 SHRINK = 0.75  # of the pool, after the engine ran out of memory
+FEWEST = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
 # Said of a life that ended for what lies between the processes or in the books: no request in a step was the cause.
 BLAMELESS = frozenset({"frames_lost", "frames_damaged", "bad_message", "check_failed"})
 
@@ -69,6 +70,7 @@ class Supervisor:
         self.peak_memory = 0
         self._start_link = start_link
         self._settings = self._before = dict(settings)  # now, and before it was made to need less memory
+        self._first_pages = 0
         self._budget = budget
         self._log = log
         self._clock = clock
@@ -86,6 +88,7 @@ class Supervisor:
         """The first engine. Raises its own error if there is none: a server that can't start should say so and end."""
         try:
             self._take(await self._start_link(self._settings))
+            self._first_pages = num_pages(self.client.ready)
         except BaseException as error:
             self.states.move("gave_up", str(error))
             raise
@@ -250,8 +253,9 @@ class Supervisor:
         """What the next engine is built from: the same, or less where the last one ran out of memory."""
         if cause.code == "out_of_memory":
             self._before = self._settings
-            how, client = self._budget.on_memory, self.client
-            self._settings = with_less_memory(self._settings, how, client.ready, client.longest)
+            ready, fewest = self.client.ready, int(self._first_pages * FEWEST)
+            fewest = max(fewest, num_pages_for(self.client.longest, ready))  # nobody under way is cut short
+            self._settings = with_less_memory(self._settings, self._budget.on_memory, ready, fewest)
             changed = {name: value for name, value in self._settings.items() if self._before.get(name) != value}
             event = "less memory for the next engine" if changed else "the next engine gets as much memory as the last"
             self._log("warning", event, **changed)
@@ -270,17 +274,27 @@ def engine_settings(config: Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != knobs()[name].default}
 
 
-def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, longest: int = 0) -> dict[str, Any]:
-    """Settings that need less, as configured. The pool keeps room for `longest` tokens: nobody under way is cut short."""
+def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, fewest: int = 2) -> dict[str, Any]:
+    """Settings that need less, as configured: a lower precision, or a pool a quarter smaller, of `fewest` pages at least."""
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
-    paged = [group for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
-    if how != "same" and paged:
-        pages = int(settings.get("num_pages") or min(group["units"] for group in paged))
-        needed = 2 + max(-(-longest // group["page_tokens"]) for group in paged)
-        fewer = max(needed, int(pages * SHRINK))
-        return {**settings, "num_pages": fewer} if fewer < pages else dict(settings)
-    return dict(settings)
+    pages = int(settings.get("num_pages") or num_pages(ready))
+    fewer = max(fewest, int(pages * SHRINK))
+    return {**settings, "num_pages": fewer} if how != "same" and fewer < pages else dict(settings)
+
+
+def num_pages(ready: wire.Ready) -> int:
+    """Pages of the engine's smallest paged pool; 0: it has none."""
+    return min((group["units"] for group in _paged(ready)), default=0)
+
+
+def num_pages_for(num_tokens: int, ready: wire.Ready) -> int:
+    """Pages a pool must have for a request of so many tokens, with some room to move."""
+    return 2 + max((-(-num_tokens // group["page_tokens"]) for group in _paged(ready)), default=0)
+
+
+def _paged(ready: wire.Ready) -> list[dict[str, Any]]:
+    return [group for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
 
 
 def link_starter(command: Sequence[str], patience: float) -> StartLink:

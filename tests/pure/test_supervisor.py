@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,26 @@ def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
     assert with_less_memory({"num_pages": 8}, "precision", lower) == {"num_pages": 8, "dtype": "float16"}
     assert with_less_memory({}, "precision", READY) == {"num_pages": 75}, "no lower precision: a smaller pool"
     assert with_less_memory({"num_pages": 8}, "same", lower) == {"num_pages": 8}
-    assert with_less_memory({"num_pages": 8}, "shrink", READY, longest=17) == {"num_pages": 7}, "who runs must fit"
-    assert with_less_memory({"num_pages": 8}, "shrink", READY, longest=200) == {"num_pages": 8}
+    assert with_less_memory({"num_pages": 8}, "shrink", READY, 7) == {"num_pages": 7}
+    assert with_less_memory({"num_pages": 8}, "shrink", READY, 8) == {"num_pages": 8}
+
+
+def test_a_pool_shrinks_to_half_and_to_what_the_longest_request_needs() -> None:
+    async def shrink(rig: Rig) -> None:
+        for pages in (75, 56, 50, 50):
+            rig.link.die(code="out_of_memory")
+            assert (await rig.next_life()).settings == {"num_pages": pages}
+
+    budget = Budget(9, 1000.0, 1000.0, None, "shrink")
+    with_rig(shrink, budget)
+
+    async def serve(rig: Rig) -> None:
+        rig.client.submit([[replace(request("a"), max_len=350)]])  # of pages of 4 tokens
+        for _ in range(2):
+            rig.link.die(code="out_of_memory")
+            assert (await rig.next_life()).settings == {"num_pages": 90}
+
+    with_rig(serve, budget)
 
 
 def test_an_engine_the_system_ended_for_lack_of_memory_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:

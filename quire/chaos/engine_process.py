@@ -20,7 +20,6 @@ from quire.engine.process import Built, Socket, run_engine_process
 from quire.engine.workers import Ticket, Workers
 from quire.types import Plan, Request, StepOutput
 
-
 BALLAST_BYTES = 1 << 30
 
 

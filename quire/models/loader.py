@@ -211,8 +211,9 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
 
 def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str,
                        kernels: str) -> Ops:  # fmt: skip
-    """What has been shown to give the same bits whatever surrounds a row, and nothing else: the native kernels where they
-    run a model as a whole (what torch does in others depends on the number of rows), tiles of one shape elsewhere."""
+    """What has been shown to give the same bits whatever surrounds a row, and nothing else: the native kernels where
+    they run a model as a whole (what torch does in others depends on the number of rows), tiles of one shape elsewhere.
+    """
     ops, model_type = select_fixed_ops(device.type, kernels), find_model_type(hf_config)
     family = find_family(model_type)
     if ops.native is not None and _fits_native(family, _read_config(family, {**hf_config, "model_type": model_type})):
@@ -223,7 +224,9 @@ def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype
         raise QuireError("invalid_parameter", what, "Leave --deterministic out; `quire doctor` shows the kernels.")
     for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
         if given not in allowed:
-            what = f"The deterministic mode takes no --{name} {given} without the native kernels: it computes in float32."
+            what = (
+                f"The deterministic mode takes no --{name} {given} without the native kernels: it computes in float32."
+            )
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
     return FIXED
 

@@ -281,7 +281,7 @@ def test_natively_a_product_is_the_same_for_a_token_alone_and_among_others(isa: 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for(kernels: str) -> None:
-    """Its noise is the same to the last bit, also beside rows that are filtered and edited: here all tokens are tied."""
+    """Its noise is the same to the last bit, also beside rows with filters and edits: here all tokens are tied."""
     vocab, params = 500, [{"temperature": 1.0}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 20}]
     sampler, noise = Sampler(vocab, "cpu", None, select_choice("cpu", kernels)), Noise(vocab, "cpu")
     for length in range(1, 40):

@@ -1,4 +1,4 @@
-"""An engine that outgrows its memory: it is replaced, the next one needs less as configured, and no stream loses a token."""
+"""An engine that outgrows its memory is replaced: the next needs less, as configured, and no stream loses a token."""
 
 from __future__ import annotations
 

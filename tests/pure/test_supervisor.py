@@ -23,7 +23,9 @@ from quire.engine.supervisor import BLAMELESS, Budget, Supervisor, with_less_mem
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
 BUDGET = Budget(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
-READY = wire.Ready(100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100, "page_tokens": 4}]}, {})
+READY = wire.Ready(
+    100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100, "page_tokens": 4}]}, {}
+)
 
 
 class FakeLink:

@@ -85,8 +85,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32, (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
     ),
     "quire_rope_write": (
-        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64, c_int64,
-               _PLACE, _PLACE),
+        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64,
+                  c_int64, _PLACE, _PLACE),
     ),
     "quire_attend": (
         c_int32, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,

@@ -275,7 +275,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
 
 def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, fewest: int = 2) -> dict[str, Any]:
-    """Settings that need less, as configured: a lower precision, or a pool a quarter smaller, but not below `fewest`."""
+    """Settings that need less, as configured: a lower precision, or a quarter less pool, but not below `fewest`."""
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
     pages = int(settings.get("num_pages") or num_pages(ready))

@@ -73,7 +73,8 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
-        check_ops(select_fixed_ops("cpu") if config.engine.deterministic else select_ops("cpu"), device)
+        select = select_fixed_ops if config.engine.deterministic else select_ops
+        check_ops(select("cpu", config.engine.kernels), device)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)

@@ -67,7 +67,7 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         groups = [
             {"group": s.group, "kind": s.kind, "units": n - 1, "unit_bytes": unit_bytes(s), "layers": len(s.layers),
-             "window": s.window}
+             "page_tokens": s.page_tokens, "window": s.window}
             for s, n in zip(self.specs, self.num_units, strict=True)
         ]  # fmt: skip
         plain = {k: v for k, v in asdict(self).items() if k not in ("specs", "num_units", "num_host_units")}

@@ -1,10 +1,10 @@
 """An answer under chaos against the same answer undisturbed: identical, parted at a near-tie, or wrong, and how.
 
 The default mode may part from the undisturbed run only where two tokens were nearly tied: a stream that goes on in
-another engine has its past computed in other company, and company decides how finely activations are rounded and in
-which order sums are taken. How much that moves a token is measured: every request is asked once among others and once
-alone, and two tokens are tied if they lie no further apart than both may have moved. In the deterministic mode nothing
-may differ.
+another engine has its past computed in other company, which may decide in which order sums are taken. How much that
+moves a token is measured: every request is asked once among others and once alone, and two tokens are tied if they lie
+no further apart than both may have moved, and in no case more than `WIDEST_TIE`. In the deterministic mode nothing may
+differ.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from quire.chaos.traffic import Choice, Script, Seen
 
 LAST_DIGITS = 1e-3  # of a logit in float32, which the order of sums moves
+WIDEST_TIE = 0.05  # nats: what moves tokens by more has no near-ties, it has other answers
 Noise = Callable[[int, int, int, bytes], float]  # seed, sample index, position, token -> what was added to its score
 
 
@@ -65,7 +66,7 @@ class Arithmetic:
 
     def near_tie(self, temperature: float) -> float:
         """Two scores closer than this may change places: each may have moved."""
-        return max(LAST_DIGITS, 2 * self.shift) / (temperature or 1.0)
+        return min(WIDEST_TIE, max(LAST_DIGITS, 2 * self.shift)) / (temperature or 1.0)
 
 
 def measure_shift(among_others: Seen, alone: Seen) -> float:

@@ -20,6 +20,8 @@ from quire.engine.process import Built, Socket, run_engine_process
 from quire.engine.workers import Ticket, Workers
 from quire.types import Plan, Request, StepOutput
 
+BALLAST_BYTES = 1 << 30
+
 
 class Disturbed:
     """Workers that fail on demand."""
@@ -27,6 +29,7 @@ class Disturbed:
     def __init__(self, inner: Workers, faults: Faults):
         self._inner, self._faults = inner, faults
         self._poison: dict[int, str] = {}  # row -> what its request does
+        self._ballast = b""
 
     def forward(self, plan: Plan) -> Any:
         for row in plan.freed:
@@ -45,6 +48,8 @@ class Disturbed:
             raise RuntimeError("chaos: the forward pass failed")
         if self._faults.take("memory"):
             raise MemoryError("chaos: out of memory")
+        if self._faults.take("outgrow"):  # no kind of the gate's, whose report tells the peak: a test orders it
+            self._ballast = b"\1" * BALLAST_BYTES
         if self._faults.take("host_page"):
             self._corrupt_host()
         return self._inner.forward(plan)
@@ -94,7 +99,16 @@ class Commits:
         output = self._inner.wait()
         if self._faults.take("commit"):
             output.tokens = output.tokens[:-1]  # one row's tokens are missing: an IndexError in mid-commit
+        if self._faults.take("starve"):
+            output.tokens = NoRoom(output.tokens)
         return output
+
+
+class NoRoom(list[list[int]]):
+    """Tokens that can't be taken in for lack of memory."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MemoryError("chaos: out of memory where the engine can't go on")
 
 
 class DisturbedDesk:

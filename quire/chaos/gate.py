@@ -54,6 +54,11 @@ class Settings:
     kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
 
+    @property
+    def num_pages(self) -> int:
+        """Few: requests push each other out, so that swap space is used."""
+        return 24 * min(32, self.streams)
+
 
 @dataclass(slots=True)
 class Gate:
@@ -86,13 +91,13 @@ class Gate:
         if not settings.deterministic:
             ids = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
             self.noise = NoiseOf(ids, tokenizer.vocab_size if not tiny else 260)
-        # Few pages: requests push each other out, so that swap space is used. A step is short, so that a hang shows.
+        # A step is short, so that a hang shows.
         flags = ["--model", model, "--port", "0", "--admin-key", ADMIN_KEY, "--hang-timeout",
                  str(settings.hang_timeout), "--stall-timeout", str(4 * settings.hang_timeout), "--max-restarts", "100",
                  "--restart-window", "2", "--max-rows", str(min(32, settings.streams)), "--max-batch-tokens", "128",
-                 "--max-model-len", "1024", "--num-pages", str(24 * min(32, settings.streams)), "--host-memory",
+                 "--max-model-len", "1024", "--num-pages", str(settings.num_pages), "--host-memory",
                  "256MiB", "--keep-alive", "2", "--log-level", "warning", "--send-timeout", "20",
-                 "--response-store", str(self.folder / "responses.sqlite")]  # fmt: skip
+                 "--response-store", str(self.folder / "responses.sqlite"), "--out-of-memory", "shrink"]  # fmt: skip
         flags += ["--random-weights"] if tiny else []
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
@@ -227,12 +232,19 @@ class Gate:
     async def deadly(self, kind: str) -> None:
         await self.settled()
         state = await self.admin("GET", "/admin/state")
+        pages = await self.num_pages()
         if kind in ("kill", "stop"):
             pid = (await self.admin("GET", "/admin/engine"))["pid"]
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         else:
             await self.order(kind)
         await self.replaced(state["restarts"])
+        left = await self.num_pages()
+        shrinks = kind == "starve" and pages > 0.6 * self.settings.num_pages  # down to half of the first one's
+        assert left < pages if shrinks else left <= pages, f"the next engine has {left} pages after one of {pages}"
+
+    async def num_pages(self) -> int:
+        return int((await self.admin("GET", "/admin/engine"))["memory"]["groups"][0]["units"])
 
     async def order(self, kind: str) -> None:
         """Arm a fault in the engine process; between two of them there is nobody to take the order."""

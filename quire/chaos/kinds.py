@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # By what they do; each kind is injected in turn, in an order the seed decides.
-DEATHS = ("kill", "stop", "crash", "commit", "frame_lost", "frame_damaged", "order_damaged")
+DEATHS = ("kill", "stop", "crash", "commit", "starve", "frame_lost", "frame_damaged", "order_damaged")
 STEPS = ("forward", "sample", "wait", "mask", "memory", "frame_foreign", "frame_doubled", "order_foreign",
          "order_doubled", "host_page")  # fmt: skip
 FAILING_STEPS = ("forward", "sample", "wait", "mask", "memory")  # of these, the ones that make a step fail

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quire.chaos.compare import Divergence, Verdict
+from quire.chaos.compare import WIDEST_TIE, Divergence, Verdict
 from quire.chaos.traffic import Script, Seen
 from quire.files.progress import format_bytes
 
@@ -79,7 +79,8 @@ class Report:
             ("tokens duplicated", str(self.duplicated)),
             ("wrong bytes", str(self.wrong)),
             ("leaked pages", str(self.leaked)),
-            ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that are tied)"),
+            ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that, and within "
+                                               f"{WIDEST_TIE}, are tied)"),
             ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
             ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
             ("peak memory", f"engine {format_bytes(self.engine_peak_bytes)}, "

@@ -242,6 +242,11 @@ class EngineClient:
         return sum(live.is_suspect for live in self.live.values())
 
     @property
+    def longest(self) -> int:
+        """Tokens the longest of the live requests may come to."""
+        return max((live.request.max_len for live in self.live.values()), default=0)
+
+    @property
     def pid(self) -> int | None:
         return None if self._link is None else self._link.pid
 

@@ -169,7 +169,7 @@ class EngineDriver:
 def _failure(error: BaseException) -> QuireError:
     if isinstance(error, QuireError):
         return error
-    code = "out_of_memory" if is_out_of_memory(error) else "engine_failed"
+    code = "out_of_memory" if any(map(is_out_of_memory, (error, error.__cause__ or error))) else "engine_failed"
     what = f"The engine stopped: {type(error).__name__}: {error}."
     return QuireError(code, what, "Start it again; QUIRE_DEBUG=1 shows where it failed.")
 

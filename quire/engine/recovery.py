@@ -2,18 +2,31 @@
 
 After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
 a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
-fails twice is the culprit. Who was in a step that killed the process is alone from the start.
+fails twice is the culprit. Who was in a step that killed the process is alone from the start, since it may not be tried
+again in company; between two of these everyone else, the cleared ones included, gets a step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+
+
+class AllBut:
+    """Everyone but these."""
+
+    def __init__(self, names: set[str]):
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self._names
 
 
 class Bisection:
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
+        self._isolated: set[str] = set()  # suspects of a death
+        self._others_turn = False
         self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
         self._failed_alone: set[str] = set()  # once: it may have been bad luck
 
@@ -25,20 +38,24 @@ class Bisection:
         return bool(self._groups)
 
     @property
-    def group(self) -> set[str] | None:
+    def group(self) -> Container[str] | None:
         """Who may run now; None: everyone."""
+        if self._others_turn:
+            return AllBut({suspect for group in self._groups for suspect in group})
         return set(self._groups[0]) if self._groups else None
 
     def isolate(self, suspect: str, target: int) -> None:
         """Someone who was in a step that took a whole engine down runs alone until it is past that point."""
         self._targets[suspect] = target
         self._groups.append([suspect])
+        self._isolated.add(suspect)
 
     def failed(self, touched: Mapping[str, int]) -> str | None:
         """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""
         suspects = sorted(touched)
-        if self._groups:
+        if self._groups and not self._others_turn:
             suspects = [i for i in self._groups.popleft() if i in touched] or suspects
+        self._others_turn = False
         for suspect in suspects:
             self._targets[suspect] = max(touched[suspect], self._targets.get(suspect, 0))
         if len(suspects) == 1:
@@ -54,19 +71,27 @@ class Bisection:
             self._groups.appendleft([suspect])
             return None
         self._failed_alone.discard(suspect)
+        self._isolated.discard(suspect)
         self._targets.pop(suspect)
         return suspect
 
     def passed(self, computed: Mapping[str, int]) -> None:
         """A step committed; `computed` says how far everyone who has not ended is now."""
-        if self._groups and all(
+        if self._others_turn:
+            self._others_turn = False
+        elif self._groups and all(
             suspect not in computed or computed[suspect] >= self._targets[suspect] for suspect in self._groups[0]
         ):
+            lone = self._isolated.issuperset(self._groups[0])
             self.skip()
+            self._others_turn = lone and self.active
 
     def skip(self) -> None:
         """Go on with the next group: this one is cleared, or none of it can run now."""
-        if self._groups:
+        if self._others_turn:
+            self._others_turn = False
+        elif self._groups:
             for suspect in self._groups.popleft():
                 self._targets.pop(suspect, None)
                 self._failed_alone.discard(suspect)
+                self._isolated.discard(suspect)

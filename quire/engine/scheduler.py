@@ -8,7 +8,7 @@ The engine's loop is the only caller, from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from quire.cache.index import CacheIndex
 from quire.engine.limits import Limits, SchedulerStats
@@ -48,7 +48,7 @@ class Scheduler:
         self._ended: list[Delta] = []  # ends that no commit will report
         self._refused: Refusal | None = None  # of the head of the queue, when the cache had no room for it
         self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
-        self._only: set[str] | None = None  # while a failed step is being bisected: who may run
+        self._only: Container[str] | None = None  # while a failed step is being bisected: who may run
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class Scheduler:
         self.step_cap = smaller
         return True
 
-    def restrict(self, only: set[str] | None) -> None:
+    def restrict(self, only: Container[str] | None) -> None:
         """While a failed step is bisected only these may run; None lifts it."""
         self._only = only
 

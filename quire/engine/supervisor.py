@@ -33,6 +33,9 @@ KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
 UNUSABLE = frozenset({"invalid_parameter", "unsupported_model"})  # said of settings no engine can be built from
 SHRINK = 0.75  # of the pool, after the engine ran out of memory
+FEWEST = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
+# Said of a life that ended for what lies between the processes or in the books: no request in a step was the cause.
+BLAMELESS = frozenset({"frames_lost", "frames_damaged", "bad_message", "check_failed"})
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
 
@@ -67,6 +70,7 @@ class Supervisor:
         self.peak_memory = 0
         self._start_link = start_link
         self._settings = self._before = dict(settings)  # now, and before it was made to need less memory
+        self._first_pages = 0
         self._budget = budget
         self._log = log
         self._clock = clock
@@ -84,6 +88,7 @@ class Supervisor:
         """The first engine. Raises its own error if there is none: a server that can't start should say so and end."""
         try:
             self._take(await self._start_link(self._settings))
+            self._first_pages = num_pages(self.client.ready)
         except BaseException as error:
             self.states.move("gave_up", str(error))
             raise
@@ -110,7 +115,7 @@ class Supervisor:
             self._link = None
             with suppress(Exception):
                 await link.end()  # before its record is read: a stuck engine is killed here
-            self._bury(link, cause)
+            cause = self._bury(link, cause)
             while self._link is None:
                 if not self._may_restart():
                     self._give_up(cause)
@@ -203,7 +208,8 @@ class Supervisor:
         self._link = link
         self.client.attach(link)
 
-    def _bury(self, link: EngineLink, cause: QuireError) -> None:
+    def _bury(self, link: EngineLink, cause: QuireError) -> QuireError:
+        """Write down why it was lost, which may turn out only now, and who was aboard."""
         kills = num_memory_kills()
         if link.exit_code == -9 and kills > self._memory_kills:
             cause = QuireError("out_of_memory", "The system ended the engine process because memory ran out.")
@@ -213,9 +219,10 @@ class Supervisor:
         self.errors.put("engine", cause.code, str(cause))
         for number in list(self._checks):
             self._checks.pop(number).set_exception(QuireError("engine_lost", "The engine was lost meanwhile."))
-        quarantined = self.client.detach(link.last_aboard)
+        quarantined = self.client.detach(set() if cause.code in BLAMELESS else link.last_aboard)
         if quarantined:
             self._log("error", "quarantined", ids=",".join(quarantined))
+        return cause
 
     def _may_restart(self) -> bool:
         now = self._clock()
@@ -246,9 +253,12 @@ class Supervisor:
         """What the next engine is built from: the same, or less where the last one ran out of memory."""
         if cause.code == "out_of_memory":
             self._before = self._settings
-            self._settings = with_less_memory(self._settings, self._budget.on_memory, self.client.ready)
+            ready, fewest = self.client.ready, int(self._first_pages * FEWEST)
+            fewest = max(fewest, num_pages_for(self.client.longest, ready))  # nobody under way is cut short
+            self._settings = with_less_memory(self._settings, self._budget.on_memory, ready, fewest)
             changed = {name: value for name, value in self._settings.items() if self._before.get(name) != value}
-            self._log("warning", "less memory for the next engine", **changed)
+            event = "less memory for the next engine" if changed else "the next engine gets as much memory as the last"
+            self._log("warning", event, **changed)
         elif cause.code in UNUSABLE:  # less was too little, or not possible
             self._settings = self._before
         return self._settings
@@ -264,15 +274,27 @@ def engine_settings(config: Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != knobs()[name].default}
 
 
-def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready) -> dict[str, Any]:
+def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, fewest: int = 2) -> dict[str, Any]:
+    """Settings that need less, as configured: a lower precision, or a quarter less pool, but not below `fewest`."""
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
-    if how != "same":
-        units = [group["units"] for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
-        pages = int(settings.get("num_pages") or min(units, default=0))
-        if pages > 2:
-            return {**settings, "num_pages": max(2, int(pages * SHRINK))}
-    return dict(settings)
+    pages = int(settings.get("num_pages") or num_pages(ready))
+    fewer = max(fewest, int(pages * SHRINK))
+    return {**settings, "num_pages": fewer} if how != "same" and fewer < pages else dict(settings)
+
+
+def num_pages(ready: wire.Ready) -> int:
+    """Pages of the engine's smallest paged pool; 0: it has none."""
+    return min((group["units"] for group in _paged(ready)), default=0)
+
+
+def num_pages_for(num_tokens: int, ready: wire.Ready) -> int:
+    """Pages a pool must have for a request of so many tokens, with some room to move."""
+    return 2 + max((-(-num_tokens // group["page_tokens"]) for group in _paged(ready)), default=0)
+
+
+def _paged(ready: wire.Ready) -> list[dict[str, Any]]:
+    return [group for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
 
 
 def link_starter(command: Sequence[str], patience: float) -> StartLink:

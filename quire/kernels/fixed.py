@@ -1,4 +1,5 @@
-"""The deterministic row of the ops table: a token's numbers are the same bits whatever else is in the step.
+"""The deterministic row of the ops table without the native library: a token's numbers are the same bits whatever else
+is in the step.
 
 Libraries choose their loops by the shape of a product, so a row's sums change with the number of its neighbours. Here
 every product has the same shape: tiles of `TILE` rows, keys in blocks of `BLOCK`, padded where there are fewer; or its

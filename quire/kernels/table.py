@@ -92,12 +92,14 @@ FIXED = replace(
 )
 
 
-def select_fixed_ops(device_type: str) -> Ops:
-    """The ops of the deterministic mode."""
+def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
+    """The ops of the deterministic mode: the native library's where it is built, which are of that kind anyway for
+    models they run as a whole, and tiles of one shape elsewhere."""
     if device_type != "cpu":
         what = f"The deterministic mode has no kernels for {device_type} yet."
         raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
-    return FIXED
+    native = _open_native(kernels)
+    return FIXED if native is None else _native_ops(native)
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:

@@ -68,9 +68,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
-        dtype = "float32" if dtype == "auto" else dtype
-        _check_deterministic(find_model_type(hf_config), dtype, quant, kernels)
-    ops = select_fixed_ops(device.type) if deterministic else select_ops(device.type, kernels, strict_kernels)
+        ops = _deterministic_ops(hf_config, device, dtype, quant, kernels)
+    else:
+        ops = select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
@@ -172,7 +172,12 @@ def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: 
     if family is FallbackModel:
         return False
     has_blocks = dtype == "auto" and not set(hf_config.get("tensor_types", {}).values()) <= set(FLOAT_TYPES)
-    return quant != "none" or has_blocks or getattr(family, "fits_native", lambda config: False)(config)
+    return quant != "none" or has_blocks or _fits_native(family, config)
+
+
+def _fits_native(family: Any, config: Any) -> bool:
+    """Whether all layers are one native call."""
+    return bool(getattr(family, "fits_native", lambda config: False)(config))
 
 
 def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
@@ -204,18 +209,26 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
-def _check_deterministic(model_type: str, dtype: str, quant: str, kernels: str) -> None:
-    """What has been shown to give the same bits whatever surrounds a row, and nothing else."""
+def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str,
+                       kernels: str) -> Ops:  # fmt: skip
+    """What has been shown to give the same bits whatever surrounds a row, and nothing else: the native kernels where
+    they run a model as a whole (what torch does in others depends on the number of rows), tiles of one shape elsewhere.
+    """
+    ops, model_type = select_fixed_ops(device.type, kernels), find_model_type(hf_config)
+    family = find_family(model_type)
+    if ops.native is not None and _fits_native(family, _read_config(family, {**hf_config, "model_type": model_type})):
+        return ops
     if model_type not in FIXED_FAMILIES:
-        what = f"The deterministic mode does not cover {model_type} models yet, only {', '.join(FIXED_FAMILIES)}."
-        raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
-    if dtype != "float32":
-        what = f"The deterministic mode computes in float32 only, not in {dtype}."
-        raise QuireError("invalid_parameter", what, "Use --dtype float32.", param="dtype")
-    for name, given, allowed in (("quant", quant, ("none",)), ("kernels", kernels, ("auto", "torch"))):
+        known = ", ".join(FIXED_FAMILIES)
+        what = f"The deterministic mode does not cover {model_type} models yet, only {known} and what runs natively."
+        raise QuireError("invalid_parameter", what, "Leave --deterministic out; `quire doctor` shows the kernels.")
+    for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
         if given not in allowed:
-            what = f"The deterministic mode has kernels of its own, in float32, and takes no --{name} {given}."
+            what = (
+                f"The deterministic mode takes no --{name} {given} without the native kernels: it computes in float32."
+            )
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
+    return FIXED
 
 
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:

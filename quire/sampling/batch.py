@@ -12,6 +12,7 @@ from torch import Tensor
 
 GREEDY = 0  # cohort widths; any other is a number of candidates
 EVERYTHING = -1
+UNFILTERED = -2
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Cohort:
     """Samples that are chosen in the same way. Which cohort a row belongs to depends on its own parameters alone, so
     that its neighbours never change how its token is computed."""
 
-    width: int  # GREEDY, EVERYTHING (the whole vocabulary), or how many best tokens are looked at
+    width: int  # GREEDY, EVERYTHING (the whole vocabulary), UNFILTERED (all of it), or how many best are looked at
     samples: Tensor | None  # [n] int64; None: every sample of the step
     key: Tensor  # [n] int64: noise stream
     inv_temperature: Tensor  # [n] float32

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.sampling.batch import EVERYTHING, Cohort
+from quire.sampling.batch import EVERYTHING, UNFILTERED, Cohort
 from quire.sampling.rowwise import NOTHING, at_least, drop_below, row_sums
 
 _ONE = 2.0**40  # probability of the best token, as an integer weight for top-p
@@ -31,7 +31,7 @@ def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
     if cohort.any_sigma:
         width = cohort.top_n_sigma[:, None]
         sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, NOTHING)
-    if cohort.width == EVERYTHING:
+    if cohort.width in (EVERYTHING, UNFILTERED):
         scores = (logits - logits.amax(1, keepdim=True)).mul_(scale)
         scores.nan_to_num_(nan=0.0, neginf=NOTHING)  # of bad rows, lest they become wild indices
         return _keep_of_all(scores, cohort, sigma_floor), None

@@ -15,6 +15,7 @@ from quire.kernels.upload import Arrays, upload
 from quire.sampling.batch import (
     EVERYTHING,
     GREEDY,
+    UNFILTERED,
     BadWords,
     Batch,
     Bias,
@@ -124,7 +125,7 @@ def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
     top_k = min(params.top_k or 0, vocab_size)
     greedy = temperature < MIN_TEMPERATURE or top_k == 1 or params.top_p == 0
     return {
-        "width": GREEDY if greedy else _width(top_k, vocab_size),
+        "width": GREEDY if greedy else _width(params, top_k, vocab_size),
         "inv_temperature": 1.0 if greedy else 1.0 / temperature,
         "top_k": top_k,
         "top_p": params.top_p,
@@ -146,16 +147,13 @@ def _is_plain(values: dict[str, Any]) -> bool:
         return False
     if values["repetition"] != 1 or values["presence"] != 0 or values["frequency"] != 0:
         return False
-    if values["width"] == GREEDY:
-        return True
-    filtered = values["top_p"] < 1 or values["min_p"] > 0 or values["top_n_sigma"] > 0
-    return values["width"] == EVERYTHING and not filtered
+    return values["width"] in (GREEDY, UNFILTERED)
 
 
-def _width(top_k: int, vocab_size: int) -> int:
+def _width(params: SamplingParams, top_k: int, vocab_size: int) -> int:
     """How many best tokens to look at: one of a few widths, a little more than top_k so that ties find room."""
     if top_k == 0 or top_k == vocab_size:
-        return EVERYTHING
+        return EVERYTHING if params.top_p != 1 or params.min_p or params.top_n_sigma else UNFILTERED
     width = _NARROWEST
     while width <= top_k:
         width *= 4
@@ -234,7 +232,7 @@ class _Gathering:
             return False
         greedy = columns["width"] == GREEDY
         scale = np.where(greedy, np.float32(0), columns["inv_temperature"])
-        top_k = np.where(columns["width"] == EVERYTHING, 0, columns["top_k"])
+        top_k = np.where(columns["width"] < 0, 0, columns["top_k"])  # of none but candidates it means anything
         self.parts["draws"] = {"key": columns["key"], "inv_temperature": scale, "top_k": top_k}
         self.parts["draws"] |= {name: columns[name] for name in ("top_p", "min_p", "top_n_sigma")}
         filtered = (top_k > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0) | (columns["top_n_sigma"] > 0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import SamplingOps
-from quire.sampling.batch import GREEDY, Batch, Cohort, Histories, LogprobsAsked
+from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsAsked
 from quire.sampling.dry import apply_dry
 from quire.sampling.edits import add_bias, apply_mask, forbid_bad_words, forbid_stops
 from quire.sampling.filters import narrow
@@ -55,8 +55,8 @@ Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor,
 class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
                  plain: Choice | None = None):  # fmt: skip
-        """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for steps
-        whose samples are all greedy or drawn by temperature alone."""
+        """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for samples
+        that are greedy or drawn by temperature alone, up to the last bits of the noise."""
         self.noise = Noise(vocab_size, device)
         self._fused = None if ops is None else FusedSampling(ops)
         self._plain = plain
@@ -94,6 +94,8 @@ class Sampler:
         """The tokens [n] of one cohort's rows [n, vocab]."""
         if cohort.width == GREEDY:
             return logits.max(1).indices  # the first of equals, as argmax, but faster on the CPU
+        if cohort.width == UNFILTERED and self._plain is not None:  # as in a step where all are plain, to the last bit
+            return self._plain(logits, cohort.key, select(positions, cohort.samples), cohort.inv_temperature, None)[0]
         scores, token_ids = narrow(logits, cohort)
         noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
         best = noise.add_(scores).max(1, keepdim=True).indices

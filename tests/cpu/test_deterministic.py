@@ -17,10 +17,19 @@ from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.kernels import fixed, reference, reference_attention
 from quire.kernels.angles import angle_tables
+from quire.kernels.native.library import FORMS
+from quire.kernels.native.matrix import PackedLinear
+from quire.kernels.native.ops import NativeOps
+from quire.kernels.table import select_choice
 from quire.models.loader import load_model
 from quire.models.registry import Model
+from quire.sampling.noise import Noise
+from quire.sampling.sampler import Sampler
 from quire.types import Plan, QuireError, Request, SamplingParams
+from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import CPU, make_engine, make_request
+from tests.cpu.sampling_cases import Case, resolved, set_up
+from tests.cpu.test_native_products import make_matrix
 from tests.cpu.tiny_models import make_tiny
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True)
@@ -38,17 +47,39 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[("llama", 1), ("mistral", 2), ("qwen3", 3)])
+KINDS = [
+    ("llama", 1, {"kernels": "torch"}),
+    ("mistral", 2, {"kernels": "torch"}),
+    ("qwen3", 3, {"kernels": "torch"}),
+    ("llama", 3, {}),  # the native kernels, where they are built
+    ("mistral", 2, {"quant": "q8_0"}),
+    ("qwen3", 1, {"quant": "q4_0"}),
+    ("llama", 2, {"quant": "q4_0", "deterministic": False}),  # they are of that kind in the default mode, too
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """With a number of threads each, set for all that is computed with it."""
-    family, num_threads = request.param
+    family, num_threads, own = request.param
+    if own.get("kernels") != "torch":
+        need_native()
     folder = make_tiny(family, Path(tmp_path_factory.mktemp(family)))[1]
     files = resolve_model(str(folder))
-    options: dict[str, Any] = {"dtype": "float32", "device": CPU, "max_model_len": None, "page_tokens": 4}
+    options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, **own}
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    yield load_model(files, **options, deterministic=True).model
+    yield load_model(files, **{"deterministic": True, **options}).model
     torch.set_num_threads(before)
+
+
+def need_native() -> None:
+    from quire.kernels.native.library import NotBuilt, load_library
+
+    try:
+        load_library()
+    except NotBuilt as error:
+        pytest.skip(str(error))
 
 
 class Spy:
@@ -155,6 +186,20 @@ def test_another_engine_goes_on_with_the_same_bits(model: Model) -> None:
     same(seen, {place: whole[place] for place in seen})
 
 
+def test_natively_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
+    need_native()
+    files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
+    options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, "quant": "q8_0"}
+    before, results = torch.get_num_threads(), []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        engine, seen = spied(load_model(files, **options, deterministic=True).model)
+        torch.set_num_threads(before)
+        run(engine, make_requests(random.Random(3), 8))
+        results.append(seen)
+    same(*results)
+
+
 def test_ops_agree_with_the_reference(threads: int) -> None:
     torch.manual_seed(3)
     linear = fixed.TiledLinear()
@@ -192,8 +237,59 @@ def test_attention_agrees_with_the_reference(window: int | None) -> None:
 def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
     files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
     options: dict[str, Any] = {"device": CPU, "max_model_len": None, "page_tokens": 4, "deterministic": True}
-    with pytest.raises(QuireError, match="float16"):
-        load_model(files, dtype="float16", **options)
-    for name, given in (("quant", "q8_0"), ("kernels", "avx2")):
-        with pytest.raises(QuireError, match=f"deterministic mode .* takes no --{name} {given}"):
-            load_model(files, dtype="auto", **options, **{name: given})
+    for name, given in (("dtype", "float16"), ("quant", "q8_0")):
+        with pytest.raises(QuireError, match=f"deterministic mode takes no --{name} {given}"):
+            load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 300, 700])
+def test_natively_a_token_sees_its_keys_alike_alone_and_in_a_chunk(window: int | None, has_sinks: bool,
+                                                                   isa: str) -> None:  # fmt: skip
+    """Also where one token's keys are shared by threads and a chunk's are not: around the ends of pieces of 512."""
+    ops = NativeOps(open_or_skip(isa))
+    torch.manual_seed(5)
+    k_cache, v_cache = torch.randn(2, 160, 16, 2, 24)
+    table, q = torch.randperm(159)[:140].view(1, 140).int() + 1, torch.randn(56, 6, 24)
+    sinks = torch.randn(6) if has_sinks else None
+
+    def attend(first: int, count: int, place: int) -> Tensor:
+        plan = ops.plan_attention(table, torch.arange(first, first + count), [count], [first + count], 16, window,
+                                  torch.float32)  # fmt: skip
+        return ops.paged_attention(q[place : place + count], k_cache, v_cache, plan, 0.25, sinks=sinks)
+
+    for start in (0, 480, 1000, 2020):
+        whole = attend(start, 56, 0)
+        for size in (1, 2, 5):
+            parts = [attend(start + place, min(size, 56 - place), place) for place in range(0, 56, size)]
+            assert torch.equal(torch.cat(parts).view(torch.int32), whole.view(torch.int32)), (start, size)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_natively_a_product_is_the_same_for_a_token_alone_and_among_others(isa: str) -> None:
+    native = open_or_skip(isa)
+    torch.manual_seed(6)
+    for form in FORMS:
+        linear = PackedLinear([make_matrix(native, form, 37, 96)[0]], torch.randn(37))
+        x = torch.randn(35, 96) * torch.logspace(-3, 3, 35)[:, None]
+        whole = linear(x)
+        for size in (1, 2, 3, 7):
+            parts = torch.cat([linear(x[first : first + size]) for first in range(0, 35, size)])
+            assert torch.equal(parts.view(torch.int32), whole.view(torch.int32)), (form, size)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for(kernels: str) -> None:
+    """Its noise is the same to the last bit, also beside rows with filters and edits: here all tokens are tied."""
+    vocab, params = 500, [{"temperature": 1.0}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 20}]
+    sampler, noise = Sampler(vocab, "cpu", None, select_choice("cpu", kernels)), Noise(vocab, "cpu")
+    for length in range(1, 40):
+        cases = [Case(resolved(**{"temperature": 1.0, **asked}), list(range(length)), seed=3) for asked in params]
+        tokens = []
+        for count in (1, 4):
+            batch, histories = set_up(cases[:count], vocab)
+            assert batch.draws is not None
+            logits = -noise.gumbel(batch.draws.key, histories.lengths)
+            tokens.append(int(sampler.sample(logits, batch, histories).tokens[0]))
+        assert tokens[0] == tokens[1]

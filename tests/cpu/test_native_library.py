@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -117,3 +119,35 @@ def test_a_forked_process_works_alone() -> None:
     child.start()
     assert queue.get(timeout=60) == 300 * 64
     child.join()
+
+
+NO_MEMORY = """
+import resource, torch
+from quire.kernels.native.library import open_native
+from quire.kernels.native.matrix import PackedLinear, pack_floats
+
+native = open_native(None, 1)
+ones = torch.ones(16, 8192)
+linear = PackedLinear([pack_floats(native, "Q8_0", 16, 8192, lambda first, count: ones[first : first + count])])
+x, small = torch.ones(4000, 8192), torch.ones(1, 8192)
+with open("/proc/self/statm") as file:
+    held = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (24 << 20), resource.RLIM_INFINITY))
+try:
+    linear(x)
+except MemoryError as error:
+    print(error)
+print(round(float(linear(small).mean()) / 8192, 2))  # with what it has it works on
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(round(float(linear(x)[-1].mean()) / 8192, 2))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs a system that can limit and tell memory")
+def test_no_memory_to_work_in_is_an_error_and_not_the_end() -> None:
+    try:
+        load_library()
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n") == ["the native kernels found no memory to work in", "1.0", "1.0", ""], done.stderr

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.sampling.batch import EVERYTHING, GREEDY
+from quire.sampling.batch import EVERYTHING, GREEDY, UNFILTERED
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler, processed_logits, to_host
 from tests.cpu.sampling_cases import Case, random_case, random_logits, resolved, set_up
@@ -74,10 +74,12 @@ def test_parts_nobody_asked_for_are_absent():
     assert [c.width for c in greedy.cohorts] == [GREEDY] and greedy.cohorts[0].samples is None
     assert not greedy.edits and greedy.logprobs is None
     plain = rows.gather([0, 1])
-    assert sorted(c.width for c in plain.cohorts) == [EVERYTHING, GREEDY] and not plain.edits
+    assert sorted(c.width for c in plain.cohorts) == [UNFILTERED, GREEDY] and not plain.edits
     assert not any(c.any_top_p or c.any_min_p or c.any_sigma for c in plain.cohorts)
     mixed = rows.gather([0, 1, 2, 3])
-    assert sorted(c.width for c in mixed.cohorts) == [EVERYTHING, GREEDY, 64, 1000]
+    assert sorted(c.width for c in mixed.cohorts) == [UNFILTERED, GREEDY, 64, 1000]
+    rows.set(Case(resolved(temperature=0.7, min_p=0.1)).init(4))
+    assert sorted(c.width for c in rows.gather([1, 4]).cohorts) == [UNFILTERED, EVERYTHING]
     assert mixed.penalties is not None and mixed.penalties.host_samples == [3]
     assert mixed.logprobs is not None and mixed.logprobs.host_samples == [2] and mixed.logprobs.num_top == 3
     assert mixed.bias is None and mixed.dry is None and mixed.bad_words is None and mixed.min_tokens is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.chaos.compare import Arithmetic, compare, measure_shift
+from quire.chaos.compare import WIDEST_TIE, Arithmetic, compare, measure_shift
 from quire.chaos.traffic import Choice, Script, Seen
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 6}
@@ -59,6 +59,13 @@ def test_only_a_gap_that_the_arithmetic_explains_is_excused(temperature: float) 
             [(2, round(gap, 6))] if is_excused else []
         )
         assert compare(script, WANTED, got, None).wrong == 1, "the deterministic mode excuses nothing"
+
+
+def test_nothing_makes_a_wide_gap_a_near_tie() -> None:
+    careless = Arithmetic(0.4, lambda *_: 0.0)
+    for gap, is_excused in ((0.9 * WIDEST_TIE, True), (1.1 * WIDEST_TIE, False)):
+        got = seen("abXyzq", [-0.5, -0.5, -0.5 - gap, -0.5, -0.5, -0.5])
+        assert compare(GREEDY, WANTED, got, careless).is_clean is is_excused
 
 
 def test_the_shift_is_measured_up_to_where_two_runs_part() -> None:

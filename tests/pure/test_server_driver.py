@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from quire.cache.index import CacheIndex
 from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
-from quire.types import CacheSpec, Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams
+from quire.engine.workers import Workers
+from quire.types import CacheSpec, Delta, FinishReason, GrammarSpec, Plan, QuireError, Request, SamplingParams
 from tests.pure.shadow import ShadowDevice
 
 
@@ -182,11 +184,44 @@ def test_someone_who_was_in_a_step_that_died_runs_alone_until_past_it() -> None:
         one.resumed = one.suspect = True
     mailbox = Script([*suspects, request("free", 5)])
     EngineDriver(engine, mailbox).run()
-    assert plans[0] == {"s1"} and plans[1] == {"s2"} and "free" not in plans[0] | plans[1]
-    assert any(len(step) == 3 for step in plans[2:]), "then all go on together"
+    assert plans[:3] == [{"s1"}, {"s1", "free"}, {"s2"}], "and between two of them everyone who is above suspicion"
+    assert any(len(step) == 3 for step in plans[3:]), "then all go on together"
     assert {name: end[0] for name, end in mailbox.ends().items()} == dict.fromkeys(("s1", "s2", "free"), "length")
     count = {name: sum(len(d.token_ids) for d in mailbox.sent if d.request_id == name) for name in ("s1", "free")}
     assert count == {"s1": 3, "free": 5}, "nothing that was delivered is sent again"
+
+
+def test_a_step_of_the_others_that_fails_clears_no_suspect() -> None:
+    engine = make_engine(max_rows=4)
+    tried: list[set[str]] = []
+
+    class Poisoned:
+        """Fails with `bad` aboard."""
+
+        def __init__(self, inner: Workers):
+            self._inner = inner
+
+        def forward(self, plan: Plan) -> Any:
+            tried.append({row.request_id for row in plan.rows})
+            if "bad" in tried[-1]:
+                raise RuntimeError("poison")
+            return self._inner.forward(plan)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    engine.wrap(Poisoned)  # type: ignore[arg-type]
+    for name in ("s1", "s2", "s3"):
+        one = request(name, 5)
+        one.tokens += [9]
+        one.resumed = one.suspect = True
+        engine.add(one)
+    engine.add(request("bad", 5))
+    ends = {d.request_id: d.finish_reason for d in engine.run_until_idle() if d.finish_reason}
+    assert ends == dict.fromkeys(("s1", "s2", "s3"), FinishReason.LENGTH) | {"bad": FinishReason.ERROR}
+    for name in ("s1", "s2", "s3"):
+        assert next(step for step in tried if name in step) == {name}, tried
+    engine.scheduler.check()
 
 
 def test_a_suspect_that_comes_late_gets_a_row_though_all_are_taken() -> None:

@@ -19,7 +19,7 @@ from quire.server.errors import ApiError, error_body, from_quire_error, from_val
 from quire.server.openai.response_schemas import InputItem
 from quire.server.openai.response_translate import messages_of
 from quire.server.openai.schemas import ChatBody, CompletionBody
-from quire.server.openai.translate import conversation_of
+from quire.server.openai.translate import chat_params, conversation_of
 from quire.types import QuireError
 
 
@@ -31,6 +31,23 @@ def error_of(kind: Any, body: Any) -> ApiError:
 
 
 USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    "fields,param,words",
+    [
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 must"),
+        ({"max_completion_tokens": 3, "min_tokens": 9}, "min_tokens", "larger than max_completion_tokens=3"),
+        ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs", "top_logprobs=1000000 must"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_refused_is_called_what_the_client_calls_it(fields: dict[str, Any], param: str,
+                                                                   words: str) -> None:  # fmt: skip
+    with pytest.raises(QuireError) as caught:
+        chat_params(ChatBody.model_validate({"messages": [USER], **fields}))
+    error = from_quire_error(caught.value, route="/v1/chat/completions")
+    assert error.param == param and words in error.message
 
 
 @pytest.mark.parametrize(

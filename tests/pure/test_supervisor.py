@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from quire.engine import wire
 from quire.engine.client import EngineClient, Ticket
 from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
-from quire.engine.supervisor import Budget, Supervisor, with_less_memory
+from quire.engine.supervisor import BLAMELESS, Budget, Supervisor, with_less_memory
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
 BUDGET = Budget(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
-READY = wire.Ready(100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100}]}, {})
+READY = wire.Ready(
+    100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100, "page_tokens": 4}]}, {}
+)
 
 
 class FakeLink:
@@ -249,6 +252,53 @@ def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
     assert with_less_memory({"num_pages": 8}, "precision", lower) == {"num_pages": 8, "dtype": "float16"}
     assert with_less_memory({}, "precision", READY) == {"num_pages": 75}, "no lower precision: a smaller pool"
     assert with_less_memory({"num_pages": 8}, "same", lower) == {"num_pages": 8}
+    assert with_less_memory({"num_pages": 8}, "shrink", READY, 7) == {"num_pages": 7}
+    assert with_less_memory({"num_pages": 8}, "shrink", READY, 8) == {"num_pages": 8}
+
+
+def test_a_pool_shrinks_to_half_and_to_what_the_longest_request_needs() -> None:
+    async def shrink(rig: Rig) -> None:
+        for pages in (75, 56, 50, 50):
+            rig.link.die(code="out_of_memory")
+            assert (await rig.next_life()).settings == {"num_pages": pages}
+
+    budget = Budget(9, 1000.0, 1000.0, None, "shrink")
+    with_rig(shrink, budget)
+
+    async def serve(rig: Rig) -> None:
+        rig.client.submit([[replace(request("a"), max_len=350)]])  # of pages of 4 tokens
+        for _ in range(2):
+            rig.link.die(code="out_of_memory")
+            assert (await rig.next_life()).settings == {"num_pages": 90}
+
+    with_rig(serve, budget)
+
+
+def test_an_engine_the_system_ended_for_lack_of_memory_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter((3, 4))  # before, and after its death
+    monkeypatch.setattr("quire.engine.supervisor.num_memory_kills", lambda: next(kills))
+
+    async def play(rig: Rig) -> None:
+        rig.client.submit([[request("a")]])
+        rig.link.exit_code = -9
+        rig.link.die("a")
+        second = await rig.next_life()
+        assert second.settings == {"num_pages": 75} and second.submitted()["a"].suspect
+        assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "out_of_memory"
+
+    with_rig(play, Budget(3, 1000.0, 1000.0, None, "shrink"))
+
+
+@pytest.mark.parametrize("code", sorted(BLAMELESS))
+def test_what_lies_between_the_processes_makes_nobody_a_suspect(code: str) -> None:
+    async def play(rig: Rig) -> None:
+        rig.client.submit([[request("a")]])
+        for _ in range(3):
+            rig.link.die("a", code=code)
+            second = await rig.next_life()
+            assert not second.submitted()["a"].suspect
+
+    with_rig(play)
 
 
 def test_an_engine_that_can_not_do_with_less_gets_what_it_had() -> None:

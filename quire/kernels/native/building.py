@@ -25,7 +25,9 @@ X86_FLAGS = {
     "isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma",
                        "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
 }  # fmt: skip
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fno-math-errno", "-fno-trapping-math"]
+# No contraction: the compiler would choose where to fuse, and twins of one template could differ in the last bit.
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fno-math-errno", "-fno-trapping-math",
+         "-ffp-contract=off"]  # fmt: skip
 
 
 class BuildError(Exception):

@@ -82,21 +82,27 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_norm": (None, (c_void_p, _PLACE, _PLACE, c_float, c_int64, c_int64, _PLACE)),
     "quire_silu_mul": (None, (c_void_p, _PLACE, c_int64, c_int64, _PLACE)),
     "quire_linear": (
-        None, (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
+        c_int32, (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
     ),
     "quire_rope_write": (
-        None, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64, c_int64,
-               _PLACE, _PLACE),
+        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64,
+                  c_int64, _PLACE, _PLACE),
     ),
     "quire_attend": (
-        None, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,
+        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,
                _PLACE, _PLACE),
     ),
-    "quire_stack": (None, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
+    "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
     "quire_choose": (
-        None, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+        c_int32, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
 }  # fmt: skip
+_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_choose")  # for lack of memory
+
+
+def _check(code: int, function: object, arguments: object) -> None:
+    if code:
+        raise MemoryError("the native kernels found no memory to work in")
 
 
 class Native:
@@ -146,6 +152,8 @@ def load_library() -> ctypes.CDLL:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+            if name in _MAY_FAIL:
+                function.errcheck = _check
         return library
     raise NotBuilt("; ".join(troubles) or "the native kernels were not built when quire was installed")
 

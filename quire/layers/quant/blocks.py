@@ -1,5 +1,5 @@
 """Weights in the blocks they were published in, or quantized to such while loading: the scheme of the CPU's native
-kernels. Matrices are packed into tiles once; activations are rounded to 8 bits where a product meets them.
+kernels. Matrices are packed into tiles once; activations are rounded to 16 bits where a product meets them.
 
 A GGUF type without kernels of its own is kept as Q8_0, which loses nothing anyone could measure, and says so once.
 """

@@ -1,7 +1,7 @@
 """The ways a CPU can run a family beside its usual one: plain torch, and matrices in blocks by the native kernels.
 
 `test_families` runs these with the checks of `harness`. Blocks are compared with plain torch over the very same blocks
-decoded, two tokens a step: so few are rounded so finely that next to nothing may differ.
+decoded: activations are rounded so finely that next to nothing may differ.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ def check_quantized(case: Case) -> None:
         exact: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
         forms = decode_into(exact, kept)
         assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}
-        error = _error(_logits(case, kept, 2), _logits(case, exact, 2))
-        assert error <= 3e-3, f"{quant}: {error:.1e}"  # the blocks themselves are off by ten times that
+        want = _logits(case, exact, 7)
+        # Some of these random models make much of a last bit: float32 itself shows by how much, in steps of other
+        # sizes. 16 bits with a scale for every 32 numbers are some 400 times as coarse.
+        bound = max(1e-3, 400 * _error(_logits(case, exact, 2), want))
+        for chunk_tokens in (2, 7):
+            error = _error(_logits(case, kept, chunk_tokens), want)
+            assert error <= bound, f"{quant}, {chunk_tokens} tokens a step: {error:.1e} of {bound:.1e}"
 
 
 def check_isas(case: Case) -> None:
@@ -51,8 +56,11 @@ def check_isas(case: Case) -> None:
     blocks = []
     for isa in found:
         assert _error(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa), 7), want) <= 1e-4, isa
-        blocks.append(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa, quant="q4_0"), 7))
-    assert all(_error(other, blocks[0]) <= 1e-2 for other in blocks), "seven tokens a step are rounded to 8 bits"
+        model: Any = load(case.folder, PAGE_TOKENS, kernels=isa, quant="q4_0")
+        blocks.append(_logits(case, model, 7))
+        if getattr(model, "stack", None) is not None:  # a whole model in one call: other steps, the same bits
+            assert torch.equal(_logits(case, model, 3).view(torch.int32), blocks[-1].view(torch.int32)), isa
+    assert all(_error(other, blocks[0]) <= 1e-3 for other in blocks)
 
 
 def _can_open(isa: str) -> bool:

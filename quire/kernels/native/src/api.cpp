@@ -37,6 +37,19 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+constexpr int32_t kDone = 0, kNoMemory = 1;
+
+// What a call that needs working memory returns. Python makes an error of its own of what is not done.
+template <class Work>
+int32_t attempt(Work&& work) {
+    try {
+        work();
+        return kDone;
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -96,69 +109,75 @@ void quire_silu_mul(Context* context, const float* gate_up, int64_t rows, int64_
         context->kernels->activate(Activation::kSilu, gate_up + i * 2 * n, gate_up + i * 2 * n + n, n, out + i * n);
 }
 
-void quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
-                  float eps, int32_t silu, const float* residual, float* out) {
-    run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out);
+int32_t quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
+                     float eps, int32_t silu, const float* residual, float* out) {
+    return attempt([&] { run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out); });
 }
 
-void quire_rope_write(Context* context, const StepDesc* step, float* qkv, const float* q_norm, const float* k_norm,
-                      float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
-                      int64_t head_dim, float* k, float* v) {
-    run_rope_write(*context, *step, qkv, q_norm, k_norm, eps, frequencies, rope_scale, num_heads, num_kv_heads,
-                   head_dim, k, v);
+int32_t quire_rope_write(Context* context, const StepDesc* step, float* qkv, const float* q_norm, const float* k_norm,
+                         float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
+                         int64_t head_dim, float* k, float* v) {
+    return attempt([&] {
+        run_rope_write(*context, *step, qkv, q_norm, k_norm, eps, frequencies, rope_scale, num_heads, num_kv_heads,
+                       head_dim, k, v);
+    });
 }
 
-void quire_attend(Context* context, const StepDesc* step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                  int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
-                  float* out) {
-    run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, sinks, out);
+int32_t quire_attend(Context* context, const StepDesc* step, const float* q, int64_t num_heads, int64_t num_kv_heads,
+                     int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
+                     float* out) {
+    return attempt([&] {
+        run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, sinks, out);
+    });
 }
 
-void quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {
-    run_stack(*context, *stack, *step, out);
+int32_t quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {
+    return attempt([&] { run_stack(*context, *stack, *step, out); });
 }
 
 // A token for each row of logits: greedy where inv_temperature is 0, else by noise of (key, position).
-void quire_choose(Context* context, const float* logits, int64_t stride, int64_t rows, int64_t vocab,
-                  const int64_t* keys, const int64_t* positions, const float* inv_temperature, const uint32_t* masks,
-                  int64_t mask_stride, int64_t* tokens, uint8_t* bad) {
-    std::lock_guard<std::mutex> lock(context->busy);
-    constexpr int64_t kChunk = 8192;
-    const int64_t chunks = (vocab + kChunk - 1) / kChunk;
-    std::vector<Choice> choices(size_t(rows * chunks));
-    {
-        Run run(context->pool);
-        context->pool.share(rows * chunks, 1, [&](int64_t first, int64_t stop, int) {
-            for (int64_t i = first; i < stop; ++i) {
-                const int64_t row = i / chunks, chunk = i % chunks;
-                const uint64_t words = mix(uint64_t(keys[row]) + uint64_t(positions[row]) * 0x9E3779B97F4A7C15u);
-                Choice& choice = choices[size_t(i)];
-                choice.logits = logits + row * stride;
-                choice.first = chunk * kChunk;
-                choice.stop = std::min(vocab, choice.first + kChunk);
-                choice.inv_temperature = inv_temperature[row];
-                choice.whiten = uint32_t(words);
-                choice.multiply = uint32_t(words >> 32) | 1;
-                choice.mask = masks ? masks + row * mask_stride : nullptr;
-                context->kernels->choose(choice);
-            }
-        });
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        float best = -INFINITY;
-        tokens[row] = 0;
-        bad[row] = 0;
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            const Choice& choice = choices[size_t(row * chunks + chunk)];
-            if (choice.best > best) {
-                best = choice.best;
-                tokens[row] = choice.token;
-            }
-            bad[row] |= choice.unfit;
+int32_t quire_choose(Context* context, const float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                     const int64_t* keys, const int64_t* positions, const float* inv_temperature, const uint32_t* masks,
+                     int64_t mask_stride, int64_t* tokens, uint8_t* bad) {
+    return attempt([&] {
+        std::lock_guard<std::mutex> lock(context->busy);
+        constexpr int64_t kChunk = 8192;
+        const int64_t chunks = (vocab + kChunk - 1) / kChunk;
+        std::vector<Choice> choices(size_t(rows * chunks));
+        {
+            Run run(context->pool);
+            context->pool.share(rows * chunks, 1, [&](int64_t first, int64_t stop, int) {
+                for (int64_t i = first; i < stop; ++i) {
+                    const int64_t row = i / chunks, chunk = i % chunks;
+                    const uint64_t words = mix(uint64_t(keys[row]) + uint64_t(positions[row]) * 0x9E3779B97F4A7C15u);
+                    Choice& choice = choices[size_t(i)];
+                    choice.logits = logits + row * stride;
+                    choice.first = chunk * kChunk;
+                    choice.stop = std::min(vocab, choice.first + kChunk);
+                    choice.inv_temperature = inv_temperature[row];
+                    choice.whiten = uint32_t(words);
+                    choice.multiply = uint32_t(words >> 32) | 1;
+                    choice.mask = masks ? masks + row * mask_stride : nullptr;
+                    context->kernels->choose(choice);
+                }
+            });
         }
-        if (best == -INFINITY) bad[row] = 1;
-        if (bad[row]) tokens[row] = 0;
-    }
+        for (int64_t row = 0; row < rows; ++row) {
+            float best = -INFINITY;
+            tokens[row] = 0;
+            bad[row] = 0;
+            for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+                const Choice& choice = choices[size_t(row * chunks + chunk)];
+                if (choice.best > best) {
+                    best = choice.best;
+                    tokens[row] = choice.token;
+                }
+                bad[row] |= choice.unfit;
+            }
+            if (best == -INFINITY) bad[row] = 1;
+            if (bad[row]) tokens[row] = 0;
+        }
+    });
 }
 
 }  // extern "C"

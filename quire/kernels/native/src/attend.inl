@@ -92,24 +92,48 @@ inline float all_weights(float most, float sum, const Keys& keys, int head) {
     return keys.sinks ? sum + expf(keys.sinks[head] - most) : sum;
 }
 
-void attend(const Queries& queries, const Keys& keys, float* scratch) {
-    const int head_dim = keys.head_dim, num_queries = queries.num_tokens * queries.num_heads;
-    const int64_t stride = (head_dim + W - 1) / W * W;
-    float* turned = scratch;                              // [kKeyBlock / W][head_dim][W]
-    float* weights = turned + int64_t(kKeyBlock) * head_dim;  // [queries][kKeyBlock]
-    float* sums = weights + int64_t(num_queries) * kKeyBlock;  // [queries][stride]
+// What one piece of the keys left for a query joins what the pieces before it left, in `into`. One copy of this code, so
+// that pieces which threads share and those which one thread looks at in turn give the same bits.
+__attribute__((noinline)) void absorb(float* into, float most, float sum, const float* values, int head_dim) {
+    if (most == -INFINITY) return;  // it saw nothing of the piece
+    const float now = most > into[0] ? most : into[0];
+    const float keep = into[0] == -INFINITY ? 0.0f : expf(into[0] - now), weight = expf(most - now);
+    into[0] = now;
+    into[1] = into[1] * keep + sum * weight;
+    const Floats k = splat(keep), w = splat(weight);
+    int d = 0;
+    for (; d + W <= head_dim; d += W) store(into + 2 + d, fma(load(values + d), w, mul(load(into + 2 + d), k)));
+    if (d < head_dim) {
+        const int rest = head_dim - d;
+        store_some(into + 2 + d, fma(load_some(values + d, rest), w, mul(load_some(into + 2 + d, rest), k)), rest);
+    }
+}
+
+// A query's output: its weighted values over the sum of its weights.
+inline void conclude(const Queries& queries, const Keys& keys, int i, float most, float sum, const float* values) {
+    float* out = place(queries, i, keys.head_dim);
+    const float inverse = 1.0f / all_weights(most, sum, keys, i % queries.num_heads);
+    for (int d = 0; d < keys.head_dim; ++d) out[d] = values[d] * inverse;
+}
+
+struct Desk {  // where the queries of one call are worked on
+    float *turned, *weights, *sums, *parts;  // [kKeyBlock / W][head_dim][W], [queries][kKeyBlock], [queries][stride]
+    int64_t stride;
+    int num_queries;
     Softmax state[kQueryTokens * 64];
     const float* q[kQueryTokens * 64];
-    for (int i = 0; i < num_queries; ++i) {
-        state[i] = {-INFINITY, 0, 0, 0};
-        q[i] = queries.q + (i / queries.num_heads) * queries.q_stride + (i % queries.num_heads) * int64_t(head_dim);
-    }
+};
+
+// One piece of the keys, from `first` to `last`, in blocks that lie at multiples of kKeyBlock for everyone: which keys
+// share a block, and so the order of sums, is the same for a token alone and among others.
+void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last, Desk& desk) {
+    const int head_dim = keys.head_dim, num_queries = desk.num_queries;
+    const int64_t window = keys.window, stride = desk.stride;
+    float *weights = desk.weights, *sums = desk.sums;
+    Softmax* state = desk.state;
+    for (int i = 0; i < num_queries; ++i) state[i] = {-INFINITY, 0, 0, 0};
     memset(sums, 0, sizeof(float) * num_queries * stride);
-    const int64_t window = keys.window, end = queries.first_position + queries.num_tokens;
-    const int64_t last = keys.stop < end ? keys.stop : end;
-    int64_t first_key = window && queries.first_position >= window ? queries.first_position - window + 1 : 0;
-    first_key = first_key > keys.first ? first_key : keys.first;
-    for (int64_t base = first_key; base < last; base += kKeyBlock) {
+    for (int64_t base = first; base < last; base += kKeyBlock) {
         const int n = last - base < kKeyBlock ? int(last - base) : kKeyBlock, padded = (n + W - 1) / W * W;
         const float *k[kKeyBlock], *v[kKeyBlock];
         for (int j = 0; j < padded; ++j) {
@@ -119,13 +143,13 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
             v[j] = keys.v + slot * keys.token_stride;
         }
         for (int j = 0; j < padded; j += W) {
-            float* block = turned + int64_t(j) * head_dim;
+            float* block = desk.turned + int64_t(j) * head_dim;
             transpose(k + j, head_dim, block);
             int i = 0;
             for (; i + kScoreQueries <= num_queries; i += kScoreQueries)
-                score<kScoreQueries>(q + i, block, head_dim, weights + i * kKeyBlock + j);
-            for (; i + 3 <= num_queries; i += 3) score<3>(q + i, block, head_dim, weights + i * kKeyBlock + j);
-            for (; i < num_queries; ++i) score<1>(q + i, block, head_dim, weights + i * kKeyBlock + j);
+                score<kScoreQueries>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
+            for (; i + 3 <= num_queries; i += 3) score<3>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
+            for (; i < num_queries; ++i) score<1>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
         }
         for (int i = 0; i < num_queries; ++i) {
             const int64_t position = queries.first_position + i / queries.num_heads;
@@ -155,17 +179,34 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
             weigh_all<1>(weights + i * kKeyBlock, v, head_dim, state[i].first, state[i].stop, sums + i * stride,
                          stride);
     }
-    for (int i = 0; i < num_queries; ++i) {
-        if (queries.part) {
-            float* part = queries.part + i * part_floats(head_dim);
-            part[0] = state[i].most;
-            part[1] = state[i].sum;
-            memcpy(part + 2, sums + i * stride, sizeof(float) * head_dim);
-            continue;
+}
+
+void attend(const Queries& queries, const Keys& keys, float* scratch) {
+    const int head_dim = keys.head_dim;
+    Desk desk;
+    desk.num_queries = queries.num_tokens * queries.num_heads;
+    desk.stride = (head_dim + W - 1) / W * W;
+    desk.turned = scratch;
+    desk.weights = desk.turned + int64_t(kKeyBlock) * head_dim;
+    desk.sums = desk.weights + int64_t(desk.num_queries) * kKeyBlock;
+    desk.parts = queries.part ? queries.part : desk.sums + int64_t(desk.num_queries) * desk.stride;
+    for (int i = 0; i < desk.num_queries; ++i)
+        desk.q[i] = queries.q + (i / queries.num_heads) * queries.q_stride + (i % queries.num_heads) * int64_t(head_dim);
+    const bool is_whole = !queries.part && keys.first / kSplitKeys == (keys.stop - 1) / kSplitKeys;
+    for (int64_t first = keys.first; first < keys.stop;) {
+        const int64_t end = (first / kSplitKeys + 1) * kSplitKeys, last = end < keys.stop ? end : keys.stop;
+        look(queries, keys, first, last, desk);
+        for (int i = 0; i < desk.num_queries && !is_whole; ++i) {
+            float* part = desk.parts + i * part_floats(head_dim);
+            if (first == keys.first) part[0] = -INFINITY, memset(part + 1, 0, sizeof(float) * (head_dim + 1));
+            absorb(part, desk.state[i].most, desk.state[i].sum, desk.sums + i * desk.stride, head_dim);
         }
-        float* out = place(queries, i, head_dim);
-        const float inverse = 1.0f / all_weights(state[i].most, state[i].sum, keys, i % queries.num_heads);
-        for (int d = 0; d < head_dim; ++d) out[d] = sums[i * stride + d] * inverse;
+        first = last;
+    }
+    for (int i = 0; i < desk.num_queries && !queries.part; ++i) {
+        const float* part = desk.parts + i * part_floats(head_dim);
+        if (is_whole) conclude(queries, keys, i, desk.state[i].most, desk.state[i].sum, desk.sums + i * desk.stride);
+        else conclude(queries, keys, i, part[0], part[1], part + 2);
     }
 }
 
@@ -174,22 +215,12 @@ void merge(const Queries& queries, const Keys& keys, int64_t num_parts) {
     const int head_dim = keys.head_dim, num_queries = queries.num_tokens * queries.num_heads;
     const int64_t floats = part_floats(head_dim);
     for (int i = 0; i < num_queries; ++i) {
-        const float* first = queries.part + i * floats;
-        float most = -INFINITY, sum = 0;
-        for (int64_t p = 0; p < num_parts; ++p) {
-            const float here = first[p * num_queries * floats];
-            most = here > most ? here : most;
+        float* whole = queries.part + i * floats;
+        for (int64_t p = 1; p < num_parts; ++p) {
+            const float* part = whole + p * num_queries * floats;
+            absorb(whole, part[0], part[1], part + 2, head_dim);
         }
-        float* out = place(queries, i, head_dim);
-        memset(out, 0, sizeof(float) * head_dim);
-        for (int64_t p = 0; p < num_parts; ++p) {
-            const float* part = first + p * num_queries * floats;
-            const float weight = part[0] > -INFINITY ? expf(part[0] - most) : 0.0f;
-            sum += part[1] * weight;
-            add_scaled(part + 2, weight, head_dim, out);
-        }
-        const float inverse = 1.0f / all_weights(most, sum, keys, i % queries.num_heads);
-        for (int d = 0; d < head_dim; ++d) out[d] *= inverse;
+        conclude(queries, keys, i, whole[0], whole[1], whole + 2);
     }
 }
 

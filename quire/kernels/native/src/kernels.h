@@ -11,8 +11,8 @@ namespace quire {
 constexpr int kBlock = 32;        // columns that share a scale
 constexpr int kQueryTokens = 16;  // tokens of one row that attention takes at a time
 constexpr int kKeyBlock = 64;     // keys that attention takes at a time
-constexpr int kSplitKeys = 512;   // keys of one piece, where a few tokens see so many that threads share them
-constexpr int kSplitTokens = 2;   // how many are few
+constexpr int kSplitKeys = 512;   // keys of one piece: each is summed by itself, and then all are brought together
+constexpr int kSplitTokens = 2;   // where so few see many keys, threads share the pieces
 
 enum class Form : int32_t { kF32 = 0, kF16 = 1, kQ8_0 = 2, kQ4_0 = 3, kQ4_1 = 4 };
 
@@ -47,14 +47,23 @@ inline int64_t tile_bytes(const Matrix& m) {
 
 inline int64_t num_tiles(const Matrix& m) { return (m.rows + m.lanes - 1) / m.lanes; }
 
-// Activations of some tokens, as floats and as 8-bit blocks; a product reads what its matrix's form needs. `fine`: each
-// token has two rows of blocks, and stands for their sum: the second is what rounding to the first left over.
+// 32 activations in 16 bits: a value is 256 times its high byte plus its low one, times the scale. One line of the cache.
+struct Block {
+    int8_t high[kBlock], low[kBlock];
+};
+
+struct Factors {  // of a block
+    float scale;
+    float sum;       // of all its values, with their scale
+    int32_t offset;  // -128 times the sum of all its values without it
+};
+
+// Activations of some tokens, as floats and as blocks; a product reads what its matrix's form needs.
 struct Inputs {
-    const float* x;        // [tokens, columns]
-    const int8_t* values;  // [rows, columns]
-    const float* scales;   // [rows, columns / 32]
-    const int32_t* sums;   // [rows, columns / 32]: sum of a block's values
-    bool fine;
+    const float* x;          // [tokens, columns]
+    const Block* blocks;     // [tokens, columns / 32]
+    const Factors* factors;  // [columns / 32, tokens]: neighbours' lie side by side
+    int64_t num_tokens;
 };
 
 // Where a product goes: token t, row r of the matrix lands at out[t * stride + r] (+ bias[r], + residual alike).
@@ -91,7 +100,7 @@ struct Keys {
 
 inline int64_t attend_scratch_floats(int head_dim, int num_heads) {
     int64_t queries = int64_t(kQueryTokens) * num_heads;
-    return kKeyBlock * (head_dim + 16) + queries * (kKeyBlock + head_dim + 16 + 4) + 256;
+    return kKeyBlock * (head_dim + 16) + queries * (kKeyBlock + head_dim + 16 + 4 + part_floats(head_dim)) + 256;
 }
 
 struct Choice {
@@ -112,8 +121,7 @@ struct Kernels {
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
     void (*add_scaled)(const float* x, float scale, int64_t n, float* out);
     void (*activate)(Activation how, const float* gate, const float* up, int64_t n, float* out);  // up: or null
-    // Rounds to one row of blocks, or to two where `fine`.
-    void (*quantize)(const float* x, int64_t n, bool fine, int8_t* values, float* scales, int32_t* sums);
+    void (*quantize)(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride);
     void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
     void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                     const Target& target);

@@ -10,47 +10,49 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
-// What the three block forms share: where token m's values, scale and sum of block b lie.
-struct View {
-    const int8_t* values;
-    const float* scales;
-    const int32_t* sums;
-    int64_t columns, blocks;
-};
-
 template <Form F, int M>
-inline void add_blocks(const uint8_t* p, const View& in, Floats* acc) {
+inline void add_blocks(const uint8_t* p, int64_t blocks, const Inputs& in, int64_t token, Floats* acc) {
     constexpr int kScales = (F == Form::kQ4_1 ? 4 : 2) * W;
     constexpr int kBytes = kScales + (F == Form::kQ8_0 ? 32 : 16) * W;
-    for (int64_t b = 0; b < in.blocks; ++b, p += kBytes) {
-        const int8_t* a = in.values + b * kBlock;
+    const Block* at[M];
+    for (int m = 0; m < M; ++m) at[m] = in.blocks + (token + m) * blocks;
+    const Factors* factors = in.factors + token;
+    for (int64_t b = 0; b < blocks; ++b, p += kBytes, factors += in.num_tokens) {
         const uint8_t* w = p + kScales;
-        Sum sum[M];
+        Sum high[M], low[M];
+        for (int m = 0; m < M; ++m) high[m] = low[m] = begin_sum();
         if constexpr (F == Form::kQ8_0) {
-            for (int m = 0; m < M; ++m) sum[m] = begin_signed(in.sums[m * in.blocks + b]);
-            for (int g = 0; g < 8; ++g) {
-                Signed x = load_signed(w + g * 4 * W);
-                for (int m = 0; m < M; ++m) sum[m] = dot_signed(sum[m], x, a + m * in.columns + 4 * g);
+#pragma GCC unroll 8
+            for (int g = 0; g < 32; g += 4) {
+                Signed x = load_signed(w + g * W);
+                for (int m = 0; m < M; ++m) {
+                    const Block& a = *at[m];
+                    high[m] = dot_signed(high[m], x, a.high + g);
+                    low[m] = dot_signed(low[m], x, a.low + g);
+                }
             }
         } else {
-            for (int m = 0; m < M; ++m) sum[m] = begin_unsigned();
-            for (int g = 0; g < 4; ++g) {
-                Bytes x = load_bytes(w + g * 4 * W), low = low_nibbles(x), high = high_nibbles(x);
+#pragma GCC unroll 4
+            for (int g = 0; g < 16; g += 4) {
+                Bytes x = load_bytes(w + g * W), first = low_nibbles(x), second = high_nibbles(x);
                 for (int m = 0; m < M; ++m) {
-                    const int8_t* at = a + m * in.columns + 4 * g;
-                    sum[m] = dot_unsigned(dot_unsigned(sum[m], low, at), high, at + 16);
+                    const Block& a = *at[m];
+                    high[m] = dot_unsigned(dot_unsigned(high[m], first, a.high + g), second, a.high + 16 + g);
+                    low[m] = dot_unsigned(dot_unsigned(low[m], first, a.low + g), second, a.low + 16 + g);
                 }
             }
         }
-        Floats scale = load_half((const uint16_t*)p);
+        const Floats scale = load_half((const uint16_t*)p);
+        Floats least = scale;  // what a nibble of 0 stands for
+        if constexpr (F == Form::kQ4_0) least = mul(scale, splat(-8.0f));
+        if constexpr (F == Form::kQ4_1) least = load_half((const uint16_t*)p + W);
         for (int m = 0; m < M; ++m) {
-            float s = in.scales[m * in.blocks + b];
-            Floats whole = F == Form::kQ8_0 ? end_signed(sum[m]) : end_unsigned(sum[m]);
-            acc[m] = fma(mul(whole, scale), splat(s), acc[m]);
-            if constexpr (F == Form::kQ4_0)
-                acc[m] = fma(scale, splat(-8.0f * s * float(in.sums[m * in.blocks + b])), acc[m]);
-            if constexpr (F == Form::kQ4_1)
-                acc[m] = fma(load_half((const uint16_t*)p + W), splat(s * float(in.sums[m * in.blocks + b])), acc[m]);
+            Floats whole;
+            if constexpr (F == Form::kQ8_0) whole = end_signed(high[m], low[m], factors[m].offset);
+            else whole = end_unsigned(high[m], low[m]);
+            acc[m] = fma(mul(whole, scale), splat(factors[m].scale), acc[m]);
+            if constexpr (F != Form::kQ8_0) acc[m] = fma(least, splat(factors[m].sum), acc[m]);
+            ++at[m];
         }
     }
 }
@@ -90,21 +92,9 @@ void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, 
         add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
         finish<M>(acc, m, tile * W, token, to);
     } else {
-        const int64_t blocks = m.columns / kBlock, row = in.fine ? 2 * token : token;
-        const View view = {in.values + row * m.columns, in.scales + row * blocks, in.sums + row * blocks, m.columns,
-                           blocks};
-        if (M <= kMaxTokens / 2 && in.fine) {
-            constexpr int kRows = M <= kMaxTokens / 2 ? 2 * M : 1;
-            Floats acc[kRows];
-            begin<kRows>(acc);
-            add_blocks<F, kRows>(p, view, acc);
-            for (int i = 0; 2 * i < kRows - 1; ++i) acc[i] = add(acc[2 * i], acc[2 * i + 1]);
-            finish<(kRows + 1) / 2>(acc, m, tile * W, token, to);
-            return;
-        }
         Floats acc[M];
         begin<M>(acc);
-        add_blocks<F, M>(p, view, acc);
+        add_blocks<F, M>(p, m.columns / kBlock, in, token, acc);
         finish<M>(acc, m, tile * W, token, to);
     }
 }
@@ -120,11 +110,7 @@ inline void last_tokens(int64_t count, const Matrix& m, int64_t tile, const Inpu
 
 template <Form F>
 void some_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, int64_t stop, const Target& to) {
-    if (in.fine && !is_float(F))
-        for (; token + kMaxTokens / 2 <= stop; token += kMaxTokens / 2)
-            few_tokens<F, kMaxTokens / 2>(m, tile, in, token, to);
-    else
-        for (; token + kMaxTokens <= stop; token += kMaxTokens) few_tokens<F, kMaxTokens>(m, tile, in, token, to);
+    for (; token + kMaxTokens <= stop; token += kMaxTokens) few_tokens<F, kMaxTokens>(m, tile, in, token, to);
     last_tokens<F, kMaxTokens - 1>(stop - token, m, tile, in, token, to);
 }
 
@@ -132,7 +118,7 @@ template <Form F>
 void product_of(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                 const Target& to) {
     // As many tokens at a time as stay in the first cache while all tiles pass by.
-    const int64_t token_bytes = m.columns * (is_float(F) ? 4 : in.fine ? 2 : 1);
+    const int64_t token_bytes = m.columns * (is_float(F) ? 4 : 2);
     const int64_t most = (kNearBytes / token_bytes / kMaxTokens + 1) * kMaxTokens;
     for (int64_t first = 0; first < num_tokens; first += most) {
         const int64_t stop = first + most < num_tokens ? first + most : num_tokens;

@@ -114,25 +114,12 @@ void turn(float* head, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-// One block of 32 to 8 bits, whose largest magnitude is `most`; what is left over goes to `rest`.
-inline void round_block(const Floats* part, float most, int8_t* values, float* scale, int32_t* sum, Floats* rest) {
-    // Below this the inverse is no number; the block is as good as zero.
-    const Floats inverse = splat(most > 1e-30f ? 127.0f / most : 0.0f), size = splat(-most / 127.0f);
-    int32_t all = 0;
-    for (int i = 0; i < kBlock / W; ++i) {
-        const Floats whole = nearest(mul(part[i], inverse));
-        all += store_bytes(values + i * W, whole);
-        rest[i] = fma(whole, size, part[i]);
-    }
-    *scale = most / 127.0f;
-    *sum = all;
-}
-
-// n is a multiple of 32. A block that holds NaN or infinity gets the scale NaN, so that whoever reads it learns of it.
-void quantize(const float* x, int64_t n, bool fine, int8_t* values, float* scales, int32_t* sums) {
-    const int64_t blocks = n / kBlock;
-    for (int64_t b = 0; b < blocks; ++b) {
-        Floats part[kBlock / W], rest[kBlock / W], bits = splat(0);
+// Blocks of 32 to 16 bits, in two bytes each. n is a multiple of 32. A block that holds NaN or infinity gets the scale
+// NaN, so that whoever reads it learns of it.
+void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride) {
+    constexpr float kMost = 127 * 256;  // what the largest magnitude of a block becomes
+    for (int64_t b = 0; b < n / kBlock; ++b) {
+        Floats part[kBlock / W], bits = splat(0);
         for (int i = 0; i < kBlock / W; ++i) {
             part[i] = load(x + b * kBlock + i * W);
             bits = larger_magnitude(bits, part[i]);
@@ -148,11 +135,20 @@ void quantize(const float* x, int64_t n, bool fine, int8_t* values, float* scale
             most = 0;
             for (Floats& f : part) f = splat(0);
         }
-        round_block(part, most, values + b * kBlock, scales + b, sums + b, rest);
-        // What is left is at most half a step, so the second scale follows from the first.
-        if (fine)
-            round_block(rest, most / 254.0f, values + n + b * kBlock, scales + blocks + b, sums + blocks + b, part);
-        if (!finite) scales[b] = NAN;
+        // Below this the inverse is no number; the block is as good as zero.
+        const Floats inverse = splat(most > 1e-30f ? kMost / most : 0.0f);
+        int32_t high_sum = 0, low_sum = 0;
+        for (int i = 0; i < kBlock / W; ++i) {
+            const Floats whole = nearest(mul(part[i], inverse));
+            const Floats high = nearest(mul(add(whole, splat(0.5f)), splat(1.0f / 256)));
+            // From -128 to 127. AVX2 can't turn the sign of -128, and is given a hair less.
+            const Floats low = larger(fma(high, splat(-256.0f), whole), splat(-127.0f));
+            high_sum += store_bytes(blocks[b].high + i * W, high);
+            low_sum += store_bytes(blocks[b].low + i * W, low);
+        }
+        const int32_t sum = 256 * high_sum + low_sum;
+        const float scale = finite ? most / kMost : NAN;
+        factors[b * stride] = {scale, scale * float(sum), -128 * sum};
     }
 }
 

@@ -101,19 +101,23 @@ inline __m256i four_bytes(const int8_t* a) {
     memcpy(&word, a, 4);
     return _mm256_set1_epi32(word);
 }
+inline Sum begin_sum() { return {_mm256_setzero_si256()}; }
 // Nibbles times bytes stay below 2^15 over a whole block (8 * 2 * 15 * 127), so they are summed in 16 bits.
-inline Sum begin_unsigned() { return {_mm256_setzero_si256()}; }
 inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
     return {_mm256_add_epi16(s.v, _mm256_maddubs_epi16(w, four_bytes(a)))};
 }
-inline Floats end_unsigned(Sum s) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(s.v, _mm256_set1_epi16(1))); }
+inline Floats end_unsigned(Sum high, Sum low) {
+    const __m256i upper = _mm256_madd_epi16(high.v, _mm256_set1_epi16(256));
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(upper, _mm256_madd_epi16(low.v, _mm256_set1_epi16(1))));
+}
 // Bytes times bytes do not, so they are widened at once.
-inline Sum begin_signed(int32_t) { return {_mm256_setzero_si256()}; }
 inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
     __m256i pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(four_bytes(a), w.value));
     return {_mm256_add_epi32(s.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
 }
-inline Floats end_signed(Sum s) { return _mm256_cvtepi32_ps(s.v); }
+inline Floats end_signed(Sum high, Sum low, int32_t) {
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.v, 8), low.v));
+}
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

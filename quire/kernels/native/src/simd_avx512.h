@@ -77,19 +77,21 @@ inline void transpose(const float* const* rows, int columns, float* out) {
 inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
-// The instruction wants its first factor without a sign: 128 is added to it here, and taken off the sum beforehand.
+// The instruction wants its first factor without a sign: 128 is added to it here, and taken off the sum in the end.
 inline Signed load_signed(const uint8_t* p) { return _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(-128)); }
-inline __m512i four_bytes(const int8_t* a) {
-    int32_t word;
-    memcpy(&word, a, 4);
-    return _mm512_set1_epi32(word);
+inline Sum begin_sum() { return {_mm512_setzero_si512()}; }
+// By hand, because compilers load the four bytes with an instruction of their own, and there are as many as products.
+inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
+    typedef int32_t Word __attribute__((may_alias));
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(s.v) : "v"(w), "m"(*(const Word*)a));
+    return s;
 }
-inline Sum begin_unsigned() { return {_mm512_setzero_si512()}; }
-inline Sum begin_signed(int32_t sum) { return {_mm512_set1_epi32(-128 * sum)}; }
-inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) { return {_mm512_dpbusd_epi32(s.v, w, four_bytes(a))}; }
-inline Sum dot_signed(Sum s, Signed w, const int8_t* a) { return {_mm512_dpbusd_epi32(s.v, w, four_bytes(a))}; }
-inline Floats end_unsigned(Sum s) { return _mm512_cvtepi32_ps(s.v); }
-inline Floats end_signed(Sum s) { return _mm512_cvtepi32_ps(s.v); }
+inline Sum dot_signed(Sum s, Signed w, const int8_t* a) { return dot_unsigned(s, w, a); }
+inline __m512i join(Sum high, Sum low) { return _mm512_add_epi32(_mm512_slli_epi32(high.v, 8), low.v); }
+inline Floats end_unsigned(Sum high, Sum low) { return _mm512_cvtepi32_ps(join(high, low)); }
+inline Floats end_signed(Sum high, Sum low, int32_t offset) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(join(high, low), _mm512_set1_epi32(offset)));
+}
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -65,8 +65,7 @@ inline Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, sizeof r.v);
 inline Bytes low_nibbles(Bytes a) { for (uint8_t& x : a.v) x &= 15; return a; }
 inline Bytes high_nibbles(Bytes a) { for (uint8_t& x : a.v) x >>= 4; return a; }
 inline Signed load_signed(const uint8_t* p) { return load_bytes(p); }
-inline Sum begin_unsigned() { Sum r; LANES r.v[i] = 0; return r; }
-inline Sum begin_signed(int32_t) { return begin_unsigned(); }
+inline Sum begin_sum() { Sum r; LANES r.v[i] = 0; return r; }
 inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
     LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(w.v[4 * i + j]) * a[j];
     return s;
@@ -75,8 +74,9 @@ inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
     LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(int8_t(w.v[4 * i + j])) * a[j];
     return s;
 }
-inline Floats end_unsigned(Sum s) { Floats r; LANES r.v[i] = float(s.v[i]); return r; }
-inline Floats end_signed(Sum s) { return end_unsigned(s); }
+// Of the high and the low bytes; `offset` is for a twin that adds 128 to every weight.
+inline Floats end_unsigned(Sum high, Sum low) { Floats r; LANES r.v[i] = float(256 * high.v[i] + low.v[i]); return r; }
+inline Floats end_signed(Sum high, Sum low, int32_t) { return end_unsigned(high, low); }
 
 // Random bits of W token ids from `first` on, as floats (31 bits, not negative).
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {

@@ -19,10 +19,6 @@ struct Shape {
     int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-// So few tokens are bound by the bytes of the weights: their activations are rounded finely, at no cost. A lone row's
-// prompt is, too, while it is short: that is worth a few milliseconds more to whoever asked one question.
-constexpr int64_t kFineTokens = 2, kFinePrompt = 128;
-
 int64_t grain(int64_t count, int threads) { return std::max<int64_t>(1, count / (threads * 6)); }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -40,11 +36,9 @@ Needs needs(const LinearDesc& linear) {
 }
 
 void reserve_inputs(Context& c, int64_t num_tokens, int64_t columns) {
-    const int64_t rows = std::max(num_tokens, 2 * std::min(num_tokens, c.fine_tokens));
     c.floats.take_as<float>(num_tokens * columns);
-    c.values.take_as<int8_t>(rows * columns);
-    c.scales.take_as<float>(rows * (columns / kBlock + 1));
-    c.sums.take_as<int32_t>(rows * (columns / kBlock + 1));
+    c.blocks.take_as<Block>(num_tokens * (columns / kBlock));
+    c.factors.take_as<Factors>(num_tokens * (columns / kBlock));
 }
 
 // What is done to a token's vector before a product: nothing, a norm, or an activation.
@@ -67,12 +61,9 @@ void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool take
 Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, int64_t columns,
                const Before& before) {
     const Needs need = needs(linear);
-    const bool fine = num_tokens <= c.fine_tokens;
-    const int64_t blocks = columns / kBlock, rows = fine ? 2 : 1;
     float* floats = static_cast<float*>(c.floats.take(0));
-    int8_t* values = static_cast<int8_t*>(c.values.take(0));
-    float* scales = static_cast<float*>(c.scales.take(0));
-    int32_t* sums = static_cast<int32_t*>(c.sums.take(0));
+    Block* blocks = static_cast<Block*>(c.blocks.take(0));
+    Factors* factors = static_cast<Factors*>(c.factors.take(0));
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             const float* row = x + t * columns * (before.activates && before.has_gate ? 2 : 1);
@@ -83,11 +74,10 @@ Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num
             else if (before.activates) c.kernels->activate(before.activation, row, up, columns, ready);
             else ready = const_cast<float*>(row);
             if (need.blocks)
-                c.kernels->quantize(ready, columns, fine, values + t * rows * columns, scales + t * rows * blocks,
-                                    sums + t * rows * blocks);
+                c.kernels->quantize(ready, columns, blocks + t * (columns / kBlock), factors + t, num_tokens);
         }
     });
-    return {before.norm.weight || before.activates ? floats : x, values, scales, sums, fine};
+    return {before.norm.weight || before.activates ? floats : x, blocks, factors, num_tokens};
 }
 
 void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t num_tokens,
@@ -169,15 +159,19 @@ struct Piece {  // of the keys of one unit and one key-value head
     float* part;
 };
 
-// Few tokens that see many keys are cut into pieces, by their own length alone, so that neighbours change no bit.
+// Keys are looked at in pieces that lie at multiples of kSplitKeys, for a token alone and among others: neighbours change
+// no bit. Where few tokens see many keys, each piece is a task of its own; elsewhere one thread takes all in turn.
 int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
                     int64_t num_units) {
     int64_t num_pieces = 0, num_floats = 0;
-    const auto count_of = [&](const Unit& unit) {
+    const auto first_key = [&](const Unit& unit) {
         const int64_t first = step.positions[unit.first], window = group.window;
         const int64_t from = window && first >= window ? first - window + 1 : 0;
-        const int64_t keys = first + unit.count - from;
-        return unit.count <= kSplitTokens ? (keys + kSplitKeys - 1) / kSplitKeys : int64_t(1);
+        return from - from % kKeyBlock;
+    };
+    const auto last_key = [&](const Unit& unit) { return step.positions[unit.first] + unit.count - 1; };
+    const auto count_of = [&](const Unit& unit) {
+        return unit.count <= kSplitTokens ? last_key(unit) / kSplitKeys - first_key(unit) / kSplitKeys + 1 : int64_t(1);
     };
     const int64_t query_floats = shape.group() * part_floats(int(shape.head_dim));
     for (int64_t u = 0; u < num_units; ++u) {
@@ -188,13 +182,14 @@ int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, co
     Piece* pieces = c.pieces.take_as<Piece>(num_pieces);
     float* part = c.parts.take_as<float>(num_floats);
     for (int64_t u = 0; u < num_units; ++u) {
-        const int64_t count = count_of(units[u]), first = step.positions[units[u].first], window = group.window;
-        const int64_t from = window && first >= window ? first - window + 1 : 0, stop = first + units[u].count;
+        const int64_t count = count_of(units[u]), stop = last_key(units[u]) + 1;
         for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+            int64_t at = first_key(units[u]);
             for (int64_t p = 0; p < count; ++p) {
-                const int64_t at = from + p * kSplitKeys;
-                *pieces++ = {u, head, at, p + 1 < count ? at + kSplitKeys : stop, p, count, count > 1 ? part : nullptr};
+                const int64_t end = p + 1 < count ? (at / kSplitKeys + 1) * kSplitKeys : stop;
+                *pieces++ = {u, head, at, end, p, count, count > 1 ? part : nullptr};
                 if (count > 1) part += units[u].count * query_floats;
+                at = end;
             }
         }
     }
@@ -293,7 +288,6 @@ void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const fl
 void run_linear(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm, float eps,
                 bool silu, const float* residual, float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
-    c.fine_tokens = kFineTokens;
     reserve_inputs(c, num_tokens, linear.parts[0].columns);
     Before before;
     before.norm.weight = norm;
@@ -364,7 +358,6 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
     std::lock_guard<std::mutex> lock(c.busy);
     const Shape shape = {stack.num_heads, stack.num_kv_heads, stack.head_dim};
     const int64_t tokens = step.num_tokens, width = stack.width, half = stack.head_dim / 2;
-    c.fine_tokens = step.num_rows == 1 ? kFinePrompt : kFineTokens;
     reserve_inputs(c, tokens, std::max({width, stack.inner_width, shape.q_width()}));
     reserve_attention(c, shape);
     float* stream = c.stream.take_as<float>(tokens * width);

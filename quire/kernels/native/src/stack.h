@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <mutex>
+#include <new>
 
 #include "kernels.h"
 #include "pool.h"
@@ -62,15 +63,18 @@ struct StepDesc {
     int64_t num_wanted;     // -1: all
 };
 
-// Memory that only grows, for what lives within one call.
+// Memory that only grows, for what lives within one call. Throws std::bad_alloc, and then holds nothing.
 class Buffer {
   public:
     ~Buffer() { free(data_); }
     void* take(size_t bytes) {
         if (bytes > size_) {
+            const size_t more = (bytes + bytes / 4 + 63) / 64 * 64;
             free(data_);
-            size_ = bytes + bytes / 4;
-            data_ = aligned_alloc(64, (size_ + 63) / 64 * 64);
+            size_ = 0;
+            data_ = aligned_alloc(64, more);
+            if (!data_) throw std::bad_alloc();
+            size_ = more;
         }
         return data_;
     }
@@ -88,9 +92,8 @@ struct Context {
     const Kernels* kernels;
     Pool pool;
     std::mutex busy;
-    int64_t fine_tokens = 0;  // of the current call: so many at most are rounded finely
-    Buffer floats, values, scales, sums, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units,
-        pieces, parts;
+    Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
+        parts;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

@@ -3,8 +3,11 @@ the libraries are given, what those promise to compute. Which library is chosen,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor
 from quire.kernels.libraries import choose
 from quire.kernels.libraries.choose import Library, choose_library, judge, quickest
 from quire.kernels.libraries.flash_attention import FlashAttention2, FlashAttention3
-from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer
+from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, Kind, is_compiled
 from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.trial import TrialShape
@@ -71,8 +74,11 @@ class Wrapper:
 
     def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
              num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, sm_scale: float,
-             window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:  # fmt: skip
-        assert causal and all(t.dtype == torch.int32 for t in (qo_indptr, paged_kv_indptr, paged_kv_indices))
+             window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype, o_data_type: torch.dtype,
+             pos_encoding_mode: str, logits_soft_cap: float, use_fp16_qk_reduction: bool) -> None:  # fmt: skip
+        assert (pos_encoding_mode, logits_soft_cap, use_fp16_qk_reduction) == ("NONE", 0.0, False)
+        assert o_data_type == q_data_type and causal
+        assert all(t.dtype == torch.int32 for t in (qo_indptr, paged_kv_indptr, paged_kv_indices))
         assert ((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all()
         self.heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
         self.starts, self.indptr, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist(), paged_kv_indices.long()
@@ -96,7 +102,7 @@ KERNELS: dict[str, Callable[[], CatchUpKernel]] = {
     "flash-attention-3": lambda: FlashAttention3(flash_attn_with_kvcache, copied=False),
     "flash-attention-3-copied": lambda: FlashAttention3(flash_attn_with_kvcache, copied=True),
     "flash-attention-2": lambda: FlashAttention2(flash_attn_varlen_func),
-    "flashinfer": lambda: FlashInfer(Wrapper),
+    "flashinfer": lambda: FlashInfer(Wrapper, "fa3", lambda kind: True),
 }
 
 
@@ -171,7 +177,7 @@ def test_flashinfer_does_not_plan_over_a_plan_in_flight() -> None:
         made.append(Wrapper())
         return made[-1]
 
-    kernel = FlashInfer(make)
+    kernel = FlashInfer(make, "fa3", lambda kind: True)
     table, positions, counts, bounds, q, caches = small_step(counts=(5,))
     ops = with_library(REFERENCE, kernel)
     used = []
@@ -193,6 +199,67 @@ def test_flashinfer_does_not_plan_over_a_plan_in_flight() -> None:
     plan = ops.plan_attention(table, positions, counts, bounds, 16, None, torch.float16)
     ops.paged_attention(q, *caches, plan, 0.2)
     assert sent.num_waits == 1
+
+
+def test_flashinfer_compiles_nothing_while_requests_wait() -> None:
+    """What is met first was decided on; the windowed layers of the same model join in only if theirs lies there."""
+    table, positions, counts, bounds, q, caches = small_step(counts=(5,))
+
+    def fitting(compiled: bool) -> tuple[list[bool], list[Kind]]:
+        asked: list[Kind] = []
+
+        def is_there(kind: Kind) -> bool:
+            asked.append(kind)
+            return compiled
+
+        ops, fits = with_library(REFERENCE, FlashInfer(Wrapper, "fa3", is_there)), []
+        for window in (None, 11, None, 11):
+            plan = ops.plan_attention(table, positions, counts, bounds, 16, window, torch.float16)
+            ops.paged_attention(q, *caches, plan, 0.2)
+            fits.append(plan.fits)
+        return fits, asked
+
+    windowed = Kind("fa3", torch.float16, 64, windowed=True)
+    assert fitting(True) == ([True] * 4, [windowed]), "asked once"
+    assert fitting(False) == ([True, False, True, False], [windowed])
+
+
+@pytest.mark.parametrize(("found", "ready"), [
+    ({"is_aot": True, "is_compiled": True}, True),
+    ({"is_aot": False, "is_compiled": False}, False),
+    ({"is_aot": False, "is_compiled": True, "log": True}, True),
+    ({"is_aot": False, "is_compiled": True, "log": False}, False),  # built by another ninja file: compiled anew
+    ({}, False),  # a version that keeps its modules elsewhere
+])  # fmt: skip
+def test_flashinfer_is_compiled_when_nothing_is_left_to_build(
+    found: dict[str, bool], ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(
+        '#!/bin/sh\n[ "$1 $2 $4" = "-n -C -f" ] && [ -f "$5" ] || exit 1\n'
+        '[ -f "$3/.ninja_log" ] && echo "ninja: no work to do." || echo "[1/1] nvcc"\n'
+    )
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ninja.parent), prepend=":")
+    asked: list[Any] = []
+
+    def gen_batch_prefill_module(*args: Any) -> Any:
+        asked.append(args)
+        if found.get("log"):
+            (tmp_path / ".ninja_log").touch()
+        path = tmp_path / "build.ninja"
+        here = {name: value for name, value in found.items() if name != "log"}
+        return SimpleNamespace(build_dir=tmp_path, ninja_path=path, write_ninja=path.touch, **here)
+
+    for name in ("flashinfer", "flashinfer.jit"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    fake = ModuleType("flashinfer.jit.attention")
+    fake.__dict__["gen_batch_prefill_module"] = gen_batch_prefill_module
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    bf16 = torch.bfloat16
+    assert is_compiled(Kind("fa3", bf16, 128, windowed=True)) == ready
+    assert asked == [("fa3", bf16, bf16, bf16, torch.int32, 128, 128, 0, True, False, False)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from tests.gpu.paged_checks import Paged
 from tests.gpu.where import Where, close
 
 
-def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tuple[int, ...] = (64, 128)) -> None:
+def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tuple[int, ...] = (64, 128),
+                 windowed: tuple[bool, ...] = (False, True)) -> None:  # fmt: skip
     ops = with_library(inner, kernel)
     heads = [(32, 8, 128), (16, 8, 128), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]
     steps = [
@@ -22,7 +23,7 @@ def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tup
     for dtype in where.dtypes:
         for num_heads, num_kv_heads, head_dim in [shape for shape in heads if shape[2] in head_dims]:
             for page in (16, 32) if where.large else (16,):
-                for window in (None, 50 if where.large else 11):
+                for window in [(50 if where.large else 11) if has_one else None for has_one in windowed]:
                     for counts, lens in steps:
                         batch = Paged.make(where, dtype, counts, lens, num_heads, num_kv_heads, head_dim, page)
                         plan = ops.plan_attention(batch.page_table, batch.positions, counts, lens, page, window, dtype)

@@ -1,11 +1,13 @@
 """FlashAttention and FlashInfer behind the ops table, where installed; also as `python -m tests.gpu.test_libraries`.
 
-`QUIRE_FLASHINFER=compile` lets FlashInfer compile what it has not yet, minutes for each of two kinds of kernels.
+FlashInfer is tried with what it has compiled. `QUIRE_FLASHINFER=compile` lets it compile what it has not, minutes for
+each of two kinds of kernels.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 
@@ -18,7 +20,9 @@ from tests.gpu.where import Where
 pytestmark = marks()
 
 
-def check_library(name: str, head_dims: tuple[int, ...] = (64, 128)) -> None:
+def check_library(
+    name: str, head_dims: tuple[int, ...] = (64, 128), windowed: tuple[bool, ...] = (False, True)
+) -> None:
     library = next(library for library in LIBRARIES if library.name == name)
     if library.installed() is None:
         return skip(f"{name} is not installed")
@@ -29,7 +33,7 @@ def check_library(name: str, head_dims: tuple[int, ...] = (64, 128)) -> None:
     print(f"{name} {library.installed()}, seed {seed}")
     for kernel in kernels:
         where = Where("cuda", True, (torch.bfloat16,), seed)
-        check_kernel(select_ops("cuda", strict=True), kernel, where, head_dims)
+        check_kernel(select_ops("cuda", strict=True), kernel, where, head_dims, windowed)
 
 
 def skip(why: str) -> None:
@@ -50,9 +54,22 @@ def test_flash_attention_2() -> None:
 
 
 def test_flashinfer() -> None:
-    if os.environ.get("QUIRE_FLASHINFER") != "compile":
-        return skip("QUIRE_FLASHINFER=compile is not set")
-    check_library("FlashInfer", head_dims=(128,))
+    if find_spec("flashinfer") is None:
+        return skip("FlashInfer is not installed")
+    from flashinfer.jit.core import jit_spec_registry  # type: ignore[import-not-found]
+
+    from quire.kernels.libraries.flashinfer import Kind, backend_for, is_compiled
+
+    kinds = {windowed: Kind(backend_for(DEVICE), torch.bfloat16, 128, windowed) for windowed in (False, True)}
+    may_compile = os.environ.get("QUIRE_FLASHINFER") == "compile"
+    ready = [windowed for windowed, kind in kinds.items() if may_compile or is_compiled(kind)]
+    if not ready:
+        return skip("FlashInfer has compiled nothing yet and QUIRE_FLASHINFER=compile is not set")
+    for windowed in ready:
+        check_library("FlashInfer", head_dims=(128,), windowed=(windowed,))
+        assert is_compiled(kinds[windowed])
+    asked = set(jit_spec_registry.get_all_specs())
+    assert asked == {kind.module().name for kind in kinds.values()}, "its wrapper asked for another kind"
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def _open_flashinfer(device: torch.device) -> Sequence[CatchUpKernel]:
 
 
 def _is_flashinfer_compiled(shape: TrialShape, device: torch.device) -> bool:
-    from quire.kernels.libraries.flashinfer import is_compiled
+    from quire.kernels.libraries.flashinfer import Kind, backend_for, is_compiled
 
-    return is_compiled(shape.dtype, shape.head_dim, shape.window is not None, device)
+    return is_compiled(Kind(backend_for(device), shape.dtype, shape.head_dim, shape.window is not None))
 
 
 LIBRARIES = (

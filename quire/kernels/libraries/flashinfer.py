@@ -1,11 +1,13 @@
 """FlashInfer for rows that catch up: its wrapper for prompts over paged caches, planned anew in every step.
 
 The wrapper cuts a step's work on the host, from lengths that must be exact: none of our rows drafts yet. It writes
-what it planned to pinned memory that the device reads later, so there are several wrappers, taken in turn.
+what it planned to pinned memory that the device reads later, so there are several wrappers, taken in turn. FlashInfer
+compiles each `Kind` of kernel at first sight, for a minute or more: who has not asked for that must not wait for it.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,55 @@ NUM_WRAPPERS = 4
 HEAD_DIMS = (64, 128, 256)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """All that tells one of its compiled modules from another. What lies on disk is looked up by it, and the wrapper is
+    planned with it, so that the two can't differ."""
+
+    backend: str
+    dtype: torch.dtype
+    head_dim: int
+    windowed: bool
+
+    def module(self) -> Any:
+        """FlashInfer's description of it: where it lies and how it is built."""
+        from flashinfer.jit.attention import gen_batch_prefill_module  # type: ignore[import-not-found]
+
+        types = (self.dtype, self.dtype, self.dtype, torch.int32)  # of q, keys and values, the result, the indices
+        return gen_batch_prefill_module(
+            self.backend, *types, self.head_dim, self.head_dim, 0, self.windowed, False, False
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same for the wrapper's plan; whether there is a window it sees itself."""
+        types = {"q_data_type": self.dtype, "kv_data_type": self.dtype, "o_data_type": self.dtype}
+        return types | {"pos_encoding_mode": "NONE", "logits_soft_cap": 0.0, "use_fp16_qk_reduction": False}
+
+
+def backend_for(device: torch.device) -> str:
+    """The one its "auto" comes to, named so that nothing is left to it."""
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+
+
+def is_compiled(kind: Kind) -> bool:
+    """Whether its wrapper would load this kind without compiling anything."""
+    try:
+        module = kind.module()
+        return bool(module.is_aot or (module.is_compiled and _is_up_to_date(module)))
+    except Exception:  # not part of what it promises to keep: whatever changed there, it is not known to be compiled
+        return False
+
+
+def _is_up_to_date(module: Any) -> bool:
+    """The library on disk does not settle it: before every load FlashInfer runs ninja in the module's own folder, and
+    compiles all of it again where ninja finds no log there, as after a build of several modules at once."""
+    module.write_ninja()
+    command = ["ninja", "-n", "-C", str(module.build_dir), "-f", str(module.ninja_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return "no work to do" in said
+
+
 @dataclass(slots=True)
 class _Slot:
     wrapper: Any
@@ -31,12 +82,24 @@ class _Slot:
 class FlashInfer:
     name = "FlashInfer"
 
-    def __init__(self, make_wrapper: Callable[[], Any]):
+    def __init__(self, make_wrapper: Callable[[], Any], backend: str, is_compiled: Callable[[Kind], bool]):
         self._slots = [_Slot(make_wrapper()) for _ in range(NUM_WRAPPERS)]
         self._turn = 0
+        self._backend, self._is_compiled = backend, is_compiled
+        self._kinds: dict[Kind, bool] = {}  # whether it is used for them
 
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
-        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in HEAD_DIMS
+        if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in HEAD_DIMS:
+            return False
+        kind = self._kind(q, rows)
+        if kind not in self._kinds:
+            # The first is tried before a model is built, by someone who may wait. Another, for layers with a window
+            # say, is met while requests wait.
+            self._kinds[kind] = not self._kinds or self._is_compiled(kind)
+        return self._kinds[kind]
+
+    def _kind(self, q: Tensor, rows: CatchUps) -> Kind:
+        return Kind(self._backend, q.dtype, q.shape[2], rows.window is not None)
 
     def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> Any:
         slot = self._slots[self._turn % NUM_WRAPPERS]
@@ -52,8 +115,7 @@ class FlashInfer:
         slot.wrapper.plan(
             _ints([0, *np.cumsum(rows.counts)]), _ints([0, *ends]), rows.page_table.reshape(-1)[places],
             _ints((lengths - 1) % size + 1), q.shape[1], k_cache.shape[2], q.shape[2], size, causal=True,
-            sm_scale=scale, window_left=-1 if rows.window is None else rows.window - 1, q_data_type=q.dtype,
-            kv_data_type=k_cache.dtype,
+            sm_scale=scale, window_left=-1 if rows.window is None else rows.window - 1, **self._kind(q, rows).options,
         )  # fmt: skip
         if q.is_cuda:
             slot.sent = torch.cuda.Event()
@@ -70,23 +132,13 @@ def _ints(values: Any) -> Tensor:
     return torch.from_numpy(np.array(values, np.int32))
 
 
-def is_compiled(dtype: torch.dtype, head_dim: int, window: bool, device: torch.device) -> bool:
-    """Whether its kernel of this kind lies on disk already. FlashInfer compiles at first sight, for a minute or more:
-    nobody who has not asked for it should wait for that."""
-    try:
-        from flashinfer.jit.attention import gen_batch_prefill_module  # type: ignore[import-not-found]
-
-        backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-        spec = gen_batch_prefill_module(
-            backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False
-        )
-        return bool(spec.is_compiled)
-    except Exception:  # not part of what it promises to keep: whatever changed there, it is not known to be compiled
-        return False
-
-
 def open_library(device: torch.device) -> list[FlashInfer]:
     import flashinfer
 
+    backend = backend_for(device)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return [FlashInfer(lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"))]
+
+    def make_wrapper() -> Any:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+
+    return [FlashInfer(make_wrapper, backend, is_compiled)]

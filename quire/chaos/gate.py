@@ -324,7 +324,7 @@ class Gate:
     async def hostile(self, rng: random.Random) -> None:
         assert self.endpoint is not None
         for body in hostile_bodies(rng):
-            status, answer = await call(self.endpoint, "POST", "/chat/completions", body)
+            status, answer = await call(self.endpoint, "POST", "/chat/completions", body, timeout=BACK_SECONDS)
             assert 400 <= status < 500, f"{body[:80]!r} was answered with {status} {error_code(answer)}"
 
     async def full_disk(self, rng: random.Random) -> None:

@@ -152,12 +152,14 @@ def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
         same({place: seen[place] for place in alone}, alone)
         if knobs.get("num_pages"):
             assert engine.scheduler.stats.preemptions, "the pool was meant to be too small"
-    again = {"again" + name: tokens for name, tokens in outputs.items()}
-    warm = make()
-    for request in warm:
-        request.id = "again" + request.id
-    found = run(engine, warm)
-    assert {name: found[name] for name in again} == again, "a warm prefix"
+    engine, seen = spied(model, max_rows=32, max_batch_tokens=512)
+    run(engine, make())
+    seen.clear()
+    cold = engine.scheduler.cache.stats.hit_tokens
+    found = run(engine, make())
+    assert engine.scheduler.cache.stats.hit_tokens > cold + 100, "a warm prefix"
+    assert {name: found[name] for name in outputs} == outputs
+    same({place: seen[place] for place in alone}, alone)
 
 
 def test_the_same_bits_where_the_number_of_keys_changes(model: Model) -> None:

@@ -384,28 +384,28 @@ def _check_windows(case: Case, windows: dict[int, int]) -> None:
 
 def check_float16(case: Case) -> None:
     """Weights in float16 on a CPU: nearly the same logits."""
-    assert _errors(case, load(case.folder, PAGE_TOKENS, dtype="float16")).max() <= 0.05
+    error = _error(case, load(case.folder, PAGE_TOKENS, dtype="float16"))
+    assert 1e-7 < error <= 0.05, "other bits give other logits, but not many"
 
 
 def check_fp8(case: Case) -> None:
-    """Linear layers through the FP8 scheme, whose kernels stand in for CUDA's: nearly the same logits."""
+    """Linear layers through the FP8 scheme, with kernels in CUDA's place that keep all bits: the same logits."""
     scheme = (torch.float32, fp8_scheme())
     with patch.object(loader, "_choose_scheme", lambda *unused: scheme):
         model: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert sum(linear.weight.dtype == STORED for linear in linears) > len(linears) / 2
-    assert _errors(case, model).median() <= 0.05, "of most positions: where a router is undecided, bits decide"
+    assert _error(case, model) <= 1e-4
 
 
-def _errors(case: Case, model: Any) -> Tensor:
-    """How far the logits of each position of the longest prompt are off, as a share of the largest, [positions]."""
-    recorder = Recorder(model, 1)
-    run(case.engine(recorder, chunk_tokens=16), [case.prompts[-1]], replace(GREEDY, max_tokens=1))
-    got = torch.stack([recorder.logits_at[0, position] for position in range(len(case.prompts[-1]))])
-    want = case.reference_logits(case.prompts[-1])
-    errors = (got - want).abs().amax(1) / want.abs().max()
-    assert errors.max() > 1e-7, "other bits give other logits"
-    return errors
+def _error(case: Case, model: Any) -> float:
+    """How far the logits of the longest prompt are off, as a share of the largest. Its last token comes alone: schemes
+    may have a way of their own for one row."""
+    prompt, recorder = case.prompts[-1], Recorder(model, 1)
+    run(case.engine(recorder, chunk_tokens=len(prompt) - 1), [prompt], replace(GREEDY, max_tokens=1))
+    got = torch.stack([recorder.logits_at[0, position] for position in range(len(prompt))])
+    want = case.reference_logits(prompt)
+    return ((got - want).abs().max() / want.abs().max()).item()
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

@@ -93,7 +93,7 @@ def decode_into(exact: nn.Module, kept: nn.Module) -> set[str]:
 
 
 def check_products(case: Case, kept: nn.Module, exact: nn.Module) -> None:
-    """Layer by layer, on the inputs each really gets: what a product of blocks gives is what the blocks decoded give."""
+    """Layer by layer, on the inputs each really gets: a product of blocks gives what the blocks decoded give."""
     kept.__dict__["stack"] = None  # all layers in one call would hide them
     watched, handles = [], []
     for ours, theirs in zip(kept.modules(), exact.modules(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -91,18 +92,20 @@ def check_fp8_scheme(where: Where) -> None:
 
     if not where.large:
         return  # torch's scaled product needs a GPU
-    dtype = where.dtypes[-1]
-    for in_features, out_features in [(1024, 512), (1000, 512), (1024, 498), (100, 37), (5, 3)]:
-        linear = Linear(in_features, [("matrix", 2 * out_features)], bias=True, dtype=dtype, scheme=Fp8(REFERENCE))
+    for dtype, (in_features, out_features) in itertools.product(
+        where.dtypes, [(1024, 512), (1000, 512), (1024, 498), (100, 37), (5, 3)]
+    ):
+        linear = Linear(in_features, [("matrix", out_features)], bias=True, dtype=dtype, scheme=Fp8(REFERENCE))
         for name, weight in own_weights(linear):
             put_weight(linear, name, where.normal(*weight.shape, dtype=dtype))
-        weight, bias = linear.weight.double(), linear.bias.double()
+        assert linear.bias is not None
+        matrix, bias = linear.weight.double(), linear.bias.double()
         linear.finish()
         where.settle()
         for rows in (1, 2, 70):
             x = where.normal(rows, in_features, dtype=dtype)
             where.poison()
-            expected = x.double() @ weight.T + bias
+            expected = x.double() @ matrix.T + bias
             close(linear(x), expected, torch.float8_e4m3fn, f"FP8 {rows} x {in_features} x {out_features}", 0.1)
 
 

@@ -102,7 +102,9 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
 def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
                    dtype: torch.dtype) -> Tensor:  # fmt: skip
     """x [rows, in] times `weight` [out, in], both float8_e4m3fn with their scales [rows] and [out]."""
-    return torch._scaled_mm(
-        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=bias, out_dtype=dtype,
+    inside = None if dtype == torch.float32 else bias  # torch adds no bias inside a product that gives float32
+    out = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=inside, out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip
+    return out if bias is None or bias is inside else out.add_(bias)

@@ -1,6 +1,6 @@
 """The ways a CPU can run a family beside its usual one: plain torch, and matrices in blocks by the native kernels.
 
-`test_families` runs these with the checks of `harness`. Blocks are compared with plain torch over the very same blocks
+`test_families` runs these with those of `checks`. Blocks are compared with plain torch over the very same blocks
 decoded, two tokens a step, in which activations are rounded finely. Product by product next to nothing may differ; the
 whole may differ by what that rounding alone does to it, which is worked out in plain torch.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,35 +25,26 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import finished, normed
-from tests.cpu.families.harness import GREEDY, PAGE_TOKENS, Case, Recorder, run
+from tests.cpu.families.decoded import decode_into
+from tests.cpu.families.harness import PAGE_TOKENS, Case, relative_error
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import load
 
 QUANTS = ("q8_0", "q4_0")
-PACKED = ("weight", "gate_up", "down")  # attributes that hold a list of matrices where they would hold a tensor
 
 
 def check_torch(case: Case) -> None:
     """`--kernels torch`: logits of the longest prompt as transformers has them."""
     model = load(case.folder, PAGE_TOKENS, kernels="torch")
     want = case.reference_logits(case.prompts[-1])
-    assert _error(_logits(case, model, 7), want) <= 1e-4
+    assert relative_error(case.logits(model, 7), want) <= 1e-4
 
 
 def check_quantized(case: Case) -> None:
     """`--quant`: every linear layer and every expert in blocks, and the logits those blocks stand for."""
     open_or_skip("portable")
     for quant in QUANTS:
-        kept: Any = load(case.folder, PAGE_TOKENS, quant=quant)
-        exact: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
-        forms = decode_into(exact, kept)
-        assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}
-        got, want = _logits(case, kept, 2), _logits(case, exact, 2)
-        with rounding(exact, kept):
-            check_products(case, kept, exact)
-            rounded = _error(_logits(case, exact, 2), want)
-        error = _error(got, want)
-        assert error <= 1e-4 + 2 * rounded, f"{quant}: {error:.1e}, of which rounding explains {rounded:.1e}"
+        check_blocks(case, quant)
 
 
 def check_isas(case: Case) -> None:
@@ -63,11 +53,22 @@ def check_isas(case: Case) -> None:
     found = [isa for isa in ISAS if _can_open(isa)]
     if not found:
         pytest.skip("the native kernels were not built")
-    blocks = []
     for isa in found:
-        assert _error(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa), 7), want) <= 1e-4, isa
-        blocks.append(_logits(case, load(case.folder, PAGE_TOKENS, kernels=isa, quant="q4_0"), 7))
-    assert all(_error(other, blocks[0]) <= 1e-2 for other in blocks), "seven tokens a step are rounded to 8 bits"
+        assert relative_error(case.logits(load(case.folder, PAGE_TOKENS, kernels=isa), 7), want) <= 1e-4, isa
+        check_blocks(case, "q4_0", kernels=isa)
+
+
+def check_blocks(case: Case, quant: str, **how: str) -> None:
+    kept: Any = load(case.folder, PAGE_TOKENS, quant=quant, **how)
+    exact: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
+    forms = decode_into(exact, kept)
+    assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}
+    got, want = case.logits(kept, 2), case.logits(exact, 2)
+    with rounding(exact, kept):
+        check_products(case, kept, exact)
+        rounded = relative_error(case.logits(exact, 2), want)
+    error = relative_error(got, want)
+    assert error <= 1e-4 + 2 * rounded, f"{quant} {how}: {error:.1e}, of which rounding explains {rounded:.1e}"
 
 
 def _can_open(isa: str) -> bool:
@@ -76,20 +77,6 @@ def _can_open(isa: str) -> bool:
     except NotBuilt:
         return False
     return True
-
-
-def decode_into(exact: nn.Module, kept: nn.Module) -> set[str]:
-    """Give `exact`, the same model of tensors, what the blocks of `kept` stand for. Returns the forms of those."""
-    forms = set()
-    for ours, theirs in zip(kept.modules(), exact.modules(), strict=True):
-        for name in PACKED:
-            matrices: Any = getattr(ours, name, None)
-            if isinstance(matrices, list):
-                rows = torch.cat([matrix.rows(torch.arange(matrix.shape[0])) for matrix in matrices])
-                assert rows.shape == getattr(theirs, name).shape
-                setattr(theirs, name, nn.Parameter(rows, requires_grad=False))
-                forms.update(matrix.form for matrix in matrices)
-    return forms
 
 
 def check_products(case: Case, kept: nn.Module, exact: nn.Module) -> None:
@@ -102,7 +89,7 @@ def check_products(case: Case, kept: nn.Module, exact: nn.Module) -> None:
             watched.append(watch)
             handles.append(ours.register_forward_pre_hook(watch.before, with_kwargs=True))
             handles.append(ours.register_forward_hook(watch.after))
-    _logits(case, kept, 2)
+    case.logits(kept, 2)
     for handle in handles:
         handle.remove()
     del kept.__dict__["stack"]
@@ -123,7 +110,7 @@ class _Watch:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self.calls += 1
-        error = _error(out, self._want)
+        error = relative_error(out, self._want)
         assert error <= 1e-4, f"{type(module).__name__} {tuple(out.shape)}: {error:.1e}"
 
 
@@ -169,18 +156,6 @@ def round_finely(x: Tensor) -> Tensor:
     coarse = (blocks / step).round() * step
     step = step / 254
     return (coarse + ((blocks - coarse) / step).round() * step).flatten(-2)
-
-
-def _logits(case: Case, model: Any, chunk_tokens: int) -> Tensor:
-    """Of every position of the longest prompt, [tokens, vocab]."""
-    prompt = case.prompts[-1]
-    recorder = Recorder(model, 1)
-    run(case.engine(recorder, chunk_tokens=chunk_tokens), [prompt], replace(GREEDY, max_tokens=1))
-    return torch.stack([recorder.logits_at[0, position] for position in range(len(prompt))])
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max()).item()
 
 
 CPU_CHECKS: dict[str, Callable[[Case], None]] = {

@@ -6,6 +6,7 @@ other rooms (`QuireError`) are mapped by their code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -82,18 +83,17 @@ def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -
     """Whatever is not known to be our failure is the caller's: a prompt, a parameter, a template that refuses."""
     status = STATUS_BY_CODE.get(error.code, 400)
     headers = {"retry-after": str(retry_after)} if status in (429, 503) else {}
-    name = CLIENT_NAMES.get(route, {}).get(error.param or "")
-    error = error if name is None else in_words_of_client(error, name)
+    error = in_client_words(error, CLIENT_NAMES.get(route, {}))
     message = INSIDE_MESSAGE if error.code in INSIDE_CODES else str(error)
     return ApiError(status, error.code, message, error.param, headers)
 
 
-def in_words_of_client(error: QuireError, name: str) -> QuireError:
-    """The same error for someone who calls the parameter at fault `name`."""
+def in_client_words(error: QuireError, names: Mapping[str, str]) -> QuireError:
+    """The same, with fields called what the client calls them: `param`, and wherever a field stands with its value."""
     what = error.what
-    if what.startswith(f"{error.param}="):
-        what = name + what.removeprefix(error.param or "")
-    return QuireError(error.code, what, error.hint, name)
+    for ours, theirs in names.items():
+        what = re.sub(rf"\b{ours}=", f"{theirs}=", what)
+    return QuireError(error.code, what, error.hint, names.get(error.param or "", error.param))
 
 
 def dialect_of(path: str) -> Dialect:

@@ -85,19 +85,6 @@ def test_errors_of_the_engine_are_not_shown_but_those_of_the_caller_are() -> Non
     assert busy.status == 429 and busy.headers == {"retry-after": "7"}
 
 
-@pytest.mark.parametrize(("fields", "name"), [
-    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
-    ({"logprobs": True, "top_logprobs": 999}, "top_logprobs"),
-], ids=str)  # fmt: skip
-def test_errors_are_in_the_words_of_the_client(fields: dict[str, Any], name: str) -> None:
-    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
-    with pytest.raises(QuireError) as caught:
-        chat_params(body)
-    shown = from_quire_error(caught.value, route="/v1/chat/completions")
-    assert shown.param == name and shown.message.startswith(f"{name}={fields[name]} must")
-
-
 def test_both_shapes_of_an_error() -> None:
     error = ApiError(429, "queue_full", "full", "n")
     assert error_body("openai", error)["error"] == {

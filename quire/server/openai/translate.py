@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from quire.server.chat import Conversation
-from quire.server.errors import bad_request, in_words_of_client
+from quire.server.errors import bad_request, in_client_words
 from quire.server.openai.schemas import (
     ChatBody,
     ChatMessage,
@@ -36,13 +36,12 @@ def chat_params(body: ChatBody) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("invalid_value", "top_logprobs needs logprobs to be true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    longest, name = body.max_completion_tokens, "max_completion_tokens"
-    if longest is None:
-        longest, name = body.max_tokens, "max_tokens"
+    by_new_name = body.max_completion_tokens is not None
+    max_tokens = body.max_completion_tokens if by_new_name else body.max_tokens
     try:
-        return params_of(body, max_tokens=longest, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+        return params_of(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     except QuireError as error:
-        raise in_words_of_client(error, name) if error.param == "max_tokens" else error from None
+        raise in_client_words(error, {"max_tokens": "max_completion_tokens"} if by_new_name else {}) from None
 
 
 def conversation_of(body: ChatBody) -> Conversation:

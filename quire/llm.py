@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.assemble import Assembly, assemble, memory_report
 from quire.async_llm import AsyncLLM
+from quire.cache.insight import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
@@ -91,6 +92,18 @@ class LLM:
                     self._turn()
         finally:
             self._forget([opened])
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """How much of a prompt would come from the prefix cache now, and where it leaves what is cached."""
+        tokens = self.edge.encode(prompt)
+        with self._lock:
+            return explain(self._engine.scheduler.cache, tokens)
+
+    def pin(self, prompt: Prompt, *, pinned: bool = True) -> int:
+        """Ask for what is cached of a prompt to be evicted last, or no longer. Returns how many tokens that is."""
+        tokens = self.edge.encode(prompt)
+        with self._lock:
+            return pin(self._engine.scheduler.cache, tokens, pinned=pinned)
 
     @property
     def edge(self) -> Edge:

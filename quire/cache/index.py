@@ -114,7 +114,6 @@ class CacheIndex:
                 lease.units[group] += self.stock.take_all(group, self._num_missing(lease, group, request))
         if source is not None:
             self._copy_tail(request, source, plan)
-        self.stats.lookups += 1
         self.stats.lookup_tokens += len(request.tokens)
         self.stats.hit_tokens += request.computed
         if self._may_share(request):

@@ -1,6 +1,6 @@
 """Questions people ask of the prefix cache: why was this not a hit, and please keep that one.
 
-Both look prompts up the way a request would, without being one. Operators and session stores call them.
+Both look prompts up the way a request would, without being one. `LLM.explain` and `LLM.pin` call them.
 """
 
 from __future__ import annotations

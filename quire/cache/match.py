@@ -65,7 +65,6 @@ class Lookup:
 
 @dataclass(slots=True)
 class CacheStats:
-    lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
     evicted_units: int = 0

@@ -121,7 +121,7 @@ def _root_parser() -> Parser:
     parser = Parser(
         prog="quire",
         usage="quire COMMAND [options]",
-        description="Serve language models, from a laptop to a cluster.",
+        description="Serve language models, from a laptop to a fast GPU.",
         epilog="`quire COMMAND --help` tells the rest.",
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")

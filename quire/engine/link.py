@@ -38,7 +38,6 @@ class EngineLink:
         self._folder, self._context, self._socket, self._process = folder, context, socket, process
         self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
         self._unsent: set[asyncio.Future[Any]] = set()
-        self.num_foreign = 0  # frames that were not ours and were dropped
         self.last_aboard: set[str] = set()  # once it has ended: who was in the steps under way then
         self._gone = asyncio.create_task(self._exited())
 
@@ -107,8 +106,7 @@ class EngineLink:
                 raise exit_error(self._process.returncode)
             payload = self._reader.open(incoming.result())
             if payload is None:
-                self.num_foreign += 1
-                continue
+                continue  # not meant for us, or a second time
             message = wire.decode_from_engine(payload)
             if isinstance(message, wire.Failed):
                 raise message.error()

@@ -43,7 +43,6 @@ class MoEShape:
     shared_gated: bool = False  # the shared expert's output is weighted by a sigmoid of its own
     router_bias: bool = False  # added to the logits
     choice_bias: bool = False  # added to the scores for choosing only
-    expert_biases: bool = False
 
     def __post_init__(self) -> None:
         routing = self.routing

@@ -2,8 +2,8 @@
 
 The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal there
 tells what each layer keeps of a token, so that nothing is guessed from names in a config. A step is one flat sequence
-to the model: rows are told apart by their positions and, in attention, by their pages. Slower than a family's own
-file, and said so at start.
+to the model: rows are told apart by their positions and, in attention (`fallback_attention`), by their pages. Slower
+than a family's own file, and said so at start.
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from quire.kernels import reference
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionPlan, plan_attention
+from quire.layers.attention import plan_attention
 from quire.layers.quant import Dense, Fp16Packed, Scheme
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.layers.weights import Part, Weight
+from quire.models.fallback_attention import (
+    ATTENTION,
+    LayerShape,
+    PagedStep,
+    Rehearsal,
+    paged_attention,
+    unsupported,
+)
 from quire.models.fields import whole
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
-ATTENTION = "quire"  # our name among the attention functions of transformers
 SLOWER = "has no file of its own: it runs through transformers, right but slower"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -38,51 +43,6 @@ class FallbackConfig:
     model_type: str
     hf: Any  # transformers' own config
     head_dim: int = 1  # a GGUF's heads are not reordered
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer keeps of a token, and how it attends."""
-
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    window: int | None
-
-
-@dataclass(slots=True)
-class Rehearsal:
-    """Stands in for a step while a model is built: notes what each layer's attention is called with."""
-
-    layers: dict[int, LayerShape] = field(default_factory=dict)
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None) -> Tensor:  # fmt: skip
-        num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        if num_heads % num_kv_heads:
-            what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
-            raise QuireError("bad_config", what, "Check config.json.")
-        self.layers[_layer_index(module)] = LayerShape(num_kv_heads, k.shape[-1], v.shape[-1], window)
-        return q.new_empty(q.shape[1], q.shape[2], v.shape[-1]).transpose(0, 1)
-
-
-@dataclass(slots=True)
-class PagedStep:
-    """One step's caches, for the attention of every layer."""
-
-    plans: dict[int, tuple[AttentionPlan, int]]  # layer -> its group's plan, its place in the group
-    ops: Ops
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None) -> Tensor:  # fmt: skip
-        """q [1, heads, tokens, head_dim] and so on -> [tokens, heads, v_dim]"""
-        plan, place = self.plans[_layer_index(module)]
-        k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
-        width, v_dim = k_cache.shape[-1], v.shape[-1]
-        q, k, v = (_widen(x[0].transpose(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
-        reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
-        out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap)
-        return out.view(len(q), -1, width)[..., :v_dim]
 
 
 class FallbackModel(nn.Module):
@@ -155,7 +115,7 @@ class FallbackModel(nn.Module):
         try:
             wanted = self.causal(input_ids=rows, use_cache=False).logits.float()
         except Exception as failure:
-            raise _unsupported(config.model_type, f"its own attention fails: {_first_line(failure)}") from failure
+            raise unsupported(config.model_type, f"its own attention fails: {_first_line(failure)}") from failure
         finally:
             config._attn_implementation = ATTENTION
         caches = {spec.group: torch.zeros(len(spec.layers), 2, 2 * (count // spec.page_tokens + 1), spec.page_tokens,
@@ -166,22 +126,11 @@ class FallbackModel(nn.Module):
         error = (torch.cat(got, 1) - wanted).abs().max() / wanted.abs().max()
         if not error <= (1e-3 if dtype == torch.float32 else 0.1):
             what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
-            raise _unsupported(config.model_type, what)
+            raise unsupported(config.model_type, what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What transformers calls
-
-
-def _paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
-                     scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
-                     quire: Rehearsal | PagedStep | None = None, **others: Any) -> tuple[Tensor, None]:  # fmt: skip
-    if quire is None:
-        raise _unsupported(_type_of(module), "it does not hand on what its attention is called with")
-    if any(x is not None for x in (attention_mask, others.get("s_aux"), others.get("position_bias"))):
-        raise _unsupported(_type_of(module), "its attention has a mask, sinks or biases of its own")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return quire.attend(module, query, key, value, scale, softcap, sliding_window).unsqueeze(0), None
+# Its body and its head
 
 
 def _run(base: nn.Module, tokens: Tensor, positions: Tensor, quire: Rehearsal | PagedStep) -> Tensor:
@@ -240,21 +189,21 @@ def _import_transformers(model_type: str) -> Any:
         raise QuireError(
             "unsupported_model", what, "pip install 'quire[fallback]', or transformers 5 itself."
         ) from None
-    transformers.AttentionInterface.register(ATTENTION, _paged_attention)
+    transformers.AttentionInterface.register(ATTENTION, paged_attention)
     return transformers
 
 
 def _check_layers(model_type: str, kinds: Any) -> None:
     other = next((kind for kind in kinds or () if kind not in _KNOWN_LAYERS), None)
     if other is not None:
-        raise _unsupported(model_type, f"layers of type {other} keep more than keys and values, or are not known")
+        raise unsupported(model_type, f"layers of type {other} keep more than keys and values, or are not known")
 
 
 def _check_ropes(model_type: str, hf: Any) -> None:
     ropes = getattr(hf, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") == "longrope":  # its frequencies would follow the longest row of a step
-            raise _unsupported(model_type, "its rope (longrope) changes with the length of what it is given")
+            raise unsupported(model_type, "its rope (longrope) changes with the length of what it is given")
 
 
 def _build_on_meta(config: FallbackConfig, dtype: torch.dtype) -> Any:
@@ -268,10 +217,10 @@ def _build_on_meta(config: FallbackConfig, dtype: torch.dtype) -> Any:
         except Exception as error:  # anything can happen in other people's code
             by_name = isinstance(error, KeyError) and error.args[:1] == (ATTENTION,)
             reason = "it has attention classes of its own" if by_name else _first_line(error)
-            raise _unsupported(config.model_type, reason) from None
+            raise unsupported(config.model_type, reason) from None
     causal.eval()
     if not getattr(causal, "_supports_attention_backend", False) or getattr(causal, "_is_stateful", False):
-        raise _unsupported(config.model_type, "its attention can't be exchanged, or it keeps a state of its own")
+        raise unsupported(config.model_type, "its attention can't be exchanged, or it keeps a state of its own")
     return causal
 
 
@@ -284,11 +233,11 @@ def _rehearse(causal: Any, config: FallbackConfig) -> list[LayerShape]:
     except QuireError:
         raise
     except Exception as error:  # anything can happen in other people's code
-        raise _unsupported(config.model_type, f"a rehearsal of it failed: {_first_line(error)}") from None
+        raise unsupported(config.model_type, f"a rehearsal of it failed: {_first_line(error)}") from None
     num_layers = int(config.hf.num_hidden_layers)
     if sorted(rehearsal.layers) != list(range(num_layers)):
         what = f"{len(rehearsal.layers)} of its {num_layers} layers attend, and others may keep a state"
-        raise _unsupported(config.model_type, what)
+        raise unsupported(config.model_type, what)
     return [rehearsal.layers[index] for index in range(num_layers)]
 
 
@@ -326,7 +275,7 @@ def _rebuild_buffers(causal: Any, model_type: str, device: torch.device) -> None
         for name in names:
             value = module._buffers[name]
             if value.is_floating_point() and value.isnan().any():
-                raise _unsupported(model_type, f"its table {_join(prefix, name)} can't be made anew")
+                raise unsupported(model_type, f"its table {_join(prefix, name)} can't be made anew")
 
 
 def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int) -> Step:
@@ -370,21 +319,6 @@ def _checkpoint_names(name: str) -> list[str]:
     return [name, name.replace("lm_head.", "embed_out.")] if name.startswith("lm_head.") else [name]
 
 
-def _layer_index(module: nn.Module) -> int:
-    index = getattr(module, "layer_idx", None)
-    if index is None:
-        raise _unsupported(_type_of(module), "its attention does not know which layer it is of")
-    return int(index)
-
-
-def _type_of(module: nn.Module) -> str:
-    return getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
-
-
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
@@ -394,8 +328,3 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return (f"it does not know {said}" if isinstance(error, KeyError) else said)[:300].rstrip(".")
-
-
-def _unsupported(model_type: str, why: str) -> QuireError:
-    return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
-                      supported_types())  # fmt: skip

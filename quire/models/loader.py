@@ -1,7 +1,7 @@
 """Turns a model's files into a model that can run: config, memory check, building on meta, weights, defaults.
 
-`llm` and the worker entry call `load_model`; `doctor` calls `read_config` and `estimate_weights_bytes` alone. Both
-kinds of files, folders and GGUF, become the same thing here: the fields of a config.json and named tensors.
+`assemble` calls it: `load_model` for an engine, `read_config` and `build_model` alone for a memory plan. Both kinds of
+files, folders and GGUF, become the same thing here: the fields of a config.json and named tensors.
 """
 
 from __future__ import annotations
@@ -147,13 +147,6 @@ def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
         reason = (str(error).strip().splitlines() or [""])[0]
         what = f"This {hf_config['model_type']} config can't be read ({type(error).__name__}: {reason})."
         raise QuireError("bad_config", what, "Check config.json.") from error
-
-
-def estimate_weights_bytes(hf_config: Mapping[str, Any], dtype: str, device: torch.device | None = None) -> int:
-    """Bytes the weights of such a model take, on a CPU unless said otherwise."""
-    device = device or torch.device("cpu")
-    dtype = resolve_dtype(dtype, device, hf_config)
-    return weights_bytes(build_model(hf_config, dtype=dtype, device=device, page_tokens=16)[0])
 
 
 def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]) -> str:

@@ -130,10 +130,6 @@ class Batch:
         parts = (self.bias, self.penalties, self.dry, self.min_tokens, self.bad_words)
         return any(part is not None for part in parts)
 
-    @property
-    def needs_history(self) -> bool:
-        return any(part is not None for part in (self.penalties, self.dry, self.bad_words))
-
 
 @dataclass(slots=True)
 class Histories:

@@ -21,7 +21,7 @@ from quire.server.gate import Gate, route_label
 from quire.server.openai.embeddings import embeddings_router
 from quire.server.openai.response_routes import responses_router
 from quire.server.openai.routes import openai_router
-from quire.server.ops_routes import ops_router
+from quire.server.ops_routes import admin_router, ops_router
 from quire.server.page.routes import page_router
 from quire.server.state import Server
 from quire.server.text_routes import text_router
@@ -34,6 +34,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     routers = (
         ops_router(server),
+        admin_router(server),
         openai_router(server),
         responses_router(server),
         embeddings_router(server),

@@ -1,4 +1,4 @@
-"""Probes, metrics, statistics and the admin routes: what operators and their tools ask."""
+"""What operators and their tools ask: probes, metrics, statistics, and the admin routes, which take another key."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ def ops_router(server: Server) -> APIRouter:
     async def stats() -> dict[str, Any]:
         """The engine's counters and limits."""
         return stats_body(server)
+
+    return router
+
+
+def admin_router(server: Server) -> APIRouter:
+    router = APIRouter(tags=["Operation"], responses=error_docs("openai"))
 
     @router.get("/admin/engine")
     async def engine() -> dict[str, Any]:

@@ -154,6 +154,18 @@ def test_usage_tells_what_came_from_the_cache(llm: LLM) -> None:
     assert again.usage.cached_tokens == (len(prompt) - 1) // 16 * 16 > 0
 
 
+def test_the_cache_can_be_asked(llm: LLM) -> None:
+    """Where a prompt leaves what is cached, and to keep what it shares."""
+    prompt = [(5 * i) % 90 + 10 for i in range(70)]
+    assert llm.explain(prompt).cached_len == 0
+    llm.generate([prompt], GREEDY)
+    other = [*prompt[:40], *([9] * 20)]
+    why = llm.explain(other)
+    assert (why.cached_len, why.diverged_at, why.reason) == (32, 40, "diverged at token 40")
+    assert llm.pin(other) == 32 and llm.pin(other, pinned=False) == 32
+    llm.engine.scheduler.cache.check()
+
+
 def test_the_models_own_defaults_are_used(folder: Path, llm: LLM) -> None:
     assert llm.edge.eos_ids[:2] == (0, 3)
     request = llm.edge.requests([5, 6], SamplingParams())[0]

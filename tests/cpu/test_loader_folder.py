@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.files.source import ModelFiles, resolve_model
 from quire.layers.quant import Fp16Packed
-from quire.layers.weights import iter_weights
+from quire.layers.weights import iter_weights, weights_bytes
 from quire.models import loader
-from quire.models.loader import LoadedModel, estimate_weights_bytes, load_model, resolve_dtype
+from quire.models.loader import LoadedModel, build_model, load_model, resolve_dtype
 from quire.types import QuireError
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_models import make_tiny
@@ -232,8 +232,11 @@ def test_estimate_is_what_gets_loaded(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     model: Any = load(folder, kernels="torch").model
     total = sum(parameter.nbytes for parameter in model.parameters())
-    assert estimate_weights_bytes(config, "float32") == load(folder).weights_bytes == total
-    assert estimate_weights_bytes(config, "bfloat16") * 2 == total
+    on_meta = {
+        dtype: build_model(config, dtype=dtype, device=CPU, page_tokens=16)[0] for dtype in ("float32", "bfloat16")
+    }
+    assert weights_bytes(on_meta["float32"]) == load(folder).weights_bytes == total
+    assert weights_bytes(on_meta["bfloat16"]) * 2 == total
 
 
 def test_random_weights_need_only_a_config(folder: Path) -> None:

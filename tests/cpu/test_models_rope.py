@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.families.harness import Case, all_families, check_logits
+from tests.cpu.families.checks import check_logits
+from tests.cpu.families.harness import Case, all_families
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 # Heads that turn in part: without a norm, as neighbours, with biases, with norms of each head, with wide ones, gated.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
 from quire.kernels import reference
 from tests.gpu.where import Where, close
@@ -64,19 +66,47 @@ def check_fp8_linear(where: Where) -> None:
 
 
 def check_fp8_quantize(where: Where) -> None:
-    """With the norm before it and with the SiLU-mul before it."""
-    from quire.kernels.triton.fp8 import quantize_rows
+    """With the norm before it and with the SiLU-mul before it; widths are filled up with zeros."""
+    from quire.kernels.triton.fp8 import MULTIPLE, quantize_rows
 
-    for rows, width in [(300, 4096), (3, 1000)] if where.large else [(3, 40)]:
+    for rows, width in [(300, 4096), (3, 1000), (2, 5)] if where.large else [(3, 40), (2, 32)]:
         x = where.normal(rows, 2 * width, dtype=where.dtypes[-1])
         weight = where.normal(2 * width, dtype=where.dtypes[-1])
         for options, expected in (
             ({"norm_weight": weight, "eps": 1e-6}, reference.rms_norm(x.double(), weight.double(), 1e-6)),
             ({"silu_mul": True}, reference.silu_mul(x.double())),
         ):
+            where.poison()
             stored, scale = quantize_rows(x, **options)
+            expected = functional.pad(expected, (0, -expected.shape[1] % MULTIPLE))
             assert stored.shape == expected.shape
             close(stored.float() * scale[:, None], expected, torch.float8_e4m3fn, f"quantize_rows {options.keys()}")
+
+
+def check_fp8_scheme(where: Where) -> None:
+    """Layers of sizes that the matrix units do not take, by one row and by several."""
+    from quire.kernels.table import REFERENCE
+    from quire.layers.linear import Linear
+    from quire.layers.quant import Fp8
+    from quire.layers.weights import own_weights, put_weight
+
+    if not where.large:
+        return  # torch's scaled product needs a GPU
+    for dtype, (in_features, out_features) in itertools.product(
+        where.dtypes, [(1024, 512), (1000, 512), (1024, 498), (100, 37), (5, 3)]
+    ):
+        linear = Linear(in_features, [("matrix", out_features)], bias=True, dtype=dtype, scheme=Fp8(REFERENCE))
+        for name, weight in own_weights(linear):
+            put_weight(linear, name, where.normal(*weight.shape, dtype=dtype))
+        assert linear.bias is not None
+        matrix, bias = linear.weight.double(), linear.bias.double()
+        linear.finish()
+        where.settle()
+        for rows in (1, 2, 70):
+            x = where.normal(rows, in_features, dtype=dtype)
+            where.poison()
+            expected = x.double() @ matrix.T + bias
+            close(linear(x), expected, torch.float8_e4m3fn, f"FP8 {rows} x {in_features} x {out_features}", 0.1)
 
 
 def check_dequantize_pages(where: Where) -> None:
@@ -101,5 +131,6 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "skinny_fp8": check_skinny_fp8,
     "fp8_linear": check_fp8_linear,
     "fp8_quantize": check_fp8_quantize,
+    "fp8_scheme": check_fp8_scheme,
     "dequantize_pages": check_dequantize_pages,
 }

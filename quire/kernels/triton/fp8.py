@@ -14,9 +14,11 @@ from torch import Tensor
 from quire.kernels.triton.launch import INTERPRETED, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.skinny import skinny_linear
 
+MULTIPLE = 16  # what the matrix units want both sides of a weight to be; others are padded with zeros
+
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width, eps, NORM: tl.constexpr,
+def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width, out_width, eps, NORM: tl.constexpr,
                           SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -32,21 +34,24 @@ def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
     most = tl.maximum(tl.max(tl.abs(x), 0), 1e-12)
-    tl.store(out_ptr + row * width + columns, (x * (448.0 / most)).to(out_ptr.dtype.element_ty), mask=inside)
+    stored = (x * (448.0 / most)).to(out_ptr.dtype.element_ty)  # past the row's end 0
+    tl.store(out_ptr + row * out_width + columns, stored, mask=columns < out_width)
     tl.store(scale_ptr + row, most / 448.0)
 
 
 def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
                   silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32; after its norm, or
-    after the SiLU-mul of its two halves, which leaves half the width."""
+    after the SiLU-mul of its two halves, which leaves half the width. A width that is no `MULTIPLE` is filled up with
+    zeros."""
     rows, width = x.shape[0], x.shape[1] // 2 if silu_mul else x.shape[1]
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    out_width = triton.cdiv(width, MULTIPLE) * MULTIPLE
+    out = torch.empty(rows, out_width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = triton.next_power_of_2(out_width)
     _quantize_rows_kernel[(rows,)](
-        x, norm_weight, out, scale, x.stride(0), width, eps, NORM=norm_weight is not None, SILU=silu_mul, BLOCK=block,
-        **launch_options(x.device, _quantize_warps(rows, block)),
+        x, norm_weight, out, scale, x.stride(0), width, out_width, eps, NORM=norm_weight is not None, SILU=silu_mul,
+        BLOCK=block, **launch_options(x.device, _quantize_warps(rows, block)),
     )  # fmt: skip
     return out, scale
 
@@ -97,7 +102,9 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
 def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
                    dtype: torch.dtype) -> Tensor:  # fmt: skip
     """x [rows, in] times `weight` [out, in], both float8_e4m3fn with their scales [rows] and [out]."""
-    return torch._scaled_mm(
-        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=bias, out_dtype=dtype,
+    inside = None if dtype == torch.float32 else bias  # torch adds no bias inside a product that gives float32
+    out = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=inside, out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip
+    return out if bias is None or bias is inside else out.add_(bias)

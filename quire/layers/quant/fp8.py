@@ -1,7 +1,8 @@
 """FP8 (e4m3) weights for CUDA, made while loading: one scale per output channel, half the bytes of bfloat16.
 
 One row keeps its activations as they are; more rows are scaled row by row to FP8 as well, where the matrix units are
-twice as fast. Norms, embeddings and the residual stream stay in the model's own type.
+twice as fast. Norms, embeddings and the residual stream stay in the model's own type. Both sides of a weight are
+padded to what the matrix units want; one that is padded does without the kernel for one row.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
@@ -19,9 +21,6 @@ from quire.layers.weights import own_weights
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
     from quire.layers.norm import RMSNorm
-
-
-MULTIPLE = 16  # what the matrix units want the number of outputs to be; others are padded with zeros
 
 
 class Fp8:
@@ -38,16 +37,16 @@ class Fp8:
                 weight.stored = torch.float8_e4m3fn
 
     def finish(self, linear: Linear) -> None:
-        padded = torch.nn.functional.pad(linear.weight.data, (0, 0, 0, -len(linear.weight) % MULTIPLE))
+        padded = functional.pad(linear.weight.data, (0, 0, 0, -len(linear.weight) % self._fp8.MULTIPLE))
         weight, scale = self._fp8.quantize_rows(padded)
-        linear.register_buffer("weight_scale", scale)  # [out_features, rounded up] float32
+        linear.register_buffer("weight_scale", scale)  # [out_features] float32, rounded up
         del linear.weight
-        linear.register_buffer("weight", weight)  # [out_features, rounded up, in_features]
+        linear.register_buffer("weight", weight)  # [out_features, in_features], both rounded up
 
     def apply(self, linear: Linear, x: Activation, norm: RMSNorm | None, silu_mul: bool,
               residual: Tensor | None) -> Activation:  # fmt: skip
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if linear.out_features % MULTIPLE:
+        if linear.weight.shape != (linear.out_features, linear.in_features):
             return self._apply_padded(linear, x, weight, eps, silu_mul, residual)
         if not isinstance(x, Scaled):
             if len(x) == 1:
@@ -65,7 +64,7 @@ class Fp8:
 
     def _apply_padded(self, linear: Linear, x: Activation, norm_weight: Tensor | None, eps: float, silu_mul: bool,
                       residual: Tensor | None) -> Tensor:  # fmt: skip
-        """An odd number of outputs, a vocabulary say: nothing is fused."""
+        """An odd number of outputs, a vocabulary say, or of inputs: nothing behind the product is fused."""
         if not isinstance(x, Scaled):
             x = Scaled(*self._fp8.quantize_rows(x, norm_weight=norm_weight, eps=eps), x.dtype)
         out = self._fp8.scaled_product(x.values, x.scale, linear.weight, linear.weight_scale, None, x.dtype)

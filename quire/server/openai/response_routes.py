@@ -76,21 +76,25 @@ def responses_router(server: Server) -> APIRouter:
         after: str | None = None,
     ) -> dict[str, Any]:
         items = (await find(request, response_id, "response_id")).items
-        items = items if order == "asc" else items[::-1]
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if after is not None and not places:
-            raise ApiError(400, "invalid_value", f"There is no item {after[:100]!r} in this response.", "after")
-        items = items[places[0] + 1 :] if places else items
-        shown = items[:limit]
-        return {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(items) > limit,
-        }
+        return _list_body(items if order == "asc" else items[::-1], limit, after)
 
     return router
+
+
+def _list_body(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """The first `limit` items, or those that follow the one named `after`."""
+    places = [place for place, item in enumerate(items) if item["id"] == after]
+    if after is not None and not places:
+        raise ApiError(400, "invalid_value", f"There is no item {after[:100]!r} in this response.", "after")
+    items = items[places[0] + 1 :] if places else items
+    shown = items[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > limit,
+    }
 
 
 def owner_of(request: Request) -> str:

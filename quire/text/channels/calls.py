@@ -1,4 +1,5 @@
-"""A tool call written as a JSON object, `{"name": …, "arguments": {…}}`, read while it arrives.
+"""A tool call written as a JSON object, `{"name": …, "arguments": {…}}`, or as a name and then arguments, read while it
+arrives.
 
 The JSON-based formats share this. Until a call is certain its text is kept back, and given back as text if it turns out
 to be none; from then on the arguments go out as they come. A call that breaks off later is ended where it broke, and
@@ -49,6 +50,18 @@ def read_call(source: Source, *, names: Collection[str] | None = None, is_marked
         return True
     source.give_back()
     return False
+
+
+def read_arguments(source: Source, name: str) -> Reading[bool]:
+    """A call's arguments where its name came before them, from their opening brace. False: it was none, and is text."""
+    if not name or not (yield from source.next_is("{")):
+        source.give_back()
+        return False
+    source.settle()
+    source.log.start_call(name)
+    yield from source.span(JsonSpan(), source.log.arguments)
+    source.log.end_call()
+    return True
 
 
 def read_calls(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:

@@ -1,6 +1,7 @@
-"""The FP8 scheme on a CPU: its CUDA kernels' twins in torch, with more bits, so that what differs is how layers use it.
+"""The FP8 scheme on a CPU: its CUDA kernels' twins in torch, with all bits kept, so that nothing may differ.
 
-The harness loads every family with it. That the kernels round as FP8 does is tested where they are.
+The harness loads every family with it and holds it to the bound of plain float32: whatever is off then is how layers
+use the scheme, not how FP8 rounds. That the kernels round as FP8 does is tested where they are.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.table import REFERENCE
-from quire.layers.quant.fp8 import MULTIPLE, Fp8
+from quire.layers.quant.fp8 import Fp8
 
-STORED = torch.float16  # in place of float8_e4m3fn
+STORED = torch.float64  # in place of float8_e4m3fn
 
 
 def fp8_scheme() -> Fp8:
@@ -24,19 +25,23 @@ def fp8_scheme() -> Fp8:
 
 
 class Kernels:
-    @staticmethod
-    def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
+    MULTIPLE = 16
+
+    @classmethod
+    def quantize_rows(cls, x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
                       silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
         x = reference.silu_mul(x) if silu_mul else x
         scale = x.abs().amax(1).clamp(min=1e-12) / 448.0
-        return (x / scale[:, None]).to(STORED), scale
+        x = functional.pad(x, (0, -x.shape[1] % cls.MULTIPLE))
+        return x.to(STORED) / scale[:, None], scale
 
-    @staticmethod
-    def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    @classmethod
+    def scaled_product(cls, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
                        dtype: torch.dtype) -> Tensor:  # fmt: skip
-        assert x.dtype == weight.dtype == STORED and len(weight) % MULTIPLE == 0
-        product = functional.linear(x.float() * x_scale[:, None], weight.float() * weight_scale[:, None])
+        assert x.dtype == weight.dtype == STORED
+        assert not any(size % cls.MULTIPLE for size in weight.shape), "what the matrix units refuse"
+        product = functional.linear(x * x_scale[:, None], weight * weight_scale[:, None])
         return (product if bias is None else product + bias).to(dtype)
 
     @staticmethod
@@ -45,6 +50,6 @@ class Kernels:
                       weight_scale: Tensor) -> Tensor:  # fmt: skip
         assert len(x) == 1 and weight.dtype == STORED
         x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
-        out = functional.linear(x, weight.float() * weight_scale[:, None], bias)
+        out = functional.linear(x, (weight * weight_scale[:, None]).to(x.dtype), bias)
         out = reference.silu_mul(out) if silu_mul else out
         return out if residual is None else residual + out

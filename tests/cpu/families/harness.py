@@ -1,7 +1,7 @@
-"""Proves a family equal to `transformers` on the same tiny random weights, whatever the schedule.
+"""A family to prove, its tiny random checkpoint, and the model of `transformers` that it must equal.
 
 A family is a line: `Family("llama", LlamaConfig(...))` in the `FAMILIES` of a file of this folder. `test_families`
-finds it and runs every check of `CHECKS` over it. Each check also asserts that it forced what it is named after.
+finds it, makes a `Case` of it and runs every check of `checks` over that.
 """
 
 from __future__ import annotations
@@ -10,33 +10,25 @@ import importlib
 import pkgutil
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
 from torch import Tensor
 
-from quire.assemble import build_engine, memory_report
-from quire.cache.tree import ABSENT
-from quire.config import Config
-from quire.config_build import override_config
 from quire.engine.loop import Engine
-from quire.layers.linear import Linear
 from quire.layers.step import Step
-from quire.models import loader
 from quire.models.registry import FAMILIES as REGISTRY
 from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
-from tests.cpu.families.fp8_in_torch import STORED, fp8_scheme
-from tests.cpu.rig import CPU, load, make_engine, make_request
+from tests.cpu.rig import load, make_engine
 
-NOT_FAMILIES = ("harness", "table", "cpu_paths", "fp8_in_torch")  # files of this folder that hold none
+NOT_FAMILIES = ("harness", "checks", "table", "cpu_paths", "decoded", "fp8_in_torch")  # files here that hold none
 VOCAB = 256
 NUM_TOKENS = 48  # sampled per prompt
 PROMPT_LENS = (1, 4, 9, 16, 23, 31, 40, 60)
@@ -175,6 +167,12 @@ class Case:
         with torch.inference_mode():
             return self.reference(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
+    def logits(self, model: Any, chunk_tokens: int) -> Tensor:
+        """What our model says at every position of the longest prompt, [tokens, vocab]."""
+        prompt, recorder = self.prompts[-1], Recorder(model, 1)
+        run(self.engine(recorder, chunk_tokens=chunk_tokens), [prompt], replace(GREEDY, max_tokens=1))
+        return torch.stack([recorder.logits_at[0, position] for position in range(len(prompt))])
+
     def engine(self, model: Model | None = None, **knobs: Any) -> Engine:
         knobs = {"page_tokens": PAGE_TOKENS, "max_rows": 8, "num_pages": 400, **self.family.knobs, **knobs}
         return make_engine(model or self.model, **knobs)
@@ -185,6 +183,11 @@ class Case:
         if self.family.small_pool is not None:
             return self.family.small_pool
         return 40 if any(spec.window is None for spec in self.model.specs if spec.kind == "paged") else 24
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """The largest difference as a share of the largest value."""
+    return ((got - want).abs().max() / want.abs().max()).item()
 
 
 class Witness:
@@ -224,200 +227,3 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks: each takes a case and raises where the family fails
-
-
-def check_logits(case: Case) -> None:
-    """All positions of a ragged, chunked batch to 1e-4 relative; the second time over what the cache kept."""
-    rng = random.Random(3)
-    num = len(PROMPT_LENS)
-    prompts = [[rng.randrange(VOCAB // num) * num + i for _ in range(n)] for i, n in enumerate(PROMPT_LENS)]
-    want = [case.reference_logits(prompt) for prompt in prompts]
-    recorder = Recorder(case.model, num)
-    engine = case.engine(recorder, chunk_tokens=CHUNK, max_batch_tokens=32)
-    for warm in (False, True):
-        recorder.logits_at.clear()
-        run(engine, prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-        for (prompt, position), got in recorder.logits_at.items():
-            error = (got - want[prompt][position]).abs().max() / want[prompt].abs().max()
-            assert error <= 1e-4, f"prompt {prompt}, position {position}, warm={warm}: {error:.1e}"
-        assert warm == (len(recorder.logits_at) < sum(PROMPT_LENS)), "cold all positions, warm fewer"
-
-
-def check_chunks(case: Case) -> None:
-    """Prompts computed in pieces, among rows that decode."""
-    engine, witness, tokens = case.first_run
-    assert tokens == case.expected
-    assert max(witness.chunks.values()) >= 60 // CHUNK and witness.mixed_steps > 3
-    assert engine.scheduler.stats.preemptions == 0
-
-
-def check_warm_prefix(case: Case) -> None:
-    """The same prompts again, and longer ones: what was computed is not computed again, and nothing changes."""
-    engine, _, tokens = case.first_run
-    assert tokens == case.expected
-    cold, hits = engine.scheduler.stats.computed_tokens, engine.scheduler.cache.stats.hit_tokens
-    assert run(engine, case.prompts) == case.expected
-    assert engine.scheduler.cache.stats.hit_tokens > hits
-    assert engine.scheduler.stats.computed_tokens - cold < cold
-    longer = [prompt + tokens[:20] for prompt, tokens in zip(case.prompts, case.expected, strict=True)]
-    rest = [tokens[20:] for tokens in case.expected]
-    short = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS - 20, ignore_eos=True)
-    assert run(engine, longer, short) == rest
-
-
-def run_pushing_out(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Half of the prompts run and decode; then the other half comes with a higher priority and takes their rows."""
-    low = [make_request(f"low-{i}", prompt, GREEDY, priority=5) for i, prompt in enumerate(prompts)][::2]
-    high = [make_request(f"high-{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)][1::2]
-    for request in low:
-        engine.add(request)
-    coming = list(high)
-    while engine.has_work:
-        if coming and all(request.num_sampled >= 6 for request in low):
-            for request in coming:
-                engine.add(request)
-            coming = []
-        for delta in engine.turn():
-            assert delta.error is None, delta.error
-    engine.scheduler.check()
-    return [(high if i % 2 else low)[i // 2].tokens[len(prompt) :] for i, prompt in enumerate(prompts)]
-
-
-def _check_pushed_out(case: Case, preemption: str, depth: int) -> None:
-    """At depth 1 nothing is kept in the tree, so that bytes really come back from the host or are computed again; at
-    depth 2 the pool is also small."""
-    more: dict[str, Any] = {"prefix_cache": False} if depth == 1 else {"num_pages": case.small_pool, "late": True}
-    engine = case.engine(
-        preemption=preemption,
-        depth=depth,
-        chunk_tokens=CHUNK,
-        max_rows=len(case.prompts) // 2,
-        order="priority",
-        **more,
-    )
-    assert run_pushing_out(engine, case.prompts) == case.expected
-    stats, computed_once = engine.scheduler.stats, sum(map(len, case.prompts)) + len(case.prompts) * (NUM_TOKENS - 1)
-    assert stats.preemptions >= len(case.prompts) // 2
-    if preemption == "swap":
-        assert stats.swaps > 0 and engine.scheduler.cache.stats.swapped_in > 0
-    else:
-        assert stats.swaps == 0 and stats.recomputes > 0
-    if depth == 1:
-        assert (stats.computed_tokens == computed_once) == (preemption == "swap"), "swapped: nothing computed twice"
-    else:
-        assert engine.workers.submitted_ahead > 10, "steps really were submitted before the last one's tokens existed"
-
-
-def check_swap(case: Case) -> None:
-    """Victims go to the host and come back; nothing is computed twice."""
-    _check_pushed_out(case, "swap", depth=1)
-
-
-def check_recompute(case: Case) -> None:
-    """Victims give all back and compute it again."""
-    _check_pushed_out(case, "recompute", depth=1)
-
-
-def check_overlap(case: Case) -> None:
-    """Depth 2 on a device that finishes late, cold and warm."""
-    engine = case.engine(chunk_tokens=CHUNK, depth=2, late=True)
-    assert run(engine, case.prompts) == case.expected
-    hits = engine.scheduler.cache.stats.hit_tokens
-    assert run(engine, case.prompts) == case.expected
-    assert engine.scheduler.cache.stats.hit_tokens > hits
-    assert engine.workers.submitted_ahead > 20
-
-
-def check_overlap_swap(case: Case) -> None:
-    """Depth 2, a small pool, by swap."""
-    _check_pushed_out(case, "swap", depth=2)
-
-
-def check_overlap_recompute(case: Case) -> None:
-    """Depth 2, a small pool, by recompute."""
-    _check_pushed_out(case, "recompute", depth=2)
-
-
-def check_memory(case: Case) -> None:
-    """What `quire doctor` says before anything is loaded is what is then allocated. Windows give their pages back."""
-    config = override_config(Config(), {"model": str(case.folder), "cache_memory": 1 << 22, "max_rows": 4,
-                                        "page_tokens": PAGE_TOKENS, "dtype": "float32"})  # fmt: skip
-    said = memory_report(config)
-    engine, _ = build_engine(case.model, config, said.max_model_len, CPU)
-    caches = sum(tensor.nbytes for tensor in engine.workers._inner._store.tensors.values())
-    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in _weights(case.model)}.values())
-    assert abs(said.cache - caches) <= 0.02 * caches
-    assert abs(said.weights - weights) <= 0.02 * weights
-    windows = {group: spec.window for group, spec in enumerate(case.model.specs) if spec.window is not None}
-    if windows:
-        _check_windows(case, windows)
-
-
-def _weights(model: Any) -> Iterator[torch.Tensor]:
-    """Parameters, and matrices packed for the native kernels, which are lists where a parameter was."""
-    yield from model.parameters()
-    for module in model.modules():
-        packed = getattr(module, "weight", None)
-        if isinstance(packed, list):
-            yield from (matrix.memory for matrix in packed)
-
-
-def _check_windows(case: Case, windows: dict[int, int]) -> None:
-    """No page is held that no coming token can see, but for the one it begins in."""
-    engine = case.engine(chunk_tokens=CHUNK, prefix_cache=False)
-    cache = engine.scheduler.cache
-    request = make_request("long", case.prompts[-1], GREEDY)
-    engine.add(request)
-    while engine.has_work:
-        engine.turn()
-        for group, window in windows.items():
-            held = sum(unit != ABSENT for unit in request.lease.units[group]) if request.lease else 0
-            assert held <= (window + CHUNK) // PAGE_TOKENS + 2, f"{held} pages for a window of {window}"
-            pool = cache.pools[group]
-            assert pool.num_units - 1 - pool.num_free <= held + 2, "what fell out is free again, or soon will be"
-    assert len(request.tokens) > 2 * max(windows.values()) + CHUNK
-
-
-def check_float16(case: Case) -> None:
-    """Weights in float16 on a CPU: nearly the same logits."""
-    assert _errors(case, load(case.folder, PAGE_TOKENS, dtype="float16")).max() <= 0.05
-
-
-def check_fp8(case: Case) -> None:
-    """Linear layers through the FP8 scheme, whose kernels stand in for CUDA's: nearly the same logits."""
-    scheme = (torch.float32, fp8_scheme())
-    with patch.object(loader, "_choose_scheme", lambda *unused: scheme):
-        model: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    assert sum(linear.weight.dtype == STORED for linear in linears) > len(linears) / 2
-    assert _errors(case, model).median() <= 0.05, "of most positions: where a router is undecided, bits decide"
-
-
-def _errors(case: Case, model: Any) -> Tensor:
-    """How far the logits of each position of the longest prompt are off, as a share of the largest, [positions]."""
-    recorder = Recorder(model, 1)
-    run(case.engine(recorder, chunk_tokens=16), [case.prompts[-1]], replace(GREEDY, max_tokens=1))
-    got = torch.stack([recorder.logits_at[0, position] for position in range(len(case.prompts[-1]))])
-    want = case.reference_logits(case.prompts[-1])
-    errors = (got - want).abs().amax(1) / want.abs().max()
-    assert errors.max() > 1e-7, "other bits give other logits"
-    return errors
-
-
-CHECKS: dict[str, Callable[[Case], None]] = {
-    "logits": check_logits,
-    "chunks": check_chunks,
-    "warm prefix": check_warm_prefix,
-    "swap": check_swap,
-    "recompute": check_recompute,
-    "depth 2": check_overlap,
-    "depth 2, swap": check_overlap_swap,
-    "depth 2, recompute": check_overlap_recompute,
-    "memory": check_memory,
-    "float16": check_float16,
-    "fp8": check_fp8,
-}

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from quire.models.registry import FAMILIES
+from tests.cpu.families.checks import CHECKS
 from tests.cpu.families.cpu_paths import BY_DEFAULT, CPU_CHECKS
-from tests.cpu.families.harness import CHECKS, Case, Family, all_families, model_type
+from tests.cpu.families.harness import Case, Family, all_families, model_type
 
 SEE_MOST = ("logits", "chunks", "depth 2, swap", "memory")
 IN_FULL = ("llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")

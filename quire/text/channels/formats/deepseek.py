@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from quire.text.channels.calls import read_arguments
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.grammar_text import GrammarText, either, literal
-from quire.text.channels.source import JsonSpan, Reading, Source
+from quire.text.channels.source import Reading, Source
 
 ALL_OPEN, ALL_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -84,13 +85,8 @@ def _call(source: Source) -> Reading[bool]:
         if (yield from source.match("```")):
             yield from source.match("json")
         yield from source.spaces()
-    if not name or not (yield from source.next_is("{")):
-        source.give_back()
+    if not (yield from read_arguments(source, name)):
         return False
-    source.settle()
-    source.log.start_call(name)
-    yield from source.span(JsonSpan(), source.log.arguments)
-    source.log.end_call()
     if is_fenced:
         source.keep("")
         yield from source.spaces()

@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from quire.text.channels.calls import read_calls
+from quire.text.channels.calls import read_arguments, read_calls
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.grammar_text import GrammarText, either, literal
-from quire.text.channels.source import JsonSpan, Reading, Source
+from quire.text.channels.source import Reading, Source
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]")
@@ -59,11 +59,4 @@ def _named_call(source: Source) -> Reading[bool]:
         yield from source.word(_NAME)
     yield from source.match(ARGS)
     yield from source.spaces()
-    if not name or not (yield from source.next_is("{")):
-        source.give_back()
-        return False
-    source.settle()
-    source.log.start_call(name)
-    yield from source.span(JsonSpan(), source.log.arguments)
-    source.log.end_call()
-    return True
+    return (yield from read_arguments(source, name))

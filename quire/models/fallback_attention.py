@@ -1,0 +1,98 @@
+"""Attention for models of other people's making: what transformers calls in place of its own, by the name `ATTENTION`.
+
+Every layer of such a model ends up here with its queries, keys and values. While the model is built a `Rehearsal` notes
+what comes; in a step `PagedStep` writes it to pages and attends over them. `fallback` hands in the one or the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.kernels import reference
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionPlan
+from quire.models.registry import supported_types
+from quire.types import QuireError
+
+ATTENTION = "quire"  # our name among the attention functions of transformers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token, and how it attends."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Stands in for a step while a model is built: notes what each layer's attention is called with."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
+               window: int | None) -> Tensor:  # fmt: skip
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if num_heads % num_kv_heads:
+            what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
+            raise QuireError("bad_config", what, "Check config.json.")
+        self.layers[_layer_index(module)] = LayerShape(num_kv_heads, k.shape[-1], v.shape[-1], window)
+        return q.new_empty(q.shape[1], q.shape[2], v.shape[-1]).transpose(0, 1)
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """One step's caches, for the attention of every layer."""
+
+    plans: dict[int, tuple[AttentionPlan, int]]  # layer -> its group's plan, its place in the group
+    ops: Ops
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
+               window: int | None) -> Tensor:  # fmt: skip
+        """q [1, heads, tokens, head_dim] and so on -> [tokens, heads, v_dim]"""
+        plan, place = self.plans[_layer_index(module)]
+        k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
+        width, v_dim = k_cache.shape[-1], v.shape[-1]
+        q, k, v = (_widen(x[0].transpose(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
+        reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
+        out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap)
+        return out.view(len(q), -1, width)[..., :v_dim]
+
+
+def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+                    scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
+                    quire: Rehearsal | PagedStep | None = None, **others: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """Registered with transformers under the name `ATTENTION`. `quire` is what `_run` of `fallback` was called with."""
+    if quire is None:
+        raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
+    if any(x is not None for x in (attention_mask, others.get("s_aux"), others.get("position_bias"))):
+        raise unsupported(_type_of(module), "its attention has a mask, sinks or biases of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return quire.attend(module, query, key, value, scale, softcap, sliding_window).unsqueeze(0), None
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise unsupported(_type_of(module), "its attention does not know which layer it is of")
+    return int(index)
+
+
+def _type_of(module: nn.Module) -> str:
+    return getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
+def unsupported(model_type: str, why: str) -> QuireError:
+    return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
+                      supported_types())  # fmt: skip

@@ -1,0 +1,42 @@
+"""The plain data every room shares: requests, sampling parameters, cache specs, plans, outputs and errors.
+
+Nothing here imports torch, holds a lock or knows where it runs; every type that crosses a process boundary is made of
+numbers, strings, tuples and lists. The scheduler fills these in, the runtime reads them, the front ends show them.
+"""
+
+from quire.types.errors import QuireError
+from quire.types.params import MAX_STOPS, GrammarSpec, SamplingParams
+from quire.types.plans import (
+    CacheSpec,
+    Copy,
+    CopyKind,
+    PageWrite,
+    Plan,
+    PlanRow,
+    RowInit,
+    StepOutput,
+    TokenLogprobs,
+)
+from quire.types.requests import Delta, FinishReason, Request, Status, Timing, Usage
+
+__all__ = [
+    "MAX_STOPS",
+    "CacheSpec",
+    "Copy",
+    "CopyKind",
+    "Delta",
+    "FinishReason",
+    "GrammarSpec",
+    "PageWrite",
+    "Plan",
+    "PlanRow",
+    "QuireError",
+    "Request",
+    "RowInit",
+    "SamplingParams",
+    "Status",
+    "StepOutput",
+    "Timing",
+    "TokenLogprobs",
+    "Usage",
+]

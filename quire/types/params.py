@@ -1,0 +1,192 @@
+"""What a request asks for: how its tokens are chosen, and what its output must look like. Front ends make these.
+
+They are checked as they are made, so nobody behind the edge meets a value that makes no sense.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from quire.types.errors import QuireError
+
+MAX_LOGPROBS = 64
+MAX_N = 128
+MAX_STOPS = 64
+MAX_BIASED = 4096
+MAX_BAD_WORDS = 1024
+MAX_TEXT = 4096  # characters of one stop string, bad word or sequence breaker
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
+    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget).
+
+    It binds after the tokens `after_reasoning` have been written, from the first token where there are none. With
+    `opens_reasoning` the model may also answer at once: only if it writes that marker first, it reasons."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
+    value: str = ""
+    after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning
+    budget: int | None = None  # after so many tokens of reasoning its end marker is forced
+    opens_reasoning: tuple[int, ...] = ()  # the marker that begins it; empty: the prompt has begun it already
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | None = None) -> GrammarSpec:
+        """JSON that fits the schema; without one any object."""
+        if schema is None:
+            return cls("json_object")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise QuireError(
+                "invalid_schema", f"The schema can't be written as JSON: {error}.", "Correct it."
+            ) from None
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, *texts: str) -> GrammarSpec:
+        """One of these texts."""
+        return cls("choice", json.dumps(texts))
+
+    @classmethod
+    def ebnf(cls, grammar: str) -> GrammarSpec:
+        """A grammar in Lark's notation; `start` is where it begins."""
+        return cls("ebnf", grammar)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. `None` means "the model's own default", filled in by `resolve`."""
+
+    temperature: float | None = None  # 0: greedy
+    top_k: int | None = None  # 0: off
+    top_p: float | None = None  # 1: off
+    min_p: float | None = None  # 0: off
+    top_n_sigma: float = 0.0  # 0: off
+    repetition_penalty: float | None = None  # 1: off; counts prompt and output
+    presence_penalty: float = 0.0  # counts output only
+    frequency_penalty: float = 0.0  # counts output only
+    dry_multiplier: float = 0.0  # 0: off
+    dry_base: float = 1.75
+    dry_allowed_len: int = 2
+    dry_range: int = 0  # how many last tokens are searched; 0: all
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = None  # None: what is left of the context
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None  # None: drawn at the edge
+    logprobs: int | None = None  # how many alternatives beside the chosen token
+    prompt_logprobs: int | None = None
+    pooling: str | None = None  # mean or last: the prompt's hidden states come back as one vector, for embeddings
+    skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None  # what the output must look like
+    # Filled in at the edge, where the tokenizer is: what bad_words and dry_breakers are in token ids.
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    dry_breaker_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        freeze = object.__setattr__
+        if isinstance(self.stop, str):
+            freeze(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, dict):
+            freeze(self, "logit_bias", tuple((int(k), float(v)) for k, v in self.logit_bias.items()))
+        for name in ("stop", "stop_token_ids", "bad_words", "dry_breakers"):
+            freeze(self, name, tuple(getattr(self, name)))
+        for name, low, high, why in _FLOAT_BOUNDS:
+            _check_number(name, getattr(self, name), low, high, why)
+        for name, low, high in _INT_BOUNDS:
+            _check_int(name, getattr(self, name), low, high)
+        if self.repetition_penalty is not None and self.repetition_penalty == 0:
+            raise _bad("repetition_penalty", 0, "must be above 0 (1 switches it off)")
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
+        if self.pooling not in (None, "mean", "last"):
+            raise _bad("pooling", self.pooling, "must be mean or last")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _bad("min_tokens", self.min_tokens, f"is larger than max_tokens={self.max_tokens}")
+        for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOPS), ("bad_words", MAX_BAD_WORDS),
+                            ("dry_breakers", MAX_STOPS), ("logit_bias", MAX_BIASED)):  # fmt: skip
+            if len(getattr(self, name)) > limit:
+                raise _bad(name, f"{len(getattr(self, name))} entries", f"may have at most {limit}")
+        for name in ("stop", "bad_words", "dry_breakers"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text or len(text) > MAX_TEXT:
+                    raise _bad(name, text, f"must hold non-empty strings of at most {MAX_TEXT} characters")
+        for _, value in self.logit_bias:
+            if math.isnan(value) or value == math.inf:
+                raise _bad("logit_bias", value, "values must be numbers, or -inf to forbid a token")
+
+    def resolve(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
+        """Fill every `None` that has a default: the model's own first, then the neutral value."""
+        known = {**_NEUTRAL, **{k: v for k, v in (defaults or {}).items() if k in _NEUTRAL and v is not None}}
+        return replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every position of the prompt must be computed for this request itself: no head start from the cache."""
+        return self.prompt_logprobs is not None or self.pooling is not None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]
+
+
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_FLOAT_BOUNDS = (
+    ("temperature", 0.0, 100.0, "0 is greedy"),
+    ("top_p", 0.0, 1.0, "1 switches it off"),
+    ("min_p", 0.0, 1.0, "0 switches it off"),
+    ("top_n_sigma", 0.0, 1e6, "0 switches it off"),
+    ("repetition_penalty", 0.0, 100.0, "1 switches it off"),
+    ("presence_penalty", -100.0, 100.0, "0 switches it off"),
+    ("frequency_penalty", -100.0, 100.0, "0 switches it off"),
+    ("dry_multiplier", 0.0, 100.0, "0 switches it off"),
+    ("dry_base", 1.0, 100.0, "usually 1.75"),
+)
+_INT_BOUNDS = (
+    ("top_k", 0, 1 << 31),
+    ("dry_allowed_len", 1, 1 << 20),
+    ("dry_range", 0, 1 << 31),
+    ("max_tokens", 1, 1 << 31),
+    ("min_tokens", 0, 1 << 31),
+    ("n", 1, MAX_N),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("seed", -(1 << 63), (1 << 63) - 1),
+)
+
+
+def _bad(name: str, value: object, why: str) -> QuireError:
+    return QuireError("invalid_parameter", f"{name}={value!r} {why}.", param=name)
+
+
+def _check_number(name: str, value: Any, low: float, high: float, why: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _bad(name, value, "must be a number")
+    if not low <= value <= high:  # also catches NaN
+        raise _bad(name, value, f"must lie between {low:g} and {high:g} ({why})")
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _bad(name, value, "must be a whole number")
+    if not low <= value <= high:
+        raise _bad(name, value, f"must lie between {low} and {high}")

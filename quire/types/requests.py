@@ -1,0 +1,104 @@
+"""A request on its way, and the news of it: the edge makes requests, the scheduler moves them, deltas go back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from quire.types.params import SamplingParams
+from quire.types.plans import TokenLogprobs
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class Status(str, Enum):
+    WAITING = "waiting"  # holds nothing
+    HELD = "held"  # waits for a request that is computing the same prompt
+    RUNNING = "running"  # holds a row and a lease
+    DRAINING = "draining"  # chosen as a victim; its steps in flight must commit first
+    SWAPPED = "swapped"  # its bytes are on the host
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. `tokens` grows; `computed` catches up with it, and `planned` runs ahead of `computed`."""
+
+    id: str
+    tokens: list[int]  # prompt, then what was sampled and committed
+    prompt_len: int
+    params: SamplingParams
+    max_len: int  # tokens may grow to this, never beyond
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids, ready to test
+    seed: int = 0
+    sample_index: int = 0  # which of n
+    priority: int = 0  # smaller runs first
+    arrival: float = 0.0
+    deadline: float | None = None  # on the engine's clock
+    salt: bytes = b""  # requests share prefixes only within one salt
+    adapter: str | None = None
+    grammar: Any = None
+    resumed: bool = False  # goes on from an engine that died: it was taken once and is not refused now
+    suspect: bool = False  # was in the step that died: runs alone until it is past that point
+    # -- moved by the scheduler
+    planned: int = 0  # tokens whose state some planned step computes
+    computed: int = 0  # tokens whose state is in the cache for sure
+    pending: int = 0  # samples in flight: tokens that exist on the device only
+    inflight: int = 0  # steps in flight that hold this request
+    status: Status = Status.WAITING
+    row: int = -1
+    lease: Any = None
+    cached_len: int = 0  # tokens the cache offered when it was first admitted
+    first_token_at: float = 0.0
+    admitted_at: float = 0.0
+    preemptions: int = 0
+    prompt_scored: int = 0  # prompt tokens whose logprobs were sent; a request that fell back computes them again
+
+    @property
+    def expected_len(self) -> int:
+        """Tokens there will be once every step in flight has committed."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds. `queue` until first admitted, `first_token` and `total` since arrival."""
+
+    queue: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class Delta(msgspec.Struct, gc=False):
+    """News of one request: new token ids, and, once, why it ended."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None  # once, when the prompt of a request with `pooling` is computed
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    error_code: str | None = None
+    usage: Usage | None = None  # with the finish reason
+    timing: Timing | None = None

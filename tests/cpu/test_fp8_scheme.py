@@ -1,0 +1,46 @@
+"""FP8 weights of any size: what the matrix units want as a multiple is padded, and nobody notices.
+
+With the kernels of `fp8_in_torch`, which keep all bits and refuse what CUDA's would refuse.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.table import REFERENCE
+from quire.layers.join import Join
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Dense, Scheme
+from quire.layers.weights import iter_weights, put_weight
+from tests.cpu.families.fp8_in_torch import fp8_scheme
+
+
+def make_block(scheme: Scheme, width: int, inner_width: int) -> GatedMLP:
+    norm = RMSNorm("norm", width, 1e-5, torch.float32, REFERENCE)
+    block = GatedMLP("mlp", norm, width, inner_width, bias=True, dtype=torch.float32, scheme=scheme, join=Join())
+    generator = torch.Generator().manual_seed(3)
+    for module, name, weight in list(iter_weights(block)):
+        put_weight(module, name, torch.randn(weight.shape, generator=generator))
+    return block
+
+
+def finish(block: nn.Module) -> None:
+    for module in block.modules():
+        if isinstance(module, Linear):
+            module.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize(("width", "inner_width"), [(64, 96), (50, 96), (64, 40), (50, 33), (8, 5)], ids=str)
+def test_widths_need_not_be_multiples(width: int, inner_width: int, num_rows: int) -> None:
+    plain, scaled = make_block(Dense(REFERENCE), width, inner_width), make_block(fp8_scheme(), width, inner_width)
+    finish(scaled)
+    stream = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(num_rows))
+    want: Tensor = plain(stream.clone())
+    got: Tensor = scaled(stream.clone())
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -50,7 +50,7 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     if work.rows is not None and work.tiles is not None:
         recurrent_scan.delta_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
         block = triton.next_power_of_2(shape.value_dim)
-        _norm_tiles_kernel[(shape.num_heads, len(work.tiles))](
+        _norm_tiles_kernel[(len(work.tiles), shape.num_heads)](
             out, x, weights.norm, work.tiles, x.stride(0), weights.eps, GATE=shape.channels, HEADS=shape.num_heads,
             VALUE=shape.value_dim, TOKENS=work.chunk, BLOCK=block, **launch_options(x.device, 4),
         )  # fmt: skip
@@ -82,7 +82,7 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
                        VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: one head of a tile's tokens, normed, then gated, in place."""
     let_next_start(PDL)
-    head, tile = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(0), tl.program_id(1)
     n, values = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     weight = tl.load(norm_ptr + values, mask=values < VALUE, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)

@@ -44,7 +44,7 @@ def _conv_kernel(
     """One program: part of a tile of one row's tokens through the convolution, for one group's queries or keys or for
     WIDTH channels of the values; queries and keys are normed on the way where the delta rule wants it."""
     let_next_start(PDL)
-    unit, tile = tl.program_id(0), tl.program_id(1)  # neighbours in memory run at the same time
+    tile, unit = tl.program_id(0), tl.program_id(1)
     VALUES: tl.constexpr = HEADS * VALUE
     CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * KEY
     NUM_VALUES: tl.constexpr = (VALUES + WIDTH - 1) // WIDTH
@@ -135,7 +135,7 @@ def _prepare_kernel(
     """One program: one head of one chunk. What its tokens write into a state of zeros, how a state changes that, and
     how much each token reads of what the others wrote."""
     let_next_start(PDL)
-    head, tile = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
     group = head // (HEADS // GROUPS)
     a_log, dt_bias = tl.load(a_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -259,7 +259,7 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     num_tokens, heads = len(x), shape.num_heads
     # w, u and scores, as the kernel calls them
     alone = tuple(x.new_empty(num_tokens, heads, dim) for dim in (shape.key_dim, shape.value_dim, chunk))
-    _prepare_kernel[(heads, len(tiles))](
+    _prepare_kernel[(len(tiles), heads)](
         x, mixed, weights.a_log, weights.dt_bias, *alone, tiles, x.stride(0), HEADS=heads, GROUPS=shape.num_groups,
         KEY=shape.key_dim, VALUE=shape.value_dim, TOKENS=chunk, LEVELS=chunk.bit_length() - 1,
         KEY_BLOCK=_block(shape.key_dim), VALUE_BLOCK=_block(shape.value_dim), PRECISION=dot_precision(x.dtype),
@@ -284,7 +284,7 @@ def _convolve(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShap
     conv = conv.view(shape.channels, shape.conv_len).t().contiguous()  # so that a thread's channels lie side by side
     width = _block(shape.key_dim)
     units = triton.cdiv(shape.values, width) + 2 * shape.num_groups
-    _conv_kernel[(units, len(tiles), chunk // CONV_TOKENS)](
+    _conv_kernel[(len(tiles), units, chunk // CONV_TOKENS)](
         x, conv, bias, state, mixed, slots, positions, tiles, x.stride(0), state.stride(0), shape.key_dim**-0.5,
         FIRST=0 if delta else shape.values, HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
         VALUE=shape.value_dim, TAPS=shape.conv_len, TOKENS=CONV_TOKENS, WIDTH=width, DELTA=delta,

@@ -41,11 +41,10 @@ class Work:
     launch: Callable[[int], object]
     num_bytes: int = 0
     flops: int = 0
-    rewrites: bool = False  # what it reads it writes back, so copying is its ceiling, not reading
 
 
 def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResult]:
-    """Time every kernel whose name contains `only`; the first three results are the ceilings."""
+    """Time every kernel whose name contains `only`; the first two results are the ceilings."""
     import torch
 
     from quire.bench.kernels_experts import experts, latent
@@ -54,11 +53,11 @@ def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResul
 
     device = torch.device(device)
     results = [_measure(work, None, None) for work in _ceilings(device)]
-    read, copy, matmul = results[0].tb_s, results[1].tb_s, results[2].tflops
+    read, matmul = results[0].tb_s, results[1].tflops
     for make in (_small, _decode, _prefill, _products, sampling, experts, latent, recurrent_work):
         for work in make(device):
             if only in work.name:
-                results.append(_measure(work, copy if work.rewrites else read, matmul))
+                results.append(_measure(work, read, matmul))
         torch.cuda.empty_cache()
     return results
 
@@ -115,8 +114,6 @@ def _ceilings(device: torch.device) -> Iterator[Work]:
 
     source = torch.randn(2**30, device=device)
     yield Work("ceiling: read", "4 GiB", _call(source.amax), num_bytes=source.numel() * 4)
-    half = source.numel() // 2
-    yield Work("ceiling: copy", "2 GiB", _call(source[:half].copy_, source[half:]), num_bytes=source.numel() * 4)
     n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield Work("ceiling: bf16 product", f"{n}³", _call(torch.mm, a, b), flops=2 * n**3)

@@ -59,8 +59,7 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
         def decode(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plans: list = plans) -> object:
             return op(x, weights, shape, state, plans[index % len(plans)])
 
-        num_bytes = num_rows * (state_bytes + per_token)
-        yield Work(f"{name}: step", f"{num_rows} rows", decode, num_bytes=num_bytes, rewrites=True)
+        yield Work(f"{name}: step", f"{num_rows} rows", decode, num_bytes=num_rows * (state_bytes + per_token))
         del state
     for num_rows, tokens in SCANS:
         state = torch.zeros(num_rows, shape.slot_elements, device=device)

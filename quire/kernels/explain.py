@@ -43,7 +43,8 @@ def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mappi
 
     judged = judge(select_ops(device.type, strict=True), TYPICAL, device, kernels)
     used, ours = quickest(judged), judged[0]
-    flops = 2 * PROMPT_TOKENS**2 * TYPICAL.num_heads * TYPICAL.head_dim  # half of all pairs, two products
+    num_tokens = min(PROMPT_TOKENS, TYPICAL.max_len)
+    flops = 2 * num_tokens**2 * TYPICAL.num_heads * TYPICAL.head_dim  # half of all pairs, two products
     found: list[Mapping[str, Any]] = []
     for verdict in judged[1:]:
         why = f"not used: {verdict.why}"

@@ -38,9 +38,11 @@ async def one(url: str, body: dict[str, Any], leave_after: int | None) -> bool:
     return ended and reply.startswith(b"HTTP/1.1 200") and (b"[DONE]" in reply) == body["stream"]
 
 
-async def storm(url: str, count: int, rng: random.Random) -> tuple[int, int]:
+async def storm(url: str, count: int, rng: random.Random) -> tuple[int, int, int]:
+    """How many got everything, how many stayed, and how many of the others did not wait for a first byte: the end of
+    such a connection may overtake what it brought, and then there never was a request."""
     gate = asyncio.Semaphore(MAX_OPEN)
-    stayed = 0
+    hasty: set[int] = set()
 
     async def client(number: int) -> bool:
         leaves = number % 3 == 0
@@ -49,12 +51,14 @@ async def storm(url: str, count: int, rng: random.Random) -> tuple[int, int]:
         body = {"prompt": words, "max_tokens": 400 if leaves else rng.randrange(2, 24), "stream": stream,
                 "ignore_eos": True}  # fmt: skip
         after = None if not leaves else rng.randrange(1, 600) if stream else 0
+        if after == 0:
+            hasty.add(number)
         async with gate:
             return await one(url, body, after)
 
     done = await asyncio.gather(*map(client, range(count)))
     stayed = sum(number % 3 != 0 for number in range(count))
-    return sum(done), stayed
+    return sum(done), stayed, len(hasty)
 
 
 def resident(pid: int) -> int:
@@ -72,12 +76,13 @@ def test_a_third_hangs_up(tiny: Started) -> None:
         asyncio.run(storm(tiny.url, 200, rng))  # buffers and caches find their size
         until(lambda: is_idle(client))
         before, ended = [resident(pid) for pid in pids], engine(client)["ended"]
-        completed, stayed = asyncio.run(storm(tiny.url, NUM_REQUESTS, rng))
+        completed, stayed, hasty = asyncio.run(storm(tiny.url, NUM_REQUESTS, rng))
         assert completed == stayed, "everyone who stayed got the whole answer"
         until(lambda: is_idle(client))
         stats = client.get("/v1/stats").json()
         assert stats["http"]["live"] == 0 and stats["engine"]["held"] == 0
-        assert stats["engine"]["ended"] - ended == NUM_REQUESTS, "each of them was begun and came to an end"
+        begun = stats["engine"]["ended"] - ended
+        assert NUM_REQUESTS - hasty <= begun <= NUM_REQUESTS, "each that was begun came to an end"
         growth = [after - start for after, start in zip([resident(pid) for pid in pids], before, strict=True)]
         assert all(grown < MAX_GROWTH for grown in growth), growth
         text = client.get("/metrics").text

@@ -18,6 +18,7 @@ from tests.e2e.conftest import Started, need, start
 
 PROGRAM = os.environ.get("GUIDELLM") or shutil.which("guidellm")
 SWEEP = 3  # one request at a time, as many as fit, and one rate in between
+SECONDS = 20  # each; on two cores the hundreds that are sent at once in the second need five for their first answers
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def server(model_here: None) -> Iterator[Started]:
 def test_a_sweep(program: str, tokenizer: Path, server: Started, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [program, "run", "--backend", f"kind=openai_http,target={server.url}",
-               "--profile", f"kind=sweep,sweep_size={SWEEP}", "--constraint", "kind=max_duration,seconds=5",
+               "--profile", f"kind=sweep,sweep_size={SWEEP}", "--constraint", f"kind=max_duration,seconds={SECONDS}",
                "--tokenizer", f"kind=hf_auto,model={tokenizer}",
                "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
                "--output", f"kind=json,path={report}", "--disable-progress"]  # fmt: skip

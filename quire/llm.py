@@ -139,6 +139,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._engine.close()
+            gc.unfreeze()  # what was frozen for it may go with it
 
     def __enter__(self) -> LLM:
         return self

@@ -36,11 +36,15 @@ def add_parser(subparsers: Any) -> None:
         description="Measure the engine.",
         epilog="Exit codes: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.",
     )
-    benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
+    benchmarks = parser.add_subparsers(
+        title="benchmarks", prog="quire bench", dest="benchmark", metavar="BENCHMARK", required=True
+    )
     for add in FLAGS:
         add(benchmarks)
     add_online(benchmarks)
     add_compare(benchmarks)
+    for name, benchmark in benchmarks.choices.items():
+        benchmark.usage = f"quire bench {name} [options]"  # an error is no place for every setting there is
 
 
 def run(args: Namespace) -> int:

@@ -185,7 +185,7 @@ def _count(parser: ArgumentParser, flag: str, default: int, what: str, low: int 
 
 
 def _seconds(parser: ArgumentParser, flag: str, default: float, what: str) -> None:
-    parser.add_argument(flag, type=float, default=default, metavar="S", help=f"seconds {what} (default: {default})")
+    parser.add_argument(flag, type=_duration, default=default, metavar="S", help=f"seconds {what} (default: {default})")
 
 
 def _seed(parser: ArgumentParser, what: str = "what to draw prompts from") -> None:
@@ -213,6 +213,16 @@ def _at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _targets(text: str) -> tuple[float | None, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -319,3 +321,15 @@ def test_grammars_in_an_event_loop(folder: Path) -> None:
             assert refused.error_code == "invalid_schema" and refused.finish_reason == "error"
 
     asyncio.run(main())
+
+
+def test_a_closed_model_leaves_no_memory_behind(folder: Path) -> None:
+    """Also one that was prepared: what is frozen then, so that no collection walks over it, must be free to go."""
+    llm = LLM(str(folder), **KNOBS)
+    llm.prepare()
+    engine = weakref.ref(llm.engine)
+    llm.close()
+    frozen = gc.get_freeze_count()
+    del llm
+    gc.collect()
+    assert frozen == 0 and engine() is None

@@ -116,6 +116,10 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "why", "is", "it"], "text with spaces needs quotes"),
         (["run", "hi", "--temperature"], "expected one argument"),
         (["run", "hi", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["bench", "latency", "--rest", "soon"], "argument --rest: 'soon' is not a number of seconds"),
+        (["bench", "latency", "--rest=-1"], "argument --rest: '-1' is not a number of seconds"),
+        (["bench", "latency", "--alone=nan"], "argument --alone: 'nan' is not a number of seconds"),
+        (["bench", "kernels", "--olny", "latent"], "unrecognized arguments: --olny"),
     ],
 )
 def test_wrong_usage_is_exit_2_with_advice(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

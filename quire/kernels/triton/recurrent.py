@@ -34,7 +34,7 @@ class _Prepared:
     num_singles: int
     singles: Tensor | None = None  # [singles] int64: their rows; None: all rows, in order
     single_tokens: Tensor | None = None  # [singles] int64
-    rows: Tensor | None = None  # [catch-ups, 3] int32: row, first token, count; None: there are none
+    rows: Tensor | None = None  # [catch-ups, 4] int32: row, first token, count, first tile; None: there are none
     tiles: Tensor | None = None  # [tiles, 4] int32: row, first token, offset, count
 
 
@@ -125,8 +125,11 @@ def _list_work(plan: TritonRecurrentPlan, chunk: int) -> _Prepared:
         return _Prepared(chunk, len(counts))
     firsts = np.cumsum([0, *counts[:-1]])
     singles = [row for row, count in enumerate(counts) if count == 1]
-    rows = [(row, firsts[row], count) for row, count in enumerate(counts) if count > 1]
-    tiles = [(row, first, offset, count) for row, first, count in rows for offset in range(0, count, chunk)]
+    longer = [row for row, count in enumerate(counts) if count > 1]
+    num_tiles = [-(-counts[row] // chunk) for row in longer]
+    first_tiles = np.cumsum([0, *num_tiles[:-1]])
+    rows = [(row, firsts[row], counts[row], tile) for row, tile in zip(longer, first_tiles, strict=True)]
+    tiles = [(row, first, offset, count) for row, first, count, _ in rows for offset in range(0, count, chunk)]
     arrays: Arrays = {
         "singles": np.array(singles, np.int64),
         "single_tokens": firsts[singles].astype(np.int64),

@@ -172,7 +172,9 @@ class _Watch:
         return request.id
 
     def _turn(self) -> None:
-        deltas: list[Delta] = self._engine.turn()
+        self._engine.turn(self._note)
+
+    def _note(self, deltas: list[Delta]) -> None:
         came_at = time.perf_counter()
         for delta in deltas:
             if delta.error is not None:

@@ -150,6 +150,7 @@ class Rig:
         output = StubTicket(plan).wait()
         ran = _cpu_ns()
         deltas = self.scheduler.commit(plan, output)
+        self.scheduler.books.keep()
         self.commit_ns += _cpu_ns() - ran
         self.plan_ns += planned - begin
         return sum(delta.finish_reason is not None for delta in deltas)

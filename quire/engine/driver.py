@@ -78,7 +78,7 @@ class EngineDriver:
             while self._accept():
                 self._admit_compiled()
                 if self._engine.has_work:
-                    self._send(self._engine.turn())
+                    self._engine.turn(self._send)
                     for fault in self._engine.take_faults():
                         self._mailbox.report(fault)
                 elif self._desk is not None and len(self._desk):

@@ -18,6 +18,7 @@ from quire.engine.trace import NO_TRACE, Tracer
 from quire.engine.workers import DeviceLost, Ticket, Workers
 from quire.types import Delta, Plan, QuireError, Request
 
+Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
 MAX_NOTED = 64  # suspects named in a note
 _MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate", "not enough memory")
@@ -83,8 +84,9 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
 
-    def turn(self) -> list[Delta]:
-        """One turn of the loop: at most one step started, at most one committed."""
+    def turn(self, deliver: Deliver | None = None) -> list[Delta]:
+        """One turn of the loop: at most one step started, at most one committed. `deliver` gets the news, which are
+        also returned, before the step's books are kept; it must not call the engine. Between turns all books are."""
         current: Plan | None = None
         deltas: list[Delta] = []
         self.states.move("turn")
@@ -125,9 +127,15 @@ class Engine:
             raise
         except Exception as error:
             self.states.move("fail")
+            self._keep_books()
             self._recover(current, error)  # what was committed before stays, and is sent
             self.states.move("rolled_back")
         deltas += self.scheduler.take_ended()
+        try:
+            if deltas and deliver is not None:
+                deliver(deltas)
+        finally:
+            self._keep_books()
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.tracer.end_request(delta)
@@ -153,6 +161,17 @@ class Engine:
             self.scheduler.restrict(self._bisection.group)
         self.tracer.step(plan, self.scheduler)
         return deltas
+
+    def _keep_books(self) -> None:
+        """What the steps committed in this turn filled is from now on there for others, what they freed is free."""
+        books = self.scheduler.books
+        if not books.are_open:
+            return
+        try:
+            with self.tracer.span("books"):
+                books.keep()
+        except Exception as error:
+            raise EngineBroken(f"keeping a step's books failed: {type(error).__name__}: {error}") from error
 
     def _recover(self, current: Plan | None, error: Exception) -> None:
         """A step failed as a whole: drop what is in flight, fall back, and look for the one who caused it."""

@@ -77,11 +77,19 @@ class Roster:
         """Gone, from wherever it is. The delta says what it took."""
         if request.status in (Status.WAITING, Status.SWAPPED):
             self.waiting.remove(request)
-        self.leave_row(request)
-        self.wake(self._cache.release(request, self.last_step))
+        self.clear_away(request)
+        return self.strike(request, reason)
+
+    def strike(self, request: Request, reason: FinishReason) -> Delta:
+        """Off the list of those who have not ended; whoever does this to one that runs clears it away afterwards."""
         request.status = Status.ENDED
         del self.requests[request.id]
         return last_delta(request, reason, self._clock())
+
+    def clear_away(self, request: Request) -> None:
+        """Its row and all that it holds go back."""
+        self.leave_row(request)
+        self.wake(self._cache.release(request, self.last_step))
 
     def settle(self, step: int) -> None:
         """Every step up to this one has committed: rows and units that waited for it are free."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container
 
 from quire.cache.index import CacheIndex
+from quire.engine.books import Books
 from quire.engine.limits import Limits, SchedulerStats
 from quire.engine.outcome import append_tokens, why_bad
 from quire.engine.pacing import Chunking, choose_chunking
@@ -43,6 +44,7 @@ class Scheduler:
         self._victims = victims or LastInOrder(self._order)
         self.roster = Roster(cache, limits.max_rows, self._order, clock)
         self.requests, self.waiting, self.running = self.roster.requests, self.roster.waiting, self.roster.running
+        self.books = Books(cache, self.roster)
         self._deadlines = Deadlines()
         self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
@@ -87,9 +89,12 @@ class Scheduler:
         return bool(self.requests or self._ended)
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
+        self._count_end(request)
+        return self.roster.end(request, reason)
+
+    def _count_end(self, request: Request) -> None:
         self._deadlines.remove(request)
         self.stats.ended += 1
-        return self.roster.end(request, reason)
 
     def take_ended(self) -> list[Delta]:
         """Ends that happened outside a commit: cancelled, out of time, failed."""
@@ -298,10 +303,11 @@ class Scheduler:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, output: StepOutput) -> list[Delta]:
-        """A step's results are on the host: move `computed`, append tokens, end who is done."""
+        """A step's results are on the host: move `computed`, append tokens, say who is done. What the cache has to
+        learn of it stands in `books`, to be kept once the news are out."""
         deltas = []
         bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
-        requests, last_step, num_sampled = self.requests, self.roster.last_step, 0
+        requests, note, num_sampled = self.requests, self.books.note, 0
         for index, row in enumerate(plan.rows):
             request = requests.get(row.request_id)
             if request is None or request.row != row.row:
@@ -326,12 +332,11 @@ class Scheduler:
                 num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
-            elif arrived := self.cache.commit(request, last_step):
-                self.roster.wake(arrived)
+            note(request, reason)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
         self.stats.sampled_tokens += num_sampled
-        self.roster.settle(plan.step)
+        self.books.close_step(plan.step)
         return deltas
 
     def _spoil(self, request: Request, delta: Delta) -> FinishReason:
@@ -342,10 +347,9 @@ class Scheduler:
         return FinishReason.ERROR
 
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
-        """End a request in a commit; its full pages are worth keeping for whoever comes next, unless they are bad."""
-        if reason is not FinishReason.ERROR:
-            self.roster.wake(self.cache.commit(request, self.roster.last_step))
-        end = self._end(request, reason)
+        """End a request in a commit: from now on nobody finds it, but what it holds is cleared away with the books."""
+        self._count_end(request)
+        end = self.roster.strike(request, reason)
         delta.finish_reason, delta.usage, delta.timing = reason, end.usage, end.timing
 
     # -- when a step fails ----------------------------------------------------------------------------------------
@@ -393,4 +397,5 @@ class Scheduler:
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
+        assert not self.books.are_open, "a step's books were not kept"
         self.roster.check()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from quire.engine.loop import EngineBroken
+from quire.types import Delta
 from tests.pure.shadow import VOCAB, Rig, reference_output
 
 PROMPT = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6, 11]
@@ -70,6 +74,54 @@ def test_pages_enter_the_tree_in_commit_only() -> None:
     assert len(rig.cache.tree) == 0, "planned, submitted, but not known to have run"
     rig.turn()
     assert len(rig.cache.tree) == len(PROMPT) // 4
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_news_go_out_before_the_books_are_kept_and_those_within_the_turn(max_tokens: int) -> None:
+    rig = late()
+    rig.add(PROMPT, max_tokens=max_tokens)
+    rig.turn()
+    seen: list[tuple[int, int, int]] = []
+
+    def deliver(deltas: list[Delta]) -> None:
+        (delta,) = deltas
+        seen.append((len(delta.token_ids), len(rig.cache.tree), len(rig.scheduler.running)))
+        assert (delta.usage is not None) == (max_tokens == 1), "an end says what it took, books or no books"
+        with pytest.raises(AssertionError, match="books were not kept"):
+            rig.scheduler.check()
+
+    rig.engine.turn(deliver)
+    assert seen == [(1, 0, 1)], "the token came before its prompt's pages were in the tree and its row was given back"
+    assert len(rig.cache.tree) == len(PROMPT) // 4
+    assert len(rig.scheduler.running) == (max_tokens > 1)
+    rig.scheduler.check()
+    if max_tokens == 1:
+        assert rig.cache.available(0) == rig.num_pages - 1 and rig.scheduler.roster.rows.num_free == rig.max_rows
+
+
+def test_books_are_kept_although_nobody_takes_the_news() -> None:
+    rig = late()
+    rig.add(PROMPT, max_tokens=4)
+    rig.turn()
+
+    def deliver(deltas: list[Delta]) -> None:
+        raise ConnectionError("nobody is there")
+
+    with pytest.raises(ConnectionError):
+        rig.engine.turn(deliver)
+    rig.scheduler.check()
+    assert len(rig.cache.tree) == len(PROMPT) // 4
+
+
+def test_books_that_can_not_be_kept_end_the_engine() -> None:
+    rig = late()
+    rig.add(PROMPT, max_tokens=4)
+    rig.turn()
+    rig.cache.tree.ensure = None  # type: ignore[method-assign,assignment]
+    news: list[Delta] = []
+    with pytest.raises(EngineBroken, match="books"):
+        rig.engine.turn(news.extend)
+    assert [delta.token_ids for delta in news] == [reference_output(PROMPT, 0, 1, frozenset())], "what is sent is true"
 
 
 def test_swap_out_waits_for_the_steps_in_flight() -> None:

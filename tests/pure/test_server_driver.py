@@ -100,7 +100,7 @@ def test_an_engine_that_breaks_tells_everyone() -> None:
     mailbox = Script([request("a", 100), request("b", 100)])
     driver = EngineDriver(engine, mailbox)
 
-    def broken() -> None:
+    def broken(deliver: object) -> None:
         raise RuntimeError("surprise")
 
     engine.turn = broken  # type: ignore[method-assign, assignment]

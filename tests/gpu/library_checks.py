@@ -35,3 +35,24 @@ def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tup
                             what = f"{kernel.name}, {num_heads} heads of {head_dim}, pages of {page}, window {window}, "
                             close(out, want, dtype, f"{what}counts {counts}, layer {layer}")
                         assert plan.fits, f"{kernel.name} did nothing"
+
+
+def check_fresh(inner: Ops, kernel: CatchUpKernel, where: Where) -> None:
+    """For a kernel that takes nothing but fresh prompts of one length, with decodes before them or without."""
+    ops = with_library(inner, kernel)
+    heads = [(32, 8, 128), (16, 16, 64), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]
+    steps = [([1, 1, 1030, 1030], [900, 17, 1030, 1030]), ([4096], [4096]), ([300] * 9, [300] * 9)]
+    if not where.large:
+        steps = [([1, 1, 20, 20], [40, 17, 20, 20]), ([32], [32])]
+    for dtype in where.dtypes:
+        for num_heads, num_kv_heads, head_dim in heads:
+            for counts, lens in steps:
+                batch = Paged.make(where, dtype, counts, lens, num_heads, num_kv_heads, head_dim, 16)
+                plan = ops.plan_attention(batch.page_table, batch.positions, counts, lens, 16, None, dtype)
+                want = batch.expected(0.1, None, None)
+                for layer in range(2):
+                    where.poison()
+                    out = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, plan, 0.1)
+                    what = f"{kernel.name}, {num_heads}/{num_kv_heads} heads of {head_dim}, "
+                    close(out, want, dtype, f"{what}counts {counts}, layer {layer}")
+                assert isinstance(plan, LibraryPlan) and plan.fits, f"{kernel.name} did nothing"

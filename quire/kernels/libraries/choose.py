@@ -90,7 +90,24 @@ class Verdict:
 def choose_library(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, *, timer: Timer | None = None,
                    libraries: Sequence[Library] = LIBRARIES) -> Ops:  # fmt: skip
     """The table, with the quickest library before its attention where one is quicker. `kernels` names a library that
-    must be there and is used in any case, or "auto"."""
+    must be there and is used in any case, or "auto": then torch's own is before all of them, for what it wins."""
+    ops = _choose_installed(ops, shape, device, kernels, timer, libraries)
+    return with_cudnn(ops, shape, device) if kernels == "auto" else ops
+
+
+def with_cudnn(ops: Ops, shape: TrialShape, device: torch.device) -> Ops:
+    """Costs nothing now: see `cudnn`. Fewer layers than are tried, windows and other types never ask for it."""
+    if device.type != "cuda" or shape.window is not None or shape.cache_dtype != shape.dtype:
+        return ops
+    if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
+        return ops
+    from quire.kernels.libraries.cudnn import CudnnAttention
+
+    return with_library(ops, CudnnAttention(ops))
+
+
+def _choose_installed(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, timer: Timer | None,
+                      libraries: Sequence[Library]) -> Ops:  # fmt: skip
     wanted = [library for library in libraries if kernels in ("auto", library.asked_as)]
     if not wanted or shape.cache_dtype != shape.dtype:  # none of them reads another type than it computes in
         return ops

@@ -19,17 +19,33 @@ from quire.kernels.table import Ops
 from quire.kernels.upload import Arrays, upload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CatchUps:
     """Rows of a step, one behind the other, and where their keys lie. A row of one token may be among them."""
 
     counts: list[int]  # tokens of each row
     len_bounds: list[int]  # of `seq_lens`, on the host; exact as long as no row drafts
-    query_starts: Tensor  # [rows + 1] int32
-    seq_lens: Tensor  # [rows] int32: of each row once the step is done
     page_table: Tensor  # [rows, max_pages] int32
     page_tokens: int
     window: int | None
+    positions: Tensor  # [tokens] int64
+
+    @cached_property
+    def _sent(self) -> dict[str, Tensor]:
+        """Only for who asks: most steps are settled by what the host knows."""
+        starts = np.array(list(itertools.accumulate(self.counts, initial=0)), np.int64)
+        places: Arrays = {"starts": starts.astype(np.int32), "last": starts[1:] - 1}
+        return upload({"rows": places}, self.positions.device)["rows"]
+
+    @property
+    def query_starts(self) -> Tensor:
+        """[rows + 1] int32"""
+        return self._sent["starts"]
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """[rows] int32: of each row once the step is done"""
+        return (self.positions[self._sent["last"]] + 1).to(torch.int32)
 
 
 class CatchUpKernel(Protocol):
@@ -83,14 +99,9 @@ class LibraryPlan:
     @cached_property
     def catch_ups(self) -> CatchUps:
         page_tokens, window, _ = self._rest
-        counts, len_bounds = self._counts[self.first_row :], self._len_bounds[self.first_row :]
-        starts = np.array(list(itertools.accumulate(counts, initial=0)), np.int64)
-        places: Arrays = {"starts": starts.astype(np.int32), "last": self.first_token + starts[1:] - 1}
-        sent = upload({"rows": places}, self._positions.device)["rows"]
-        seq_lens = (self._positions[sent["last"]] + 1).to(torch.int32)
-        return CatchUps(
-            counts, len_bounds, sent["starts"], seq_lens, self._table[self.first_row :], page_tokens, window
-        )
+        first = self.first_row
+        counts, len_bounds, table = self._counts[first:], self._len_bounds[first:], self._table[first:]
+        return CatchUps(counts, len_bounds, table, page_tokens, window, self._positions[self.first_token :])
 
 
 class _LibraryRow:

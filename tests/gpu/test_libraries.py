@@ -1,4 +1,4 @@
-"""cuDNN, FlashAttention and FlashInfer behind the ops table, where installed; also `python -m tests.gpu.test_libraries`.
+"""cuDNN, FlashAttention and FlashInfer behind the ops table, where installed: `python -m tests.gpu.test_libraries`.
 
 FlashInfer is tried with what it has compiled. `QUIRE_FLASHINFER=compile` lets it compile what it has not, minutes for
 each of two kinds of kernels.

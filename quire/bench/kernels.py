@@ -194,7 +194,7 @@ def _prefill(device: torch.device) -> Iterator[Work]:
     own = select_ops(device.type, strict=True)
     found = [verdict.kernel for verdict in judge(own, TYPICAL, device, "auto") if verdict.kernel is not None]
     tables = {"prefill attention": own}
-    found.append(CudnnAttention(own, trusted=True))
+    found.append(CudnnAttention())
     tables |= {f"prefill: {kernel.name}": with_library(own, kernel) for kernel in found}
     for rows, length, num_heads in ((16, 1024, 32), (4, 4096, 32), (1, 32768, 32), (2, 4096, 16)):
         lens = [length] * rows

@@ -107,7 +107,7 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
         import torch
 
         from quire.assemble import cuda_trouble
-        from quire.kernels.explain import explain_cudnn, explain_libraries, explain_ops
+        from quire.kernels.explain import explain_libraries, explain_ops
 
         found["cuda"] = torch.version.cuda
         found["trouble"] = cuda_trouble()
@@ -115,7 +115,6 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
             found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels)
             if any(versions.values()):
                 found["libraries"] = explain_libraries(torch.device("cuda", 0))
-            found["libraries"] = [*found["libraries"], explain_cudnn()]
     except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found

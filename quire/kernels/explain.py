@@ -55,16 +55,5 @@ def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mappi
     return found
 
 
-def explain_cudnn() -> Mapping[str, Any]:
-    """What torch itself brings along."""
-    from quire.kernels.libraries.cudnn import SIGHTINGS
-
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    why = (
-        f"tried while serving, for fresh prompts of one length that came in {SIGHTINGS} steps; used where it is quicker"
-    )
-    return {"name": "cuDNN", "installed": None if version is None else f"{version}, torch's own", "why": why}
-
-
 def _entry(op: str, implementation: str, why: str) -> Mapping[str, Any]:
     return {"op": op, "implementation": implementation, "why": " ".join(why.split())[:200]}

@@ -27,7 +27,7 @@ from quire.types import QuireError
 if TYPE_CHECKING:
     from quire.kernels.native.library import Native
 
-LIBRARY_NAMES = ("flash-attn", "flashinfer")  # of `kernels`: see `libraries.choose`
+LIBRARY_NAMES = ("flash-attn", "flashinfer", "cudnn")  # of `kernels`: see `libraries.choose`
 
 
 class FusedLinear(Protocol):

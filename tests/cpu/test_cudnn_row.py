@@ -1,5 +1,5 @@
-"""cuDNN's attention as a row of the ops table, without cuDNN: torch's own attention on a CPU stands in for it, and a
-clock that says what it is told. What is tried, when, and what becomes of it."""
+"""cuDNN's attention as a row of the ops table, without cuDNN: torch's attention on a CPU stands in for it. What it is
+given, what it is not, and that it has to be asked for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.kernels.libraries import cudnn
-from quire.kernels.libraries.choose import with_cudnn
-from quire.kernels.libraries.cudnn import TRIED_LAYERS, CudnnAttention
+from quire.kernels.libraries import choose, cudnn
+from quire.kernels.libraries.choose import choose_library, judge
+from quire.kernels.libraries.cudnn import CudnnAttention
 from quire.kernels.libraries.seam import LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import TrialShape
+from quire.types import QuireError
 from tests.gpu.library_checks import check_fresh
 from tests.gpu.where import Where
 
 SCALE = 0.2
+NUM_LAYERS = 3
+CPU = torch.device("cpu")
+SHAPE = TrialShape(width=64, inner_width=128, num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
+                   qk_norm=False, dtype=torch.float16, cache_dtype=torch.float16, max_len=64)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,28 +52,8 @@ class Library:
         return out if self._instead is None else self._instead(out)
 
 
-class Clock:
-    """Ours takes one second, theirs as long as it is told; marks pass when they are let."""
-
-    def __init__(self, theirs: float, passes: bool = True):
-        self._theirs, self.passes = theirs, passes
-        self._num_marks = 0
-
-    def mark(self) -> int:
-        self._num_marks += 1
-        return self._num_marks
-
-    def has_passed(self, mark: int) -> bool:
-        return self.passes
-
-    def seconds(self, begin: int, end: int) -> float:
-        return (
-            1.0 if begin % 4 == 1 else self._theirs
-        )  # four marks a layer that is tried: ours is between the first two
-
-
 class Steps:
-    """Prompts of 20 tokens, two in a step, over pages in no order; each step has two layers more than are tried."""
+    """Prompts of 20 tokens, two in a step, over pages in no order."""
 
     def __init__(self, ops: Ops, dtype: torch.dtype = torch.float16):
         self.ops, self.dtype = ops, dtype
@@ -83,7 +68,7 @@ class Steps:
         positions = torch.cat([torch.arange(s, b) for s, b in zip(starts, bounds, strict=True)])
         args = (self.table, positions, list(counts), bounds, 16, window, self.dtype)
         plan, wanted = self.ops.plan_attention(*args), REFERENCE.plan_attention(*args)
-        for _ in range(TRIED_LAYERS + 2):
+        for _ in range(NUM_LAYERS):
             q = self.q[: sum(counts)]
             got = self.ops.paged_attention(q, *self.caches, plan, SCALE, **extra)
             torch.testing.assert_close(
@@ -92,46 +77,13 @@ class Steps:
         return plan
 
 
-def row(library: Library, clock: Clock, **options: Any) -> Steps:
-    return Steps(with_library(REFERENCE, CudnnAttention(REFERENCE, library, clock=clock, **options)))
+def row(library: Library) -> Steps:
+    return Steps(with_library(REFERENCE, CudnnAttention(library)))
 
 
-def test_a_shape_that_came_often_is_tried_in_a_few_layers_and_used_where_it_is_quicker() -> None:
+def test_fresh_prompts_of_one_length_are_its_own() -> None:
     library = Library()
-    steps = row(library, Clock(theirs=0.5), sightings=3)
-    for _ in range(3):
-        steps.run()
-    assert library.num_calls == 0, "it costs time to plan, so it waits until that may pay"
-    steps.run()
-    assert library.num_calls == TRIED_LAYERS, "and then some layers attend twice"
-    steps.run()
-    assert library.num_calls == 2 * TRIED_LAYERS + 2, "from now on all of them"
-
-
-@pytest.mark.parametrize(("instead", "theirs"), [
-    (None, 0.99),  # a gain that small is noise
-    (None, 1.5),
-    (lambda out: out * 1.2, 0.1),
-    (lambda out: out * torch.nan, 0.1),
-    (lambda out: refuse(), 0.1),
-])  # fmt: skip
-def test_what_is_slower_wrong_or_broken_is_tried_once(instead: Any, theirs: float) -> None:
-    library = Library(instead)
-    steps = row(library, Clock(theirs), sightings=0)
-    for _ in range(4):
-        steps.run()
-    assert library.num_calls in (1, TRIED_LAYERS)
-
-
-def test_nobody_waits_for_how_it_ended() -> None:
-    library, clock = Library(), Clock(theirs=0.5, passes=False)
-    steps = row(library, clock, sightings=0)
-    for _ in range(3):
-        steps.run()
-    assert library.num_calls == TRIED_LAYERS, "not known yet: ours"
-    clock.passes = True
-    steps.run()
-    assert library.num_calls > TRIED_LAYERS
+    assert row(library).run().fits and library.num_calls == NUM_LAYERS
 
 
 @pytest.mark.parametrize("options", [
@@ -145,41 +97,48 @@ def test_nobody_waits_for_how_it_ended() -> None:
 ])  # fmt: skip
 def test_other_steps_never_ask_for_it(options: dict[str, Any]) -> None:
     library = Library()
-    plan = row(library, Clock(0.5), trusted=True).run(**options)
+    plan = row(library).run(**options)
     assert isinstance(plan, LibraryPlan) and not plan.fits and library.num_calls == 0
 
 
 def test_a_cache_of_another_type_and_captured_steps_stay_with_our_own() -> None:
     library = Library()
-    steps = row(library, Clock(0.5), trusted=True)
+    steps = row(library)
     steps.dtype, steps.q = torch.float32, steps.q.float()
     steps.caches = steps.caches.float()
     assert not steps.run().fits and library.num_calls == 0
     captured: list[Any] = []
     inner = replace(REFERENCE, plan_attention=lambda *args, **kwargs: captured.append(kwargs))
-    ops = with_library(inner, CudnnAttention(inner, library, clock=Clock(0.5), trusted=True))
+    ops = with_library(inner, CudnnAttention(library))
     ops.plan_attention(steps.table, torch.arange(40), [], [], 16, None, torch.float16, work="lists")
     assert captured == [{"work": "lists"}]
-
-
-def test_so_many_shapes_are_tried_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "MAX_SHAPES", 1)
-    library = Library()
-    steps = row(library, Clock(theirs=0.5), sightings=0)
-    steps.run(counts=(18, 18))
-    for _ in range(3):
-        steps.run()
-    assert library.num_calls == TRIED_LAYERS
 
 
 def test_prompts_behind_decodes_are_its_own() -> None:
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
-    kernel = CudnnAttention(REFERENCE, Library(), clock=Clock(0.5), trusted=True)
+    kernel = CudnnAttention(Library())
     check_fresh(REFERENCE, kernel, Where("cpu", False, (torch.float16,), seed))
 
 
-def test_it_is_no_row_without_a_gpu() -> None:
-    shape = TrialShape(width=64, inner_width=128, num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
-                       qk_norm=False, dtype=torch.float16, cache_dtype=torch.float16)  # fmt: skip
-    assert with_cudnn(REFERENCE, shape, torch.device("cpu")) is REFERENCE
+def test_nobody_gets_it_without_asking_and_nobody_who_asks_gets_a_wrong_one() -> None:
+    """It takes nothing of the first trial; the prompt that is timed must be right as well."""
+
+    def known(attend: Library) -> list[choose.Library]:
+        (library,) = [library for library in choose.LIBRARIES if library.asked_as == "cudnn"]
+        return [replace(library, open=lambda device: [CudnnAttention(attend)])]
+
+    def timer(launch: Callable[[], object]) -> float:
+        launch()
+        return 1.0
+
+    def chosen(kernels: str, attend: Library) -> Ops:
+        return choose_library(REFERENCE, SHAPE, CPU, kernels, timer=timer, libraries=known(attend))
+
+    assert chosen("auto", Library()) is REFERENCE
+    (_, verdict) = judge(REFERENCE, SHAPE, CPU, "auto", known(Library()), timer)
+    assert verdict.kernel is None and "--kernels cudnn" in verdict.why
+    assert chosen("cudnn", Library()) is not REFERENCE
+    for wrong in (lambda out: out * 1.2, lambda out: out * torch.nan, lambda out: refuse()):
+        with pytest.raises(QuireError, match="kernels=cudnn can't be used"):
+            chosen("cudnn", Library(wrong))

@@ -36,6 +36,7 @@ class Library:
     versions: tuple[tuple[int, ...], tuple[int, ...]]  # from the one, below the other
     open: Callable[[torch.device], Sequence[CatchUpKernel]]
     is_ready: Callable[[TrialShape, torch.device], bool] = lambda shape, device: True  # without compiling first
+    only_asked: str | None = None  # why it is never used without being asked for
 
     def installed(self) -> str | None:
         try:
@@ -62,6 +63,12 @@ def _open_flashinfer(device: torch.device) -> Sequence[CatchUpKernel]:
     return open_library(device)
 
 
+def _open_cudnn(device: torch.device) -> Sequence[CatchUpKernel]:
+    from quire.kernels.libraries.cudnn import open_cudnn
+
+    return open_cudnn(device)
+
+
 def _is_flashinfer_compiled(shape: TrialShape, device: torch.device) -> bool:
     from quire.kernels.libraries.flashinfer import Kind, backend_for, is_compiled
 
@@ -73,6 +80,8 @@ LIBRARIES = (
     Library("FlashAttention", "flash-attn", "flash-attn", ((2, 8), (3,)), _open_flash_attention_2),
     Library("FlashInfer", "flashinfer", "flashinfer-python", ((0, 6), (0, 8)), _open_flashinfer,
             _is_flashinfer_compiled),
+    Library("cuDNN", "cudnn", "torch", ((2, 11), (3,)), _open_cudnn,
+            only_asked="it stops to plan whenever prompts of another number or length come"),
 )  # fmt: skip
 
 
@@ -90,25 +99,9 @@ class Verdict:
 def choose_library(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, *, timer: Timer | None = None,
                    libraries: Sequence[Library] = LIBRARIES) -> Ops:  # fmt: skip
     """The table, with the quickest library before its attention where one is quicker. `kernels` names a library that
-    must be there and is used in any case, or "auto": then torch's own is before all of them, for what it wins."""
-    ops = _choose_installed(ops, shape, device, kernels, timer, libraries)
-    return with_cudnn(ops, shape, device) if kernels == "auto" else ops
-
-
-def with_cudnn(ops: Ops, shape: TrialShape, device: torch.device) -> Ops:
-    """Costs nothing now: see `cudnn`. Fewer layers than are tried, windows and other types never ask for it."""
-    if device.type != "cuda" or shape.window is not None or shape.cache_dtype != shape.dtype:
-        return ops
-    if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
-        return ops
-    from quire.kernels.libraries.cudnn import CudnnAttention
-
-    return with_library(ops, CudnnAttention(ops))
-
-
-def _choose_installed(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, timer: Timer | None,
-                      libraries: Sequence[Library]) -> Ops:  # fmt: skip
-    wanted = [library for library in libraries if kernels in ("auto", library.asked_as)]
+    must be there and is used in any case, or "auto"."""
+    unasked = [library for library in libraries if library.only_asked is None]
+    wanted = unasked if kernels == "auto" else [library for library in libraries if library.asked_as == kernels]
     if not wanted or shape.cache_dtype != shape.dtype:  # none of them reads another type than it computes in
         return ops
     if not any(library.installed() for library in wanted) and kernels == "auto":
@@ -153,6 +146,9 @@ def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.
         known = f"{_dotted(low)} or later, before {_dotted(high)}"
         yield Verdict(library.name, f"this version is not known; {known} would be", installed)
         return
+    if kernels == "auto" and library.only_asked is not None:
+        yield Verdict(library.name, f"{library.only_asked}; --kernels {library.asked_as} asks for it", installed)
+        return
     try:
         if kernels == "auto" and not library.is_ready(shape, device):
             why = f"it has to compile first: --kernels {library.asked_as} does so, once"
@@ -168,7 +164,10 @@ def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.
         try:
             table = with_library(ops, kernel)
             _try(table, shape, device)
-            yield Verdict(kernel.name, "right", installed, kernel, timer(work.launch(table)))
+            launch = work.launch(table)
+            seconds = timer(launch)
+            compare(launch(), work.launch(ops)(), shape.dtype)  # some take nothing but prompts such as this one
+            yield Verdict(kernel.name, "right", installed, kernel, seconds)
         except torch.OutOfMemoryError:
             yield Verdict(kernel.name, "no memory to try it", installed)
         except Exception as error:  # whatever a compiler, a driver or a kernel may say

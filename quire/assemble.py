@@ -52,9 +52,10 @@ from quire.types import QuireError
 
 # A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
 # half a second on the smallest model, and for many on others.
-CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250}
+CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250, "page_tokens": 16}
+# A page is what the prompt kernel's copy engine takes at a time, and what the host books a prompt by.
+CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0, "page_tokens": 64}
 SHRINK = 0.9  # of the pages, for each time they could not be allocated
-CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def assemble(config: Config, progress: Progress | None = None) -> Assembly:
         dtype=config.model.dtype,
         device=device,
         max_model_len=config.model.max_model_len,
-        page_tokens=config.cache.page_tokens,
+        page_tokens=resolve_page_tokens(config, device),
         random_weights=config.model.random_weights,
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
@@ -192,8 +193,16 @@ def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: Ro
     return MixedGraphs(model, store.tensors, rows, row_ops, fixed_work, max_rows, graphs.pool, graphs.stream)
 
 
+def _defaults(device: torch.device) -> dict[str, int]:
+    return CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
+
+
+def resolve_page_tokens(config: Config, device: torch.device) -> int:
+    return config.cache.page_tokens or _defaults(device)["page_tokens"]
+
+
 def resolve_limits(config: Config, device: torch.device) -> Limits:
-    chosen = CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
+    chosen = _defaults(device)
     scheduler = config.scheduler
     max_rows = scheduler.max_rows or chosen["max_rows"]
     max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
@@ -220,7 +229,7 @@ def memory_report(config: Config) -> MemoryPlan:
     files = find_files(config, None)
     hf_config = read_config(files)
     model, _ = build_model(
-        hf_config, dtype=config.model.dtype, device=device, page_tokens=config.cache.page_tokens,
+        hf_config, dtype=config.model.dtype, device=device, page_tokens=resolve_page_tokens(config, device),
         quant=config.model.quant, kv_dtype=config.cache.kv_dtype, ops=select_ops(device.type, config.engine.kernels),
     )  # fmt: skip
     weights = weights_bytes(model)

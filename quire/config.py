@@ -41,7 +41,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    page_tokens: int = knob(16, "tokens a cache page holds", low=1, high=1024)
+    page_tokens: int | None = knob(None, "tokens a cache page holds (default: 64 on a GPU, 16 on a CPU)", low=1,
+                                   high=1024)  # fmt: skip
     cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
@@ -72,8 +73,8 @@ class EngineConfig:
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(False, "same bits for a row whatever surrounds it, or a refusal (CPU)")
     kernels: str = knob("auto", "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
-                        choices=("auto", "triton", "flash-attn", "flashinfer", "torch", "avx512", "avx2",
-                                 "portable"))  # fmt: skip
+                        choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512",
+                                 "avx2", "portable"))  # fmt: skip
     strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LAUNCHES = 20  # per graph
 REPEATS = 7  # replays, of which the median counts
 ENOUGH_BYTES = 400_000_000  # inputs that no cache holds
+PAGE_TOKENS = 64  # what an engine takes on a GPU by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +144,13 @@ def _small(device: torch.device) -> Iterator[Work]:
 
 
 class _Cache:
-    """Rows of these lengths over scattered pages of 16."""
+    """Rows of these lengths over scattered pages."""
 
     def __init__(self, lens: list[int], num_kv_heads: int, dtype: torch.dtype, device: torch.device):
         import torch
 
-        need = [-(-n // 16) for n in lens]
-        shape = (sum(need) + 1, 16, num_kv_heads, 128)
+        need = [-(-n // PAGE_TOKENS) for n in lens]
+        shape = (sum(need) + 1, PAGE_TOKENS, num_kv_heads, 128)
         self.k, self.v = (torch.randn(shape, device=device, dtype=torch.bfloat16).to(dtype) for _ in range(2))
         pages = torch.randperm(sum(need), dtype=torch.int32) + 1
         self.table = torch.zeros(len(lens), max(need), dtype=torch.int32)
@@ -176,7 +177,9 @@ def _decode(device: torch.device) -> Iterator[Work]:
         cache = _Cache(lens, 8, dtype, device)
         q = torch.randn(len(lens), num_heads, 128, device=device, dtype=torch.bfloat16)
         positions = torch.tensor(lens, device=device) - 1
-        plan = attention.plan_attention(cache.table, positions, [1] * len(lens), lens, 16, None, torch.bfloat16)
+        plan = attention.plan_attention(
+            cache.table, positions, [1] * len(lens), lens, PAGE_TOKENS, None, torch.bfloat16
+        )
         launch = _call(attention.paged_attention, q, cache.k, cache.v, plan, 0.09)
         yield Work("decode attention", f"{shape}, {num_heads}/8 heads", launch, num_bytes=cache.num_bytes)
 
@@ -203,7 +206,7 @@ def _prefill(device: torch.device) -> Iterator[Work]:
         positions = torch.arange(length, device=device).repeat(rows)
         flops = 2 * num_heads * 128 * length * length * rows  # causal: half of what is in the square
         for name, ops in tables.items():
-            plan = ops.plan_attention(cache.table, positions, lens, lens, 16, None, torch.bfloat16)
+            plan = ops.plan_attention(cache.table, positions, lens, lens, PAGE_TOKENS, None, torch.bfloat16)
             launch = _call(ops.paged_attention, q, cache.k, cache.v, plan, 0.09)
             yield Work(name, f"{rows} × {length}, {num_heads}/8 heads", launch, flops=flops)
 

@@ -61,7 +61,7 @@ def latent(device: torch.device) -> Iterator[Work]:
     from quire.kernels.triton import attention
     from quire.kernels.triton import latent as kernels
 
-    rank, rope_dim, page, bf16 = 512, 64, 16, torch.bfloat16
+    rank, rope_dim, page, bf16 = 512, 64, 64, torch.bfloat16
     shapes = [(256, 1024, 128, 1), (64, 4096, 128, 1), (8, 4096, 128, 1), (1, 32768, 128, 1), (256, 1024, 16, 1),
               (64, 4096, 16, 1), (4, 4096, 128, 4096), (4, 4096, 16, 4096)]  # fmt: skip
     for rows, length, heads, count in shapes:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.assemble import resolve_limits
+from quire.assemble import resolve_limits, resolve_page_tokens
 from quire.config import Config
 from quire.config_build import override_config
 from quire.types import SamplingParams
@@ -24,6 +24,15 @@ CPU = torch.device("cpu")
 def test_steps_of_a_cpu_keep_to_a_quarter_of_a_second(device: str, asked: float | None, target: float | None) -> None:
     config = override_config(Config(), {} if asked is None else {"step_target_ms": asked})
     assert resolve_limits(config, torch.device(device)).step_target_seconds == target
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "tokens"), [("cpu", "auto", 16), ("cuda", "auto", 64), ("cpu", "64", 64), ("cuda", "16", 16)]
+)
+def test_pages_are_larger_on_a_gpu_unless_somebody_says_otherwise(device: str, asked: str, tokens: int) -> None:
+    config = override_config(Config(), {"page_tokens": asked})
+    assert resolve_page_tokens(config, torch.device(device)) == tokens
+    assert resolve_page_tokens(Config(), torch.device(device)) == (64 if device == "cuda" else 16)
 
 
 def test_decodes_move_in_every_step_of_a_long_prompt(tmp_path: Path) -> None:

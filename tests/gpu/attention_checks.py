@@ -32,7 +32,7 @@ def check_sinks(where: Where) -> None:
 def check_latent_write(where: Where) -> None:
     from quire.kernels.triton.latent import latent_write
 
-    heads, nope, rope_dim, rank, page = (128, 128, 64, 512, 16) if where.large else (5, 8, 12, 24, 8)
+    heads, nope, rope_dim, rank, page = (128, 128, 64, 512, 64) if where.large else (5, 8, 12, 24, 8)
     for dtype in where.dtypes:
         for tokens in (1, 300) if where.large else (3,):
             for interleaved in (False, True):
@@ -62,7 +62,7 @@ def check_latent(where: Where) -> None:
     from quire.kernels.triton import attention
     from quire.kernels.triton.latent import latent_attention
 
-    page = 16
+    page = where.random.choice((16, 64))
     shapes = [(128, 512, 64), (16, 512, 64), (40, 256, 32)] if where.large else [(5, 32, 8), (66, 16, 16)]
     lens = [3000, 1, 700, 129, 64] if where.large else [130, 1, 9]
     mixes = [
@@ -109,6 +109,7 @@ def check_fixed_work(where: Where) -> None:
 
     shapes = [(32, 8, 128), (8, 2, 64)] if where.large else [(4, 2, 16)]
     size, singles = (300, 6) if where.large else (20, 4)
+    page = where.random.choice((16, 64))
     steps = [([100, 1, 1, 33], [3000, 700, 5, 33]), ([1, 1, 1], [4000, 1, 64]), ([250], [2100])]
     if not where.large:
         steps = [([7, 1, 1, 9], [40, 30, 1, 9]), ([1, 1, 1], [50, 1, 16]), ([18], [21])]
@@ -117,14 +118,14 @@ def check_fixed_work(where: Where) -> None:
             for window in (None, 100 if where.large else 11):
                 work = FixedWork(size, singles, 2)
                 for turn, (counts, lens) in enumerate([steps[0], *steps]):  # the first only sizes the lists
-                    batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, 16)
+                    batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, page)
                     q = where.normal(size, heads, head_dim, dtype=dtype)
                     q[: len(batch.q)] = batch.q
                     positions = torch.zeros(size, dtype=torch.int64, device=where.device)
                     positions[: len(batch.q)] = batch.positions
-                    pages = torch.zeros(8, 4096 // 16 + 1, dtype=torch.int32, device=where.device)
+                    pages = torch.zeros(8, 4096 // page + 1, dtype=torch.int32, device=where.device)
                     pages[: len(lens), : batch.page_table.shape[1]] = batch.page_table
-                    plan = attention.plan_attention(pages, positions, [], [], 16, window, dtype, work=work)
+                    plan = attention.plan_attention(pages, positions, [], [], page, window, dtype, work=work)
                     if turn:
                         work.fill(counts, lens)
                     where.poison()

@@ -67,14 +67,14 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
     bf16 = torch.bfloat16
-    cache = torch.zeros(10, 16, 8, 128, dtype=bf16)
+    cache = torch.zeros(10, 64, 8, 128, dtype=bf16)
     table = torch.zeros(4, 64, dtype=torch.int32)
     places = torch.arange(4)
     qkv, weight = torch.zeros(4, 48 * 128, dtype=bf16), torch.zeros(128, dtype=bf16)
     angles = Angles(places, torch.rand(64))
     q = rope.qk_norm_rope_write(qkv, weight, weight, 1e-6, angles, cache, cache, places, 32)
     for counts in ([1] * 4, [4]):
-        plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
+        plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 64, None, bf16)
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
     compile_padded_heads(table, places)
@@ -90,16 +90,16 @@ def main() -> None:
 
 def compile_padded_heads(table: torch.Tensor, places: torch.Tensor) -> None:
     """Heads that are no power of two, as in Phi-2, over a cache of FP8."""
-    cache, qkv = torch.zeros(10, 16, 8, 80).to(torch.float8_e4m3fn), torch.zeros(4, 48 * 80, dtype=torch.bfloat16)
+    cache, qkv = torch.zeros(10, 64, 8, 80).to(torch.float8_e4m3fn), torch.zeros(4, 48 * 80, dtype=torch.bfloat16)
     q = rope.qk_norm_rope_write(qkv, None, None, 1e-6, Angles(places, torch.rand(40)), cache, cache, places, 32)
-    plan = attention.plan_attention(table, places, [1] * 4, [1024] * 4, 16, None, torch.bfloat16)
+    plan = attention.plan_attention(table, places, [1] * 4, [1024] * 4, 64, None, torch.bfloat16)
     attention.paged_attention(q, cache, cache, plan, 0.1)
 
 
 def compile_latent() -> None:
     """The shapes of DeepSeek V3."""
     bf16 = torch.bfloat16
-    cache, places = torch.zeros(10, 16, 1, 576, dtype=bf16), torch.arange(4)
+    cache, places = torch.zeros(10, 64, 1, 576, dtype=bf16), torch.arange(4)
     angles = Angles(places, torch.rand(32))
     for heads in (128, 16):
         entry, norm, q = (
@@ -110,7 +110,7 @@ def compile_latent() -> None:
         q_rope = latent.latent_write(q, entry, norm, 1e-6, angles, cache, places, True)
         for counts in ([1] * 4, [4]):
             table = torch.zeros(len(counts), 64, dtype=torch.int32)
-            plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 16, None, bf16)
+            plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 64, None, bf16)
             latent.latent_attention(torch.zeros(heads, 4, 512, dtype=bf16), q_rope, cache, plan, 0.1)
 
 

@@ -22,7 +22,7 @@ def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tup
         steps = [([1, 1, 7, 9], [40, 17, 7, 300]), ([18], [32]), ([6, 1, 2], [21, 40, 257])]
     for dtype in where.dtypes:
         for num_heads, num_kv_heads, head_dim in [shape for shape in heads if shape[2] in head_dims]:
-            for page in (16, 32) if where.large else (16,):
+            for page in (16, 64) if where.large else (16,):
                 for window in [(50 if where.large else 11) if has_one else None for has_one in windowed]:
                     for counts, lens in steps:
                         batch = Paged.make(where, dtype, counts, lens, num_heads, num_kv_heads, head_dim, page)

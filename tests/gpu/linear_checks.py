@@ -110,9 +110,14 @@ def check_fp8_scheme(where: Where) -> None:
 
 
 def check_dequantize_pages(where: Where) -> None:
+    shapes = [(200, (16, 8, 128)), (50, (64, 8, 128))] if where.large else [(5, (8, 2, 32)), (5, (64, 3, 96))]
+    for num_pages, shape in shapes:
+        _check_pages(where, num_pages, shape)
+
+
+def _check_pages(where: Where, num_pages: int, shape: tuple[int, int, int]) -> None:
     from quire.kernels.triton.fp8 import dequantize_pages
 
-    num_pages, shape = (200, (16, 8, 128)) if where.large else (5, (8, 2, 32))
     caches = [where.normal(num_pages, *shape, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2)]
     table = torch.randperm(num_pages, device=where.device).int().view(5, -1)
     rows, columns = (torch.arange(num_pages, device=where.device).int() % 5 for _ in range(2))

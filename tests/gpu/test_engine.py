@@ -111,6 +111,15 @@ def test_greedy_tokens_equal_the_cpus() -> None:
             print(f"{what}: equal, {ties + warm} ties, {stats.preemptions} preemptions, {stats.steps} steps")
 
 
+def test_pages_of_the_default_size_change_nothing() -> None:
+    prompts = ragged_prompts(256)
+    for shape in SHAPES:
+        model = load(folder(shape), 64, DEVICE, strict_kernels=True)
+        engine = make_engine(model, device=DEVICE, **{**PAGED, "page_tokens": 64, "chunk_tokens": 50})
+        for what in (f"{shape}: pages of 64", f"{shape}: pages of 64, warm prefix"):
+            assert count_ties(run(engine, prompts, GREEDY), expected(shape), what) <= 1
+
+
 MIXED_PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=11, max_tokens=40, ignore_eos=True),

@@ -26,7 +26,7 @@ pytestmark = marks()
 
 PACK = Path(os.environ.get("QUIRE_KL_PACK", ".scratch/kl/smollm2.npz"))
 BOUND = 1.2  # times what transformers has in bfloat16
-PAGE = 16
+PAGE = 64
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def test_values_are_read_in_their_type(name: str, raw: Any, value: Any) -> None:
         ("max_model_len", 10**30, "too large"),
         ("max_model_len", "9" * 5000, "must be a whole number"),
         ("page_tokens", "5000", "must lie between 1 and 1024"),
-        ("page_tokens", None, "must be a whole number"),
+        ("max_waiting", None, "must be a whole number"),
         ("memory_fraction", "nan", "must be a number"),
         ("memory_fraction", float("inf"), "must be a number"),
         ("memory_fraction", 10**400, "must be a number"),

@@ -64,15 +64,17 @@ def _quantize_warps(rows: int, block: int) -> int:
 @triton.jit
 def _dequantize_pages_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, table_ptr, rows_ptr, columns_ptr, table_stride, page_stride, k_scale, v_scale,
-    page_elements, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    page_elements, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A page is done by as many programs as it has pieces: few pages should fill the card too."""
     let_next_start(PDL)
     place = tl.program_id(0)
+    begin = tl.program_id(1) * PIECE
     wait_for_inputs(PDL)
     row, column = tl.load(rows_ptr + place).to(tl.int64), tl.load(columns_ptr + place)
     page = tl.load(table_ptr + row * table_stride + column).to(tl.int64)
-    for start in range(0, page_elements, BLOCK):
-        elements = start + tl.arange(0, BLOCK)
+    for start in range(0, PIECE, BLOCK):
+        elements = begin + start + tl.arange(0, BLOCK)
         inside = elements < page_elements
         source, target = page * page_stride + elements, place.to(tl.int64) * page_elements + elements
         k = tl.load(k_ptr + source, mask=inside, other=0.0).to(tl.float32) * k_scale
@@ -85,9 +87,10 @@ def dequantize_pages(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, rows:
                      k_out: Tensor, v_out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:  # fmt: skip
     """Page `page_table[rows[i], columns[i]]` of the FP8 caches [pages, page_tokens, kv_heads, head_dim] becomes page i
     of the outputs. Attention that reads a page many times had better do it in a type its matrix units take."""
-    _dequantize_pages_kernel[(len(rows),)](
+    page_elements, piece = k_out[0].numel(), 16384
+    _dequantize_pages_kernel[(len(rows), triton.cdiv(page_elements, piece))](
         k_cache, v_cache, k_out, v_out, page_table, rows, columns, page_table.stride(0), k_cache.stride(0),
-        k_scale, v_scale, k_out[0].numel(), BLOCK=2048, **launch_options(k_cache.device, num_warps=4),
+        k_scale, v_scale, page_elements, PIECE=piece, BLOCK=2048, **launch_options(k_cache.device, num_warps=4),
     )  # fmt: skip
 
 

@@ -41,8 +41,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    page_tokens: int | None = knob(None, "tokens a cache page holds (default: 64 on a GPU, 16 on a CPU)", low=1,
-                                   high=1024)  # fmt: skip
+    page_tokens: int | None = knob(None, "tokens a cache page holds (GPU: 64, CPU: 16)", low=1, high=1024)
     cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)

@@ -54,10 +54,10 @@ class MemoryPlan:
             ("rows", self.rows, "tokens and page tables of running requests"),
         ]
         for spec, count in zip(self.specs, self.num_units, strict=True):
-            unit = f"pages of {spec.page_tokens} tokens" if spec.kind == "paged" else "slots"
-            what = f"{count - 1} {unit}, {_bytes(unit_bytes(spec))} each"
+            what = f"{count - 1} slots"
             if spec.kind == "paged":
-                what += f", {(count - 1) * spec.page_tokens} tokens in all"
+                what = f"{(count - 1) * spec.page_tokens} tokens: {count - 1} pages of {spec.page_tokens}"
+            what += f", {_bytes(unit_bytes(spec))} each"
             rows.append((f"cache '{spec.group}'", unit_bytes(spec) * count, what))
         rows.append(("host swap", self.host, "for preempted requests, taken when used"))
         lines = [f"{name:<18} {_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]

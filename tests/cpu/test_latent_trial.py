@@ -99,3 +99,13 @@ def test_the_trial_sees_what_is_wrong() -> None:
     off = replace(table(), latent_attention=lambda *args: REFERENCE.latent_attention(*args) * 1.1)
     with pytest.raises(ArithmeticError):
         try_latent(off, shape, torch.device("cpu"))
+
+
+def test_shares_fill_the_card_and_no_more() -> None:
+    from quire.kernels.triton.latent_many import MAX_SPLITS, num_splits
+
+    assert num_splits(16, 8192, 132) == 8  # one round of 128 programs
+    assert num_splits(128, 4096, 132) == num_splits(512, 1024, 132) == 1
+    assert num_splits(2, 100, 132) == 1, "a row of one span is not split"
+    for programs in range(1, 132):
+        assert 1 <= num_splits(programs, 1 << 17, 132) <= MAX_SPLITS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.bench.kernels import Work
@@ -55,17 +55,22 @@ def experts(device: torch.device) -> Iterator[Work]:
 
 def latent(device: torch.device) -> Iterator[Work]:
     """Absorbed attention over latents of 512 + 64. At 128 heads a byte read is worth 241 operations, more than the card
-    has time for while it reads one: the matrix units are the ceiling there, and the share is of that."""
+    has time for while it reads one: the matrix units are the ceiling there, and the share is of that. Each shape runs
+    through the kernel that a model of that shape would be given."""
     import torch
 
+    from quire.kernels.table import select_ops
+    from quire.kernels.trial_latent import LatentTrialShape, settle_latent
     from quire.kernels.triton import attention
-    from quire.kernels.triton import latent as kernels
 
     rank, rope_dim, page, bf16 = 512, 64, 64, torch.bfloat16
-    shapes = [(256, 1024, 128, 1), (64, 4096, 128, 1), (8, 4096, 128, 1), (1, 32768, 128, 1), (256, 1024, 16, 1),
-              (64, 4096, 16, 1), (4, 4096, 128, 4096), (4, 4096, 16, 4096)]  # fmt: skip
+    shapes = [(256, 1024, 128, 1), (64, 4096, 128, 1), (8, 4096, 128, 1), (8, 8192, 128, 1), (1, 32768, 128, 1),
+              (64, 4096, 64, 1), (64, 4096, 32, 1), (256, 1024, 16, 1), (64, 4096, 16, 1), (4, 4096, 128, 4096),
+              (4, 4096, 16, 4096)]  # fmt: skip
     for rows, length, heads, count in shapes:
         need = length // page
+        trial = LatentTrialShape(heads, rank, rope_dim, page, bf16, bf16, length)
+        attend = settle_latent(select_ops("cuda"), trial, device, strict=False).latent_attention
         cache = torch.randn(rows * need + 1, page, 1, rank + rope_dim, device=device, dtype=bf16)
         table = (torch.randperm(rows * need, dtype=torch.int32) + 1).view(rows, need).to(device)
         positions = torch.arange(length - count, length, device=device).repeat(rows)
@@ -74,8 +79,9 @@ def latent(device: torch.device) -> Iterator[Work]:
         plan = attention.plan_attention(table, positions, [count] * rows, [length] * rows, page, None, bf16)
 
         def launch(_: int, q_latent: torch.Tensor = q_latent, q_rope: torch.Tensor = q_rope,
-                   cache: torch.Tensor = cache, plan: attention.TritonPlan = plan) -> object:  # fmt: skip
-            return kernels.latent_attention(q_latent, q_rope, cache, plan, 0.07)
+                   cache: torch.Tensor = cache, plan: attention.TritonPlan = plan,
+                   attend: Callable[..., torch.Tensor] = attend) -> object:  # fmt: skip
+            return attend(q_latent, q_rope, cache, plan, 0.07)
 
         pairs = rows * (length if count == 1 else length * (length + 1) // 2)  # of a query and an entry it sees
         flops = pairs * heads * 2 * (2 * rank + rope_dim)

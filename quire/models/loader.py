@@ -20,6 +20,8 @@ from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
+from quire.kernels.trial_latent import LatentTrialShape, settle_latent
+from quire.layers.latent import LatentShape
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
@@ -76,6 +78,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     model, config = build(ops=ops)
     dtype = resolve_dtype(dtype, device, hf_config)
     tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
+    tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
     tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
     if tried is not ops:
         model, config = build(ops=tried)
@@ -233,6 +236,17 @@ def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: to
         if spec.kind == "paged":
             ops = settle_ops(ops, _trial_shape(model, config, spec, dtype), device, strict=strict)
     return ops
+
+
+def _try_latent(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
+    """The ops with the kernel for latents of many heads, where the card has one and it is right."""
+    shape = getattr(config, "attention", None)
+    if device.type != "cuda" or not isinstance(shape, LatentShape) or config.form != "absorbed":
+        return ops
+    spec = model.specs[0]
+    trial = LatentTrialShape(shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, dtype,
+                             getattr(torch, spec.dtype), model.max_positions)  # fmt: skip
+    return settle_latent(ops, trial, device, strict=strict)
 
 
 def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,

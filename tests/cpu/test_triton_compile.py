@@ -22,7 +22,8 @@ def test_kernels_compile_for_hopper() -> None:
               "_survey_kernel", "_narrow_kernel", "_verify_kernel", "_penalties_kernel", "_score_rows_kernel",
               "_one_row_kernel", "_few_rows_kernel", "_norm_router_kernel", "_route_kernel", "_count_kernel",
               "_place_kernel", "_grouped_kernel", "_combine_kernel", "_one_row_gate_up_kernel",
-              "_one_row_down_kernel", "_latent_write_kernel", "_latent_kernel", "_step_kernel", "_conv_kernel",
-              "_gates_kernel", "_prepare_kernel", "_walk_kernel",
+              "_one_row_down_kernel", "_latent_write_kernel", "_latent_kernel", "_latent_hopper_kernel",
+              "_merge_latents_kernel", "_step_kernel", "_conv_kernel", "_gates_kernel", "_prepare_kernel",
+              "_walk_kernel",
               "_norm_tiles_kernel", "_norm_groups_kernel"}  # fmt: skip
     assert wanted <= compiled.keys() and all(size > 0 for size in compiled.values())

@@ -6,6 +6,7 @@ from tests.gpu import (
     attention_checks,
     expert_checks,
     kernel_checks,
+    latent_checks,
     linear_checks,
     paged_checks,
     recurrent_checks,
@@ -18,6 +19,7 @@ CHECKS = {
     **linear_checks.CHECKS,
     **recurrent_checks.CHECKS,
     **attention_checks.CHECKS,
+    **latent_checks.CHECKS,
     **expert_checks.CHECKS,
     **sampling_checks.CHECKS,
 }

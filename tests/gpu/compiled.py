@@ -22,6 +22,7 @@ from quire.kernels.triton import (
     decode,
     experts,
     latent,
+    latent_many,
     launch,
     prefill_hopper,
     prefill_shares,
@@ -38,6 +39,7 @@ from quire.kernels.triton import (
 )
 
 launched: dict[str, int] = {}
+variants: dict[str, set[str]] = {}
 _run = JITFunction.run
 
 
@@ -55,6 +57,7 @@ class HopperDriver:
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     kernel = _run(self, *args, grid=grid, warmup=True, **kwargs)
     launched[self.__name__] = len(kernel.asm["cubin"])
+    variants.setdefault(self.__name__, set()).add(kernel.hash)
     return kernel
 
 
@@ -62,7 +65,17 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, latent, prefill_shares, recurrent_scan, recurrent_step, sample):
+    for module in (
+        launch,
+        attention,
+        decode,
+        latent,
+        latent_many,
+        prefill_shares,
+        recurrent_scan,
+        recurrent_step,
+        sample,
+    ):
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -112,6 +125,21 @@ def compile_latent() -> None:
             table = torch.zeros(len(counts), 64, dtype=torch.int32)
             plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 64, None, bf16)
             latent.latent_attention(torch.zeros(heads, 4, 512, dtype=bf16), q_rope, cache, plan, 0.1)
+    compile_latent_many()
+
+
+def compile_latent_many() -> None:
+    """One kernel for all kinds of steps."""
+    bf16 = torch.bfloat16
+    cache, q_latent, q_rope = (
+        torch.zeros(*size, dtype=bf16) for size in ((10, 16, 1, 576), (128, 4, 512), (4, 128, 64))
+    )
+    assert latent_many.supports(q_latent, q_rope, cache)
+    for counts, rows, width in (([1] * 4, None, 64), ([1] * 4, torch.arange(4), 63), ([3, 1], None, 64)):
+        table = torch.zeros(len(counts), width, dtype=torch.int32)
+        plan = attention.plan_attention(table, torch.arange(4), counts, [1024] * len(counts), 16, None, bf16, rows)
+        latent_many.latent_attention(q_latent, q_rope, cache, plan, 0.1)
+    assert len(variants["_latent_hopper_kernel"]) == 1, "a step has to wait for a kernel that no start compiled"
 
 
 def compile_experts() -> None:

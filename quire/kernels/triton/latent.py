@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.angles import Angles
-from quire.kernels.triton.attention import TritonPlan, upload_ints
+from quire.kernels.triton.attention import TritonPlan
+from quire.kernels.triton.latent_work import MAX_LANES, MIN_SPAN, LatentWork, prepare
 from quire.kernels.triton.launch import (
     INTERPRETED,
     compute_type,
@@ -27,13 +28,11 @@ from quire.kernels.triton.launch import (
     num_multiprocessors,
     wait_for_inputs,
 )
-from quire.kernels.triton.prefill import TILE_FIELDS, first_tokens, list_tiles
+from quire.kernels.triton.prefill import TILE_FIELDS
 from quire.kernels.triton.rope import cos_sin, store_cache
 
-MAX_LANES = 64  # heads times tokens of a program
 FEW_LANES = 32
 MAX_SPLITS = 32
-MIN_SPAN = 128  # entries that are not worth splitting further
 
 
 @triton.jit
@@ -229,28 +228,14 @@ class LatentTuning:
     num_stages: int = 2
 
 
-@dataclass(slots=True)
-class LatentWork:
-    """What all layers of a step share; kept on the plan."""
-
-    num_singles: int = 0
-    num_splits: int = 1
-    token_index: Tensor | None = None
-    row_index: Tensor | None = None
-    num_tiles: int = 0
-    tiles: Tensor | None = None
-    partial: Tensor | None = None
-    best: Tensor | None = None
-    total: Tensor | None = None
-    counters: Tensor | None = None
-
-
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float,
                      tuning: LatentTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_latent.latent_attention`."""
     num_heads, _, rank = q_latent.shape
     if plan.latent is None:
-        plan.latent = _prepare(plan, num_heads, rank, q_latent.device)
+        num_processors = num_multiprocessors(q_latent.device.index)
+        plan.latent = prepare(plan, num_heads, _heads(num_heads), rank, q_latent.device,
+                              lambda programs, len_bound: _num_splits(programs, len_bound, num_processors))  # fmt: skip
     work: LatentWork = plan.latent
     out = torch.empty_like(q_latent)
     if work.num_tiles:
@@ -271,36 +256,6 @@ def tune(lanes: int, rank: int, element_size: int) -> LatentTuning:
 def _heads(num_heads: int) -> int:
     """Heads of a program."""
     return min(MAX_LANES, max(16, triton.next_power_of_2(num_heads)))
-
-
-def _prepare(plan: TritonPlan, num_heads: int, rank: int, device: torch.device) -> LatentWork:
-    if plan.work is not None:
-        raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
-    work = LatentWork()
-    counts = plan.counts
-    singles = [row for row, count in enumerate(counts) if count == 1]
-    catch_ups = [row for row, count in enumerate(counts) if count > 1]
-    head_blocks = triton.cdiv(num_heads, _heads(num_heads))
-    if singles:
-        work.num_singles = len(singles)
-        len_bound = plan.page_table.shape[1] * plan.page_tokens
-        work.num_splits = _num_splits(len(singles) * head_blocks, len_bound, num_multiprocessors(device.index))
-        if work.num_splits > 1:
-            shape = (len(singles) * head_blocks, work.num_splits, _heads(num_heads))
-            work.partial = torch.empty(*shape, rank, dtype=torch.float32, device=device)
-            work.best, work.total = torch.empty(2, *shape, dtype=torch.float32, device=device)
-            work.counters = torch.zeros(shape[0], dtype=torch.int32, device=device)
-    if not catch_ups:
-        work.row_index = plan.row_index
-        return work
-    tiles = list_tiles(catch_ups, counts, plan.len_bounds, MAX_LANES // _heads(num_heads))
-    firsts = first_tokens(counts)
-    parts = [[field for tile in tiles for field in tile], [firsts[row] for row in singles], singles]
-    work.tiles, token_index, row_index = upload_ints(parts, device)
-    work.num_tiles = len(tiles)
-    if singles:
-        work.token_index, work.row_index = token_index, row_index
-    return work
 
 
 def _num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:

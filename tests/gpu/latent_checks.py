@@ -1,0 +1,100 @@
+"""Latent attention with many heads on Hopper (`latent_many`) against float64. It is Gluon, which the interpreter does
+not run: elsewhere these checks do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tests.gpu.paged_checks import Paged
+from tests.gpu.where import Where, close
+
+RANK, ROPE = 512, 64
+
+
+def on_hopper(where: Where) -> bool:
+    return where.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
+def make_latents(where: Where, dtype: torch.dtype, counts: list[int], lens: list[int], heads: int,
+                 page: int) -> tuple[Paged, Tensor, Tensor, Tensor]:  # fmt: skip
+    """A batch, its queries in their two parts, and what must come out: [heads, tokens, rank]."""
+    batch = Paged.make(where, dtype, counts, lens, heads, 1, RANK + ROPE, page)
+    batch.v_cache = batch.k_cache
+    want = batch.expected(0.05, None, None).view(-1, heads, RANK + ROPE)[..., :RANK].transpose(0, 1)
+    return batch, batch.q[..., :RANK].transpose(0, 1).contiguous(), batch.q[..., RANK:].contiguous(), want
+
+
+@contextmanager
+def forced_splits(splits: int | None) -> Iterator[None]:
+    """Any number is right; only some are chosen."""
+    from quire.kernels.triton import latent_many
+
+    chosen = latent_many.num_splits
+    if splits is not None:
+        latent_many.num_splits = lambda *_: splits
+    try:
+        yield
+    finally:
+        latent_many.num_splits = chosen
+
+
+def check_latent_many(where: Where) -> None:
+    """Heads that fill programs and that do not, pages of several sizes; decodes whole and in shares, catch-ups."""
+    from quire.kernels.triton import attention, latent_many
+
+    if not on_hopper(where):
+        return
+    rng = where.random
+    for dtype in where.dtypes:
+        if dtype == torch.float32:
+            continue  # not for this kernel
+        for heads, page in ((40, 16), (64, 8), (80, 64), (128, 16), (128, 128)):
+            lens = [1, 64, 65, 128, 129, rng.randint(2, 700), rng.randint(700, 5000)]
+            rng.shuffle(lens)
+            mixes = [[1] * len(lens), [min(n, rng.randint(1, 40)) for n in lens]]
+            for counts in mixes:
+                batch, q_latent, q_rope, want = make_latents(where, dtype, counts, lens, heads, page)
+                assert latent_many.supports(q_latent, q_rope, batch.k_cache)
+                for splits in (None, 1, rng.randint(2, 64)):
+                    plan = attention.plan_attention(batch.page_table, batch.positions, counts, lens, page, None, dtype)
+                    name = f"latents, {heads} heads, page {page}, splits {splits}, counts {counts}, lens {lens}"
+                    for _ in range(2):  # the second layer finds the workspace as the first left it
+                        where.poison()
+                        with forced_splits(splits):
+                            out = latent_many.latent_attention(q_latent, q_rope, batch.k_cache, plan, 0.05)
+                        for row, (got, expected) in enumerate(zip(*(x.transpose(0, 1) for x in (out, want)),
+                                                                  strict=True)):  # fmt: skip
+                            close(got, expected, dtype, f"token {row} of {name}")
+
+
+def check_latent_many_rows(where: Where) -> None:
+    """Rows found by number in a table of all rows, and rows that only pad the step."""
+    from quire.kernels.triton import attention, latent_many
+
+    if not on_hopper(where):
+        return
+    dtype, lens = where.dtypes[-1], [37, 2600, 5, 90]
+    batch, q_latent, q_rope, want = make_latents(where, dtype, [1] * 4, lens, 128, 16)
+    table = torch.empty(9, batch.page_table.shape[1], dtype=torch.int32, device=where.device).fill_(2**30)
+    places = torch.tensor([7, 2, 5, 1], device=where.device)
+    table[places] = batch.page_table
+    nobody = torch.full((2,), -1, device=where.device)
+    positions, rows = torch.cat((batch.positions, nobody)), torch.cat((places, nobody))
+    q_latent, q_rope = torch.cat((q_latent, q_latent[:, :2]), 1), torch.cat((q_rope, q_rope[:2]))
+    for splits in (None, 1):
+        plan = attention.plan_attention(table, positions, [1] * 6, [3000] * 6, 16, None, dtype, row_index=rows)
+        where.poison()
+        with forced_splits(splits):
+            out = latent_many.latent_attention(q_latent, q_rope, batch.k_cache, plan, 0.05)
+        close(out[:, :4], want, dtype, "latents by row_index")
+        assert (out[:, 4:] == 0).all()
+
+
+CHECKS: dict[str, Callable[[Where], None]] = {
+    "latent_many": check_latent_many,
+    "latent_many_rows": check_latent_many_rows,
+}

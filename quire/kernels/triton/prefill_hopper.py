@@ -214,6 +214,9 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
             weights, best, total, fade = _softmax_block(
                 scores, best, total, positions, (first_block + i) * BLOCK, first_position, score_scale, window, WINDOW,
                 BLOCK, MMA)  # fmt: skip
+            # Nobody waits here, this phase is over; but the assembler can't move the next wait across it, up before the
+            # softmax, where it would stand idle while its own product is under way.
+            mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
             acc_low, acc_high, p = warpgroup_mma_wait(0, deps=[acc_low, acc_high, p])
             mbarrier.arrive(v_empty.index(before % STAGES), count=1)
             factor = gl.convert_layout(fade, gl.SliceLayout(1, MMA_OUT), assert_trivial=True)

@@ -115,7 +115,7 @@ def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
     """Settings of an engine that keeps the same in fewer bytes, for when this one runs out of memory; none: this is
     the lowest, or the mode allows no other."""
     if parts.memory.device != "cpu":
-        return {"kv_dtype": "fp8"} if config.cache.kv_dtype == "auto" else {}
+        return {"kv_dtype": "fp8"} if config.cache.kv_dtype == "auto" and not config.engine.deterministic else {}
     keeps_blocks = parts.files.kind == "gguf" and config.model.dtype == "auto"  # smaller than any float
     if config.engine.deterministic or config.model.quant != "none" or keeps_blocks:
         return {}
@@ -137,7 +137,8 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    sampling_ops = None if config.engine.kernels == "torch" else select_sampling(device.type)
+    is_torch, is_fixed = config.engine.kernels == "torch", config.engine.deterministic
+    sampling_ops = None if is_torch else select_sampling(device.type, is_fixed)
     sampler = Sampler(model.vocab_size, device, sampling_ops, select_choice(device.type, config.engine.kernels))
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = Guarded(runner, device)

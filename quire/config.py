@@ -70,7 +70,7 @@ class EngineConfig:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
-    deterministic: bool = knob(False, "same bits for a row whatever surrounds it, or a refusal (CPU)")
+    deterministic: bool = knob(False, "same bits for a row whatever surrounds it, or a refusal")
     kernels: str = knob("auto", "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
                         choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512",
                                  "avx2", "portable"))  # fmt: skip

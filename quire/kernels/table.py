@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -93,11 +94,15 @@ FIXED = replace(
 
 
 def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
-    """The ops of the deterministic mode: the native library's where it is built, which are of that kind anyway for
-    models they run as a whole, and tiles of one shape elsewhere."""
-    if device_type != "cpu":
-        what = f"The deterministic mode has no kernels for {device_type} yet."
-        raise QuireError("invalid_parameter", what, "Use --device cpu, or leave --deterministic out.")
+    """The ops of the deterministic mode. On a CPU the native library's where it is built, which are of that kind anyway
+    for models they run as a whole, and tiles of one shape elsewhere; on CUDA Triton's, and nobody else's."""
+    if device_type == "cuda":
+        if kernels in ("auto", "triton"):
+            return _fixed_triton_ops()
+        what = (
+            f"The deterministic mode takes no --kernels {kernels} on CUDA: only Triton's own kernels are of that kind."
+        )
+        raise QuireError("invalid_parameter", what, "Leave --kernels or --deterministic out.", param="kernels")
     native = _open_native(kernels)
     return FIXED if native is None else _native_ops(native)
 
@@ -183,6 +188,20 @@ def _triton_ops(strict: bool) -> Ops:
     )
 
 
+def _fixed_triton_ops() -> Ops:
+    """Those whose programs see one row each stay as they are; whatever would go by the number of rows is replaced."""
+    ops = _triton_ops(strict=True)
+    from quire.kernels.triton import fixed_linear, fixed_tiles, rope
+
+    return replace(
+        ops,
+        qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
+        paged_attention=fixed_tiles.paged_attention,
+        fixed_work=fixed_tiles.CapturedTiles,
+        fused_linear=fixed_linear.FixedLinear(),
+    )
+
+
 class _Skinny:
     """`triton.skinny` in the table's form. By measurement it beats cuBLAS at one row always, and at a few rows where it
     spares a SiLU-mul or where the weight is so small that launches count for more than bytes."""
@@ -238,9 +257,14 @@ class SamplingOps:
     score_rows: Callable[..., tuple[Tensor, ...]]
 
 
-def select_sampling(device_type: str) -> SamplingOps | None:
+def select_sampling(device_type: str, deterministic: bool = False) -> SamplingOps | None:
     """The sampling kernels of a device; None where there are none and the sampler's own torch runs."""
-    return triton_sampling() if device_type == "cuda" else None
+    ops = triton_sampling() if device_type == "cuda" else None
+    if ops is None or not deterministic:
+        return ops
+    from quire.kernels.triton import fixed_sampling
+
+    return replace(ops, sample_filtered=fixed_sampling.sample_filtered)
 
 
 def triton_sampling() -> SamplingOps | None:

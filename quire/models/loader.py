@@ -25,6 +25,7 @@ from quire.layers.latent import LatentShape
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
+from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
 from quire.models.memory import available_memory
@@ -77,9 +78,11 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
     dtype = resolve_dtype(dtype, device, hf_config)
-    tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels)
-    tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
-    tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
+    # In the deterministic mode no other kernel may step in, be it right or quick.
+    tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels or deterministic)
+    if not deterministic:
+        tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
+        tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
     if tried is not ops:
         model, config = build(ops=tried)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
@@ -212,6 +215,8 @@ def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype
     """
     ops, model_type = select_fixed_ops(device.type, kernels), find_model_type(hf_config)
     family = find_family(model_type)
+    if device.type == "cuda":
+        return _fixed_on_cuda(ops, family, model_type, quant)
     if ops.native is not None and _fits_native(family, _read_config(family, {**hf_config, "model_type": model_type})):
         return ops
     if model_type not in FIXED_FAMILIES:
@@ -225,6 +230,18 @@ def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype
             )
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
     return FIXED
+
+
+def _fixed_on_cuda(ops: Ops, family: Any, model_type: str, quant: str) -> Ops:
+    """Dense models of any kind: what their layers do beside the table's ops is done element by element, or to one row
+    at a time whatever the number of rows."""
+    if family is not DenseModel:
+        what = f"The deterministic mode does not cover {model_type} models on CUDA, only dense ones."
+        raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
+    if quant != "none":
+        what = f"The deterministic mode takes no --quant {quant} on CUDA: its products go by the number of rows."
+        raise QuireError("invalid_parameter", what, "Leave --quant or --deterministic out.", param="quant")
+    return ops
 
 
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:

@@ -4,7 +4,7 @@ brought back, and gone on with by another engine."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.kernels import fixed, reference, reference_attention
 from quire.kernels.angles import angle_tables
@@ -25,9 +24,10 @@ from quire.models.loader import load_model
 from quire.models.registry import Model
 from quire.sampling.noise import Noise
 from quire.sampling.sampler import Sampler
-from quire.types import Plan, QuireError, Request, SamplingParams
+from quire.types import QuireError, Request, SamplingParams
+from tests.cpu.bits import run, same, spied
 from tests.cpu.native_isas import open_or_skip
-from tests.cpu.rig import CPU, make_engine, make_request
+from tests.cpu.rig import CPU, make_request
 from tests.cpu.sampling_cases import Case, resolved, set_up
 from tests.cpu.test_native_products import make_matrix
 from tests.cpu.tiny_models import make_tiny
@@ -35,7 +35,6 @@ from tests.cpu.tiny_models import make_tiny
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 NUM_ALONE = 10  # of the 32: the rest are there to surround them
-Logits = dict[tuple[str, int], Tensor]  # (request, length) -> its logits there
 
 
 @pytest.fixture(params=[1, 3])
@@ -82,42 +81,6 @@ def need_native() -> None:
         pytest.skip(str(error))
 
 
-class Spy:
-    """Workers that note the logits every sample is drawn from."""
-
-    def __init__(self, inner: Any, seen: Logits):
-        self._inner, self._seen = inner, seen
-
-    def forward(self, plan: Plan) -> Any:
-        return self._inner.forward(plan)
-
-    def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Any:
-        rows = [row for row in forward.plan.rows if row.wants_sample]
-        for index, row in enumerate(rows):
-            self._seen[row.request_id, row.start + row.count] = forward.logits[index].clone()
-        return self._inner.sample(forward, masks)
-
-    def chores(self) -> Iterator[None]:
-        return iter(())
-
-    def close(self) -> None: ...
-
-
-def spied(model: Model, **knobs: Any) -> tuple[Engine, Logits]:
-    seen: Logits = {}
-    engine = make_engine(model, **knobs)
-    engine.wrap(lambda workers: Spy(workers, seen))
-    return engine, seen
-
-
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
-    for place, request in enumerate(requests):
-        request.arrival = float(place)
-        engine.add(request)
-    assert [delta.error for delta in engine.run_until_idle() if delta.error] == []
-    return {request.id: request.tokens[request.prompt_len :] for request in requests}
-
-
 def make_requests(rng: random.Random, count: int) -> list[Request]:
     shared = [rng.randrange(250) for _ in range(24)]
     found = []
@@ -126,12 +89,6 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
         prompt = shared[: rng.choice((0, 0, 9, 24))] + own
         found.append(make_request(f"r{index}", prompt, GREEDY if index % 2 else SAMPLED))
     return found
-
-
-def same(one: Logits, other: Logits) -> None:
-    assert one.keys() == other.keys()
-    for place, logits in one.items():
-        assert torch.equal(logits.view(torch.int32), other[place].view(torch.int32)), place
 
 
 def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:

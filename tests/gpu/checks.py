@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.gpu import (
     attention_checks,
     expert_checks,
+    fixed_checks,
     kernel_checks,
     latent_checks,
     linear_checks,
@@ -22,4 +23,5 @@ CHECKS = {
     **latent_checks.CHECKS,
     **expert_checks.CHECKS,
     **sampling_checks.CHECKS,
+    **fixed_checks.CHECKS,
 }

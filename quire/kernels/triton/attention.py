@@ -71,7 +71,7 @@ class TritonPlan:
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
     work: Any = None  # the `FixedWork` of a step that is captured
-    prepared: Prepared | None = None
+    prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.FixedWork`
     latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 

@@ -110,16 +110,17 @@ def _qk_norm_rope_write_kernel(
 
 def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
                        k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int, k_scale: float = 1.0,
-                       v_scale: float = 1.0) -> Tensor:  # fmt: skip
+                       v_scale: float = 1.0, heads_each: int | None = None) -> Tensor:  # fmt: skip
     """Norm (unless both weights are None) and turn the queries and keys of `qkv` [tokens, (heads + 2 kv_heads) *
     head_dim], put keys and values at their `slots` [tokens] int64 of the caches [pages, page_tokens, kv_heads,
-    head_dim], and return the queries [tokens, heads, head_dim]. Slots below 0 are skipped.
+    head_dim], and return the queries [tokens, heads, head_dim]. Slots below 0 are skipped. `heads_each`: heads of a
+    program, 2 or 8; by default as many as the number of tokens suggests.
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     num_tokens = qkv.shape[0]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     # Few tokens: few heads a program, so that all programs together fill the card.
-    heads = 8 if num_tokens >= 64 else 2
+    heads = heads_each or (8 if num_tokens >= 64 else 2)
     from_positions = angles.positions is not None
     blocks = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _qk_norm_rope_write_kernel[(num_tokens, blocks)](

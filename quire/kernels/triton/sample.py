@@ -73,11 +73,12 @@ def log2_approx(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def gumbel(u, FAST: tl.constexpr):
-    """-log(-log(1 - u)) for u in [0, 1). Small u decide and keep all their bits: for them the inner one is a series."""
-    series = u * (1.0 + u * (0.5 + u * (0.33333333 + u * 0.25)))
+def add_gumbel(scores, u, FAST: tl.constexpr):
+    """scores - log(-log(1 - u)) for u in [0, 1). Small u decide and keep all their bits: for them the inner one is a
+    series. What is fused is said, or it would be in some kernels and not in others, whose draws must be the same."""
+    series = u * tl.fma(u, tl.fma(u, tl.fma(u, 0.25, 0.33333333), 0.5), 1.0)
     inner = tl.where(u < 0.015625, series, log2_approx(1.0 - u, FAST) * -0.6931471805599453)
-    return log2_approx(HALF_STEP + inner, FAST) * -0.6931471805599453
+    return tl.fma(log2_approx(HALF_STEP + inner, FAST), -0.6931471805599453, scores)
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _choose_kernel(
             scores = tl.where((words >> (token_ids % 32)) & 1 != 0, scores, float("-inf"))
         if not greedy:
             u = noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT
-            scores += gumbel(u, FAST)
+            scores = add_gumbel(scores, u, FAST)
         better = scores > best
         best = tl.where(better, scores, best)
         token = tl.where(better, token_ids, token)

@@ -27,7 +27,7 @@ from quire.kernels.triton.logits import (
     load_logits,
     reach,
 )
-from quire.kernels.triton.sample import TO_UNIT, Limits, gumbel, noise_bits, row_words, sample_rows
+from quire.kernels.triton.sample import TO_UNIT, Limits, add_gumbel, noise_bits, row_words, sample_rows
 
 TILE_GROUPS = 128 if not INTERPRETED else 16
 LISTED = 256 if not INTERPRETED else 16  # groups that are looked at again
@@ -111,7 +111,7 @@ def _deviation(stats, there):
 def _draw(distances, token_ids, key, position, FAST: tl.constexpr):
     """The token with the best score after noise; infinite distances are never drawn."""
     whiten, multiply = row_words(key, position)
-    scores = gumbel(noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT, FAST) - distances
+    scores = add_gumbel(-distances, noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT, FAST)
     best = tl.max(scores)
     return best, tl.min(tl.where(scores == best, token_ids, 0x7FFFFFFF))
 

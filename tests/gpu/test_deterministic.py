@@ -1,0 +1,194 @@
+"""The deterministic mode on a GPU: a row's logits are the same bits alone, among others, in chunks, warm or cold,
+pushed out and brought back, captured or not, and so are its draws. As `tests/cpu/test_deterministic.py`."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quire.types import QuireError, Request, SamplingParams
+from tests.cpu.bits import Logits, run, same, spied
+from tests.cpu.rig import load, make_request
+from tests.cpu.tiny_models import make_tiny
+from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
+
+pytestmark = marks()
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 64}),
+    "qwen3": ("qwen3", {"head_dim": 128, "num_attention_heads": 8, "hidden_size": 256, "intermediate_size": 520}),
+    "mistral": ("mistral", {"head_dim": 64, "num_key_value_heads": 1, "sliding_window": 40}),
+    "real widths": (
+        "qwen3",
+        {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "vocab_size": 4096,
+         "intermediate_size": 3072, "num_hidden_layers": 4, "max_position_embeddings": 8192},
+    ),
+}  # fmt: skip
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 8},
+    {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2, "presence_penalty": 0.5, "seed": 9},
+)
+NUM_ALONE = 12  # the rest are there to surround them
+
+
+@functools.cache
+def model(shape: str, dtype: str) -> Any:
+    family, fields = SHAPES[shape]
+    path = Path(tempfile.mkdtemp(prefix="quire-gpu-test-"))
+    make_tiny(family, path, **fields)
+    return load(path, 16, DEVICE, dtype if ON_GPU else "float32", deterministic=True)
+
+
+def make_requests(count: int, longest: int, max_tokens: int, vocab: int, logprobs: int | None) -> list[Request]:
+    """`logprobs`: with them no graph samples by itself, so that all logits are seen."""
+    rng = random.Random(11)
+    shared = [rng.randrange(3, vocab) for _ in range(longest // 2)]
+    found = []
+    for index in range(count):
+        own = [rng.randrange(3, vocab) for _ in range(rng.randrange(1, longest // 2))]
+        prompt = shared[: rng.choice((0, 0, longest // 5, longest // 2))] + own
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, **PARAMS[index % len(PARAMS)]
+        )
+        found.append(make_request(f"r{index}", prompt, params))
+    return found
+
+
+def compare(shape: str, dtype: str, variants: dict[str, dict[str, Any]], *, count: int, longest: int, max_tokens: int,
+            **common: Any) -> None:  # fmt: skip
+    vocab = SHAPES[shape][1].get("vocab_size", 256)
+    common = {"device": DEVICE, "page_tokens": 16, "deterministic": True, **common}
+
+    def requests(logprobs: int | None = 2) -> list[Request]:
+        return make_requests(count, longest, max_tokens, vocab, logprobs)
+
+    engine, alone = spied(model(shape, dtype), **{**common, "prefix_cache": False, "graphs": False, "depth": 1})
+    outputs: dict[str, list[int]] = {}
+    for request in requests()[:NUM_ALONE]:
+        outputs |= run(engine, [request])
+
+    def check(found: dict[str, list[int]], seen: Logits, what: str) -> None:
+        places = [place for place in alone if place in seen]
+        same({place: seen[place] for place in places}, {place: alone[place] for place in places}, what)
+        assert {name: found[name] for name in outputs} == outputs, what
+        print(f"{shape}, {dtype}: {what}: {len(places)} of {len(alone)} logits compared")
+
+    for name, knobs in variants.items():
+        knobs = dict(knobs)
+        prepared, is_plain = knobs.pop("prepared", False), knobs.pop("plain", False)
+        engine, seen = spied(model(shape, dtype), **{**common, "depth": 2, **knobs})
+        if prepared:
+            engine.prepare()
+        logprobs = None if is_plain else 2
+        check(run(engine, requests(logprobs)), seen, name)
+        assert is_plain or alone.keys() <= seen.keys(), "with logprobs all are seen"
+        if "num_pages" in knobs:
+            assert engine.scheduler.stats.preemptions, f"{name}: the pool was meant to be too small"
+        seen.clear()
+        cold = engine.scheduler.cache.stats.hit_tokens
+        check(run(engine, requests(logprobs)), seen, f"{name}, once more")
+        assert "num_pages" in knobs or engine.scheduler.cache.stats.hit_tokens > cold + count, "a warm prefix"
+
+
+def tiny(shape: str, dtype: str) -> None:
+    variants: dict[str, dict[str, Any]] = {
+        "all at once": {},
+        "all at once, plain": {"plain": True},
+        "depth 1, no graphs": {"depth": 1, "graphs": False},
+        "chunks of 5": {"max_batch_tokens": 37, "chunk_tokens": 5},
+        "swap": {"max_rows": 8, "num_pages": 14, "host_memory": 1 << 26, "preemption": "swap"},
+        "recompute": {"max_rows": 8, "num_pages": 14, "preemption": "recompute", "depth": 1},
+    }
+    compare(shape, dtype, variants, count=32, longest=72, max_tokens=12, max_rows=32, max_batch_tokens=512)
+
+
+def test_llama_in_float32() -> None:
+    tiny("llama", "float32")
+
+
+def test_llama_in_bfloat16() -> None:
+    tiny("llama", "bfloat16")
+
+
+def test_qwen3_in_float32() -> None:
+    tiny("qwen3", "float32")
+
+
+def test_qwen3_in_bfloat16() -> None:
+    tiny("qwen3", "bfloat16")
+
+
+def test_qwen3_in_float16() -> None:
+    tiny("qwen3", "float16")
+
+
+def test_mistral_in_float32() -> None:
+    tiny("mistral", "float32")
+
+
+def test_mistral_in_bfloat16() -> None:
+    tiny("mistral", "bfloat16")
+
+
+def test_prepared_graphs() -> None:
+    """All captured ahead, mixed steps, too."""
+    variants = {"prepared": {"prepared": True}, "prepared, plain": {"prepared": True, "plain": True}}
+    for dtype in ("float32", "bfloat16"):
+        compare("qwen3", dtype, variants, count=32, longest=72, max_tokens=12, max_rows=32, max_batch_tokens=512)
+
+
+LONG = {"count": 20, "longest": 3400, "max_tokens": 12, "max_len": 4096, "max_rows": 20}
+LONG_VARIANTS: dict[str, dict[str, Any]] = {
+    "all at once": {"max_batch_tokens": 8192},
+    "chunks of 700, no graphs": {"max_batch_tokens": 1024, "chunk_tokens": 700, "graphs": False},
+    "chunks of 256": {"max_batch_tokens": 600, "chunk_tokens": 256},
+    "chunks of 33, plain": {"max_batch_tokens": 100, "chunk_tokens": 33, "plain": True, "depth": 1},
+}
+LONG_PUSHED_OUT: dict[str, dict[str, Any]] = {
+    "swap": {"num_pages": 300, "host_memory": 1 << 30, "preemption": "swap", "max_batch_tokens": 2048},
+    "recompute": {"num_pages": 300, "preemption": "recompute", "max_batch_tokens": 2048},
+    "prepared, plain": {"prepared": True, "plain": True, "max_batch_tokens": 2048},
+}
+
+
+def test_real_widths() -> None:
+    if ON_GPU:
+        compare("real widths", "bfloat16", LONG_VARIANTS, num_pages=5000, **LONG)
+
+
+def test_real_widths_pushed_out() -> None:
+    if ON_GPU:
+        compare("real widths", "bfloat16", LONG_PUSHED_OUT, **{**LONG, "max_tokens": 64})
+
+
+def test_real_widths_in_float32() -> None:
+    if ON_GPU:
+        few = {
+            "all at once": {"max_batch_tokens": 8192},
+            "chunks of 256": {"max_batch_tokens": 600, "chunk_tokens": 256},
+        }
+        compare("real widths", "float32", few, num_pages=5000, **{**LONG, "longest": 1500})
+
+
+def test_what_it_can_not_do_is_refused() -> None:
+    if not ON_GPU:
+        return
+    path = Path(tempfile.mkdtemp(prefix="quire-gpu-test-"))
+    make_tiny("llama", path)
+    for given in ({"quant": "fp8"}, {"kernels": "torch"}, {"kernels": "flash-attn"}):
+        try:
+            load(path, 16, DEVICE, "bfloat16", deterministic=True, **given)
+        except QuireError as error:
+            assert "deterministic mode takes no" in error.what
+        else:
+            raise AssertionError(given)
+
+
+if __name__ == "__main__":
+    run_file(globals(), *sys.argv[1:2])

@@ -21,6 +21,9 @@ from quire.kernels.triton import (
     attention,
     decode,
     experts,
+    fixed_linear,
+    fixed_sampling,
+    fixed_tiles,
     latent,
     latent_many,
     launch,
@@ -65,17 +68,8 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (
-        launch,
-        attention,
-        decode,
-        latent,
-        latent_many,
-        prefill_shares,
-        recurrent_scan,
-        recurrent_step,
-        sample,
-    ):
+    for module in (launch, attention, decode, fixed_linear, fixed_tiles, latent, latent_many, prefill_shares,
+                   recurrent_scan, recurrent_step, sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -90,6 +84,7 @@ def main() -> None:
         plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 64, None, bf16)
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
+    compile_fixed(q, cache, table, places)
     compile_padded_heads(table, places)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     compile_sampling(places)
@@ -99,6 +94,16 @@ def main() -> None:
     compile_latent()
     compile_recurrent()
     json.dump(launched, sys.stdout)
+
+
+def compile_fixed(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    for rows in (1, 64, 4096):
+        x, weight = torch.zeros(rows, 4096, dtype=q.dtype), torch.zeros(4096, 4096, dtype=q.dtype)
+        fixed_linear.fixed_linear(x, weight)
+    plan = attention.plan_attention(table, places, [1] * 4, [1024] * 4, 16, None, q.dtype)
+    fixed_tiles.paged_attention(q, cache, cache, plan, 0.1)
+    filters = (places, torch.ones(4).double(), torch.ones(4), torch.ones(4))
+    fixed_sampling.sample_filtered(torch.zeros(4, 151936, dtype=q.dtype), places, places, torch.ones(4), *filters)
 
 
 def compile_padded_heads(table: torch.Tensor, places: torch.Tensor) -> None:

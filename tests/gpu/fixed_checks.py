@@ -50,7 +50,7 @@ def check_fixed_attention(where: Where) -> None:
     """Chunks, decodes, mixed steps; whole tiles and shared ones; window, softcap, sinks."""
     from quire.kernels.triton import attention, fixed_tiles
 
-    lens = [3000, 3, 700, 513, 5000] if where.large else [530, 3]
+    lens = [3000, 3, 700, 513, 5000] if where.large else [140, 3]
     for dtype in where.dtypes:
         for heads, kv_heads, head_dim, window, softcap, has_sinks in SHAPES if where.large else SMALL_SHAPES:
             counts = [min(length, 70 if where.large else 9) for length in lens]
@@ -89,6 +89,36 @@ def check_fixed_attention(where: Where) -> None:
                         equal(got, whole[piece], f"{name}, row {row}, {size} at a time")
 
 
+def check_captured_tiles(where: Where) -> None:
+    """Lists in one place, filled for one step after another, against those made for each."""
+    from quire.kernels.triton import attention, fixed_tiles
+
+    shape = (32, 8, 128) if where.large else (4, 2, 16)
+    steps = [([1, 40, 1], [900, 2000, 3]), ([7, 1], [20, 4000]), ([1], [17])] if where.large else [([1, 5], [150, 9])]
+    for dtype in where.dtypes:
+        for window in (None, 600 if where.large else 80):
+            work = fixed_tiles.CapturedTiles(64, 4, 2)
+            for step, (counts, lens) in enumerate(steps):
+                batch = Paged.make(where, dtype, counts, lens, *shape, 16)
+                missing = 64 - sum(counts)  # tokens that only pad the step
+                q = torch.cat((batch.q, where.normal(missing, *shape[::2], dtype=dtype)))
+                table = torch.zeros(len(counts), 300, dtype=torch.int32, device=where.device)
+                table[:, : batch.page_table.shape[1]] = batch.page_table
+                positions = torch.cat((batch.positions, torch.zeros_like(batch.positions[:1]).expand(missing)))
+                results = []
+                for made, tokens in ((work, 64), (None, sum(counts))):
+                    plan = attention.plan_attention(
+                        table, positions[:tokens], counts, lens, 16, window, dtype, work=made
+                    )
+                    if made is not None:
+                        fixed_tiles.paged_attention(q, batch.k_cache, batch.v_cache, plan, 0.1)
+                        work.fill(counts, lens)
+                    out = fixed_tiles.paged_attention(q[:tokens], batch.k_cache, batch.v_cache, plan, 0.1)
+                    results.append(out)
+                assert not results[0][sum(counts) :].any()
+                equal(results[0][: sum(counts)], results[1], f"step {step}, window {window} in {dtype}")
+
+
 def check_fixed_sampling(where: Where) -> None:
     """A filtered row beside others with a grammar and edits, and alone."""
     from quire.kernels.triton import fixed_sampling, sample
@@ -106,7 +136,7 @@ def check_fixed_sampling(where: Where) -> None:
         mask[3] = 0x55555555
         places = torch.tensor([-1, -1, -1, 0, 1, -1], dtype=torch.int32, device=where.device)
         copies = where.normal(2, vocab)
-        for position in range(20 if where.large else 3):
+        for position in range(20 if where.large else 2):
             positions = torch.full((6,), position, device=where.device)
             crowd, _ = fixed_sampling.sample_filtered(
                 logits, keys, positions, inverse, *filters, mask=mask, edited=(copies, places)
@@ -124,5 +154,6 @@ def check_fixed_sampling(where: Where) -> None:
 CHECKS: dict[str, Callable[[Where], None]] = {
     "fixed_linear": check_fixed_linear,
     "fixed_attention": check_fixed_attention,
+    "captured_tiles": check_captured_tiles,
     "fixed_sampling": check_fixed_sampling,
 }

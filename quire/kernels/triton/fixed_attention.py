@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels.triton.decode import padded_dim, sink_weight, tanh
 from quire.kernels.triton.launch import (
+    INTERPRETED,
     compute_type,
     dot_precision,
     index_type,
@@ -27,7 +28,7 @@ from quire.kernels.triton.launch import (
     wait_for_inputs,
 )
 
-SPAN = 512  # keys whose softmax is one chain
+SPAN = 512 if not INTERPRETED else 64  # keys whose softmax is one chain
 TILE_FIELDS = 4  # row, first token, tokens, the first of its slots among the partial results (-1: it needs none)
 MERGE_LANES = 8  # queries that one program joins
 

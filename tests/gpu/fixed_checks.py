@@ -111,7 +111,9 @@ def check_captured_tiles(where: Where) -> None:
                         table, positions[:tokens], counts, lens, 16, window, dtype, work=made
                     )
                     if made is not None:
-                        fixed_tiles.paged_attention(q, batch.k_cache, batch.v_cache, plan, 0.1)
+                        if not step:  # the first run sizes the lists; later ones must not read those of another step
+                            nothing = fixed_tiles.paged_attention(q, batch.k_cache, batch.v_cache, plan, 0.1)
+                            assert not nothing.any()
                         work.fill(counts, lens)
                     out = fixed_tiles.paged_attention(q[:tokens], batch.k_cache, batch.v_cache, plan, 0.1)
                     results.append(out)

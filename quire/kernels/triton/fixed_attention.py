@@ -211,7 +211,7 @@ def tune(group: int, head_dim: int, element_size: int) -> FixedTuning:
     if element_size == 4:  # on the plain units, whose operands lie in registers
         return FixedTuning(max(16, triton.next_power_of_2(group)), 32, 4, 2)
     if width <= 128:
-        return FixedTuning(block_q, 64, 4, 3)
+        return FixedTuning(block_q, 64, 4, 2)
     return FixedTuning(block_q, 32 if width > 256 else 64, 8, 2)
 
 

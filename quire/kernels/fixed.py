@@ -24,6 +24,7 @@ TILE = 16  # rows of every product
 QUERIES = 4  # queries of one row that are attended together: positions 4 i to 4 i + 3
 BLOCK = 512  # keys come in multiples of this, which is how torch's kernel takes them,
 SHORT = (128, 256)  # unless they are fewer; multiples of QUERIES
+LANES = 64  # elements in multiples of which torch's loops have no end that is computed differently
 SLICE = 32768  # torch splits larger element-wise work over threads, and computes the ends of each part differently
 
 
@@ -83,6 +84,17 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         out = done.new_empty(num_rows, *done.shape[1:]) if out is None else out
         out[first : first + count] = done[:count]
     return x.new_empty(0) if out is None else out
+
+
+def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """As the reference, in slices without ragged ends."""
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    flat = [x.expand(shape).reshape(-1) for x in tensors]
+    num_elements = len(flat[0])
+    if ragged := -num_elements % LANES:
+        flat = [functional.pad(x, (0, ragged)) for x in flat]
+    slices = zip(*(x.split(SLICE) for x in flat), strict=True)
+    return torch.cat([function(*parts) for parts in slices])[:num_elements].view(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ because on a CPU thirty layers of them are run for every token and each call cos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +24,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last dimension holds gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function` of these tensors, which takes each element by itself. Layers do through this what has no op."""
+    return function(*tensors)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

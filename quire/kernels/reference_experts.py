@@ -80,6 +80,11 @@ def _apply_expert(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """[n, 2 * inner], gates beside ups -> [n, inner]"""
     gate, up = gate_up.chunk(2, dim=-1)
+    return join_halves(gate, up, activation)
+
+
+def join_halves(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
+    """Element by element."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.alpha == 1.0:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from quire.kernels import (
     fixed,
+    fixed_experts,
+    fixed_latent,
+    fixed_recurrent,
     reference,
     reference_attention,
     reference_experts,
@@ -57,6 +60,8 @@ class Ops:
     plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
     gated_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
+    elementwise: Callable[..., Tensor] = reference.elementwise
+    head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     fixed_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
@@ -80,7 +85,16 @@ REFERENCE = Ops(
 )
 
 
-# Same bits whatever surrounds a row; the loader gives it to some dense models only, other ops are not of that kind yet.
+# Same bits whatever surrounds a row; the loader knows for which models all they do is in these rows.
+_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
+    "norm_route": fixed_experts.norm_route,
+    "run_experts": fixed_experts.run_experts,
+    "plan_recurrent": fixed_recurrent.plan_recurrent,
+    "gated_delta_net": fixed_recurrent.gated_delta_net,
+    "mamba2": fixed_recurrent.mamba2,
+    "elementwise": fixed.elementwise,
+    "fused_linear": fixed.TiledLinear(),
+}
 FIXED = replace(
     REFERENCE,
     rms_norm=fixed.rms_norm,
@@ -89,7 +103,10 @@ FIXED = replace(
     qk_norm_rope_write=fixed.qk_norm_rope_write,
     plan_attention=fixed.plan_attention,
     paged_attention=fixed.paged_attention,
-    fused_linear=fixed.TiledLinear(),
+    latent_write=fixed_latent.latent_write,
+    latent_attention=fixed_latent.latent_attention,
+    head_product=fixed_latent.head_product,
+    **_FIXED_LAYERS,
 )
 
 
@@ -104,7 +121,7 @@ def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
         )
         raise QuireError("invalid_parameter", what, "Leave --kernels or --deterministic out.", param="kernels")
     native = _open_native(kernels)
-    return FIXED if native is None else _native_ops(native)
+    return FIXED if native is None else replace(_native_ops(native), **_FIXED_LAYERS)
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
@@ -191,10 +208,17 @@ def _triton_ops(strict: bool) -> Ops:
 def _fixed_triton_ops() -> Ops:
     """Those whose programs see one row each stay as they are; whatever would go by the number of rows is replaced."""
     ops = _triton_ops(strict=True)
+    from quire.kernels.triton import fixed_experts as grouped
     from quire.kernels.triton import fixed_linear, fixed_tiles, rope
+    from quire.kernels.triton import fixed_recurrent as waves
 
     return replace(
         ops,
+        norm_route=grouped.norm_route,
+        run_experts=grouped.run_experts,
+        plan_recurrent=waves.plan_recurrent,
+        gated_delta_net=waves.gated_delta_net,
+        mamba2=waves.mamba2,
         qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
         paged_attention=fixed_tiles.paged_attention,
         fixed_work=fixed_tiles.CapturedTiles,

@@ -61,4 +61,8 @@ class GatedAttention(nn.Module):
             if not len(stream):
                 return stream
         out = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale)
-        return self.out(out * gate.sigmoid(), residual=stream)
+        return self.out(self.ops.elementwise(_gated, out, gate), residual=stream)
+
+
+def _gated(out: Tensor, gate: Tensor) -> Tensor:
+    return out * gate.sigmoid()

@@ -109,9 +109,9 @@ class LatentAttention(nn.Module):
         if self.form == "expanded":
             whole = torch.cat((q_nope, q_rope), -1)
             return expanded_attention(whole, key_up, value_up, cache, plan.kernel, shape.scale)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), key_up)  # [heads, tokens, rank]
+        q_latent = self.ops.head_product(q_nope.transpose(0, 1), key_up)  # [heads, tokens, rank]
         seen = self.ops.latent_attention(q_latent, q_rope, cache, plan.kernel, shape.scale)  # [heads, tokens, rank]
-        return torch.bmm(seen, value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return self.ops.head_product(seen, value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _attend_naive(self, q: Tensor, entry: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         shape = self.shape

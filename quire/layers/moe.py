@@ -161,6 +161,7 @@ class SharedExpert(nn.Module):
         gate_up = [(f"{prefix}.{names.gate}", inner), (f"{prefix}.{names.up}", inner)]
         self.gate_up = Linear(shape.width, gate_up, dtype=dtype, scheme=scheme)
         self.down = Linear(inner, [(f"{prefix}.{names.down}", shape.width)], dtype=dtype, scheme=scheme)
+        self.ops = ops
         self.gate = None
         if shape.shared_gated:
             gate = [(f"{names.prefix}.{names.shared_gate}", 1)]
@@ -171,7 +172,11 @@ class SharedExpert(nn.Module):
         inner = self.gate_up(x, silu_mul=True)
         if self.gate is None:
             return self.down(inner, residual=stream)
-        return torch.addcmul(stream, self.down(inner), self.gate(x).sigmoid())
+        return self.ops.elementwise(_add_gated, stream, self.down(inner), self.gate(x))
+
+
+def _add_gated(stream: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+    return torch.addcmul(stream, out, gate.sigmoid())
 
 
 class MoE(nn.Module):

@@ -18,16 +18,16 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
+from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
 from quire.layers.latent import LatentShape
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
-from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
+from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.sources import (
@@ -41,7 +41,6 @@ from quire.models.sources import (
 from quire.models.text_part import TextPart, text_part
 from quire.types import CacheSpec, QuireError
 
-FIXED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of GGUF tensors
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -210,38 +209,13 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
 
 def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str,
                        kernels: str) -> Ops:  # fmt: skip
-    """What has been shown to give the same bits whatever surrounds a row, and nothing else: the native kernels where
-    they run a model as a whole (what torch does in others depends on the number of rows), tiles of one shape elsewhere.
-    """
-    ops, model_type = select_fixed_ops(device.type, kernels), find_model_type(hf_config)
+    model_type = find_model_type(hf_config)
     family = find_family(model_type)
-    if device.type == "cuda":
-        return _fixed_on_cuda(ops, family, model_type, quant)
-    if ops.native is not None and _fits_native(family, _read_config(family, {**hf_config, "model_type": model_type})):
-        return ops
-    if model_type not in FIXED_FAMILIES:
-        known = ", ".join(FIXED_FAMILIES)
-        what = f"The deterministic mode does not cover {model_type} models yet, only {known} and what runs natively."
-        raise QuireError("invalid_parameter", what, "Leave --deterministic out; `quire doctor` shows the kernels.")
-    for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
-        if given not in allowed:
-            what = (
-                f"The deterministic mode takes no --{name} {given} without the native kernels: it computes in float32."
-            )
-            raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
-    return FIXED
-
-
-def _fixed_on_cuda(ops: Ops, family: Any, model_type: str, quant: str) -> Ops:
-    """Dense models of any kind: what their layers do beside the table's ops is done element by element, or to one row
-    at a time whatever the number of rows."""
-    if family is not DenseModel:
-        what = f"The deterministic mode does not cover {model_type} models on CUDA, only dense ones."
-        raise QuireError("invalid_parameter", what, "Leave --deterministic out.")
-    if quant != "none":
-        what = f"The deterministic mode takes no --quant {quant} on CUDA: its products go by the number of rows."
-        raise QuireError("invalid_parameter", what, "Leave --quant or --deterministic out.", param="quant")
-    return ops
+    config = _read_config(family, {**hf_config, "model_type": model_type})
+    return fixed_ops(
+        model_type, fits_native=_fits_native(family, config), device_type=device.type, dtype=dtype, quant=quant,
+        in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels,
+    )  # fmt: skip
 
 
 def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:

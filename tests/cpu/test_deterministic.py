@@ -14,22 +14,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.files.source import resolve_model
-from quire.kernels import fixed, reference, reference_attention
+from quire.kernels import fixed, fixed_experts, reference, reference_attention, reference_experts
 from quire.kernels.angles import angle_tables
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.library import FORMS
 from quire.kernels.native.matrix import PackedLinear
 from quire.kernels.native.ops import NativeOps
 from quire.kernels.table import select_choice
+from quire.models.fixed import IN_TORCH, fixed_ops, kind_of
 from quire.models.loader import load_model
 from quire.models.registry import Model
 from quire.sampling.noise import Noise
 from quire.sampling.sampler import Sampler
 from quire.types import QuireError, Request, SamplingParams
-from tests.cpu.bits import run, same, spied
+from tests.cpu.bits import as_bits, run, same, spied
+from tests.cpu.families.harness import all_families, model_type, save_checkpoint
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import CPU, make_request
 from tests.cpu.sampling_cases import Case, resolved, set_up
 from tests.cpu.test_native_products import make_matrix
+from tests.cpu.tiny_models import FAMILIES as TINY_FAMILIES
 from tests.cpu.tiny_models import make_tiny
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True)
@@ -54,6 +58,12 @@ KINDS = [
     ("mistral", 2, {"quant": "q8_0"}),
     ("qwen3", 1, {"quant": "q4_0"}),
     ("llama", 2, {"quant": "q4_0", "deterministic": False}),  # they are of that kind in the default mode, too
+    ("qwen2_moe", 3, {"kernels": "torch"}),
+    ("deepseek_v3", 2, {"kernels": "torch"}),
+    ("qwen3_next", 1, {"kernels": "torch"}),
+    ("nemotron_h experts", 3, {"kernels": "torch"}),
+    ("gpt_oss", 3, {"quant": "q4_0"}),  # op by op
+    ("qwen3_5_moe_text", 2, {"quant": "q8_0"}),
 ]
 
 
@@ -63,13 +73,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     family, num_threads, own = request.param
     if own.get("kernels") != "torch":
         need_native()
-    folder = make_tiny(family, Path(tmp_path_factory.mktemp(family)))[1]
-    files = resolve_model(str(folder))
-    options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, **own}
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    yield load_model(files, **{"deterministic": True, **options}).model
+    yield load_fixed(family, Path(tmp_path_factory.mktemp("model")), **own)
     torch.set_num_threads(before)
+
+
+def load_fixed(family: str, folder: Path, **own: Any) -> Model:
+    if family in TINY_FAMILIES:
+        make_tiny(family, folder)
+    else:
+        save_checkpoint(next(other for other in all_families() if other.name == family), folder)
+    options: dict[str, Any] = {"dtype": "auto", "device": CPU, "max_model_len": None, "page_tokens": 4, **own}
+    return load_model(resolve_model(str(folder)), **{"deterministic": True, **options}).model
 
 
 def need_native() -> None:
@@ -92,6 +108,28 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
 
 
 def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
+    compare(model)
+
+
+LATENT = [family.name for family in all_families() if kind_of(model_type(family)) == "latent"]
+COVERED = [family.name for family in all_families() if kind_of(model_type(family)) in IN_TORCH]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["none", "q8_0"])
+@pytest.mark.parametrize("family", COVERED)
+def test_the_same_bits_for_every_mixture_latent_and_hybrid(family: str, quant: str, tmp_path: Path) -> None:
+    if quant != "none":
+        need_native()
+        if family in LATENT:
+            pytest.skip("refused")
+    how = {"kernels": "torch"} if quant == "none" else {"quant": quant}
+    compare(load_fixed(family, tmp_path, **how))
+
+
+def compare(model: Model) -> None:
+    pages = any(spec.kind == "paged" for spec in model.specs)
+    prefixes = all(spec.kind == "paged" for spec in model.specs)  # a state is kept every thousand tokens
     make: Callable[[], list[Request]] = lambda: make_requests(random.Random(11), 32)  # noqa: E731
     outputs: dict[str, list[int]] = {}
     engine, alone = spied(model, prefix_cache=False)
@@ -100,21 +138,21 @@ def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
     for knobs in (
         {"max_rows": 32, "max_batch_tokens": 512},  # all at once, prefixes shared
         {"max_rows": 32, "max_batch_tokens": 37, "chunk_tokens": 5},  # prompts in small chunks
-        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "host_memory": 1 << 20},  # swapped out and in
+        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "host_memory": 1 << 22},  # swapped out and in
         {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "preemption": "recompute"},
     ):
         engine, seen = spied(model, **knobs)
         found = run(engine, make())
         assert {name: found[name] for name in outputs} == outputs
         same({place: seen[place] for place in alone}, alone)
-        if knobs.get("num_pages"):
+        if knobs.get("num_pages") and pages:
             assert engine.scheduler.stats.preemptions, "the pool was meant to be too small"
     engine, seen = spied(model, max_rows=32, max_batch_tokens=512)
     run(engine, make())
     seen.clear()
     cold = engine.scheduler.cache.stats.hit_tokens
     found = run(engine, make())
-    assert engine.scheduler.cache.stats.hit_tokens > cold + 100, "a warm prefix"
+    assert engine.scheduler.cache.stats.hit_tokens > cold + 100 or not prefixes, "a warm prefix"
     assert {name: found[name] for name in outputs} == outputs
     same({place: seen[place] for place in alone}, alone)
 
@@ -193,12 +231,49 @@ def test_attention_agrees_with_the_reference(window: int | None) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("function", [torch.sigmoid, functional.silu, functional.softplus, torch.tanh])
+def test_an_element_is_the_same_wherever_it_stands(function: Callable[[Tensor], Tensor], threads: int) -> None:
+    torch.manual_seed(8)
+    x = torch.randn(70_001)
+    whole = fixed.elementwise(lambda x: function(x), x)
+    torch.testing.assert_close(whole, function(x))
+    for first, size in ((0, 1), (1, 15), (3, 33), (64, 100), (7, 4099), (5, 69_000)):
+        got = fixed.elementwise(lambda x: function(x), x[first : first + size])
+        assert torch.equal(as_bits(got), as_bits(whole[first : first + size])), (first, size)
+    columns = fixed.elementwise(torch.add, x[:300].view(100, 3)[:, :2], x[:100].view(100, 1))
+    assert torch.equal(columns, x[:300].view(100, 3)[:, :2] + x[:100].view(100, 1))
+
+
+def test_experts_agree_with_the_reference() -> None:
+    torch.manual_seed(9)
+    activation = GatedActivation(1.702, 1.0, 0.7)
+    experts = ExpertWeights(torch.randn(5, 48, 40), torch.randn(5, 40, 24), torch.randn(5, 48), torch.randn(5, 40),
+                            activation)  # fmt: skip
+    routing = Routing(5, 2, "sigmoid", scale=1.5)
+    for rows in (1, 16, 45):
+        stream, parts = torch.randn(rows, 40), (torch.randn(40), 1e-5, torch.randn(5, 40), None, torch.randn(5))
+        results = []
+        for room in (fixed_experts, reference_experts):
+            x, chosen, shares = room.norm_route(stream, *parts, routing)
+            results.append((chosen, shares, room.run_experts(x, experts, chosen, shares, stream)))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
     files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
     options: dict[str, Any] = {"device": CPU, "max_model_len": None, "page_tokens": 4, "deterministic": True}
     for name, given in (("dtype", "float16"), ("quant", "q8_0")):
         with pytest.raises(QuireError, match=f"deterministic mode takes no --{name} {given}"):
             load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "gptj"])
+def test_models_it_does_not_cover_are_refused(family: str) -> None:
+    """By torch alone: sinks; a family of its own; what transformers' code runs."""
+    with pytest.raises(QuireError, match="deterministic mode does not cover"):
+        fixed_ops(family, fits_native=False, in_blocks=False, device_type="cpu", dtype="auto", quant="none",
+                  kernels="torch")  # fmt: skip
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])

@@ -38,6 +38,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),  # heads * head_dim is not the width
     "mistral": ("Mistral", {"sliding_window": 11}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 96}),
 }
 

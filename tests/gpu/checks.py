@@ -6,6 +6,7 @@ from tests.gpu import (
     attention_checks,
     expert_checks,
     fixed_checks,
+    fixed_layer_checks,
     kernel_checks,
     latent_checks,
     linear_checks,
@@ -24,4 +25,5 @@ CHECKS = {
     **expert_checks.CHECKS,
     **sampling_checks.CHECKS,
     **fixed_checks.CHECKS,
+    **fixed_layer_checks.CHECKS,
 }

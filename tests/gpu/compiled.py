@@ -21,7 +21,9 @@ from quire.kernels.triton import (
     attention,
     decode,
     experts,
+    fixed_experts,
     fixed_linear,
+    fixed_recurrent,
     fixed_sampling,
     fixed_tiles,
     latent,
@@ -158,6 +160,8 @@ def compile_experts() -> None:
             route.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
         chosen, shares = route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4))
         experts.run_experts(x, weights, chosen, shares, x)
+        fixed_experts.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
+        fixed_experts.run_experts(x, weights, chosen, shares, x)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
     route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
 
@@ -170,15 +174,18 @@ def compile_recurrent() -> None:
         state = torch.zeros(2, shape.slot_elements)
         plan = recurrent.plan_recurrent(torch.arange(2), torch.arange(130), [129, 1])
         many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
+        waves = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
         if delta:
             norm = torch.ones(shape.value_dim, dtype=bf16)
             for each in (plan, many):
                 recurrent.gated_delta_net(x, DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, each)
+            fixed_recurrent.gated_delta_net(x[:4], DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, waves)
         else:
             norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
             weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
             for each in (plan, many):
                 recurrent.mamba2(x, weights, shape, state, each)
+            fixed_recurrent.mamba2(x[:4], weights, shape, state, waves)
 
 
 def compile_sampling(places: torch.Tensor) -> None:

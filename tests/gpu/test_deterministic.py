@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.types import QuireError, Request, SamplingParams
 from tests.cpu.bits import Logits, run, same, spied
+from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.rig import load, make_request
 from tests.cpu.tiny_models import make_tiny
 from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
@@ -27,6 +28,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "vocab_size": 4096,
          "intermediate_size": 3072, "num_hidden_layers": 4, "max_position_embeddings": 8192},
     ),
+    "real mixture": (
+        "qwen3_moe",
+        {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 2048, "vocab_size": 4096,
+         "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 8, "num_hidden_layers": 3,
+         "max_position_embeddings": 8192},
+    ),
 }  # fmt: skip
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -39,10 +46,15 @@ NUM_ALONE = 12  # the rest are there to surround them
 
 @functools.cache
 def model(shape: str, dtype: str) -> Any:
-    family, fields = SHAPES[shape]
+    """`shape`: one of those above, or the name of a family of `tests/cpu/families`."""
     path = Path(tempfile.mkdtemp(prefix="quire-gpu-test-"))
-    make_tiny(family, path, **fields)
-    return load(path, 16, DEVICE, dtype if ON_GPU else "float32", deterministic=True)
+    if shape in SHAPES:
+        family, fields = SHAPES[shape]
+        make_tiny(family, path, **fields)
+    else:
+        save_checkpoint(next(family for family in all_families() if family.name == shape), path)
+    how = {"quant": "q8_0"} if shape == "gpt_oss" and not ON_GPU else {}  # sinks want the native kernels
+    return load(path, 16, DEVICE, dtype if ON_GPU else "auto", deterministic=True, **how)
 
 
 def make_requests(count: int, longest: int, max_tokens: int, vocab: int, logprobs: int | None) -> list[Request]:
@@ -62,7 +74,8 @@ def make_requests(count: int, longest: int, max_tokens: int, vocab: int, logprob
 
 def compare(shape: str, dtype: str, variants: dict[str, dict[str, Any]], *, count: int, longest: int, max_tokens: int,
             **common: Any) -> None:  # fmt: skip
-    vocab = SHAPES[shape][1].get("vocab_size", 256)
+    vocab = model(shape, dtype).vocab_size
+    keeps_states = any(spec.kind == "state" for spec in model(shape, dtype).specs)  # nobody's prompt is that long here
     common = {"device": DEVICE, "page_tokens": 16, "deterministic": True, **common}
 
     def requests(logprobs: int | None = 2) -> list[Request]:
@@ -93,7 +106,9 @@ def compare(shape: str, dtype: str, variants: dict[str, dict[str, Any]], *, coun
         seen.clear()
         cold = engine.scheduler.cache.stats.hit_tokens
         check(run(engine, requests(logprobs)), seen, f"{name}, once more")
-        assert "num_pages" in knobs or engine.scheduler.cache.stats.hit_tokens > cold + count, "a warm prefix"
+        assert keeps_states or "num_pages" in knobs or engine.scheduler.cache.stats.hit_tokens > cold + count, (
+            "a warm prefix"
+        )
 
 
 def tiny(shape: str, dtype: str, num_pages: int = 14) -> None:
@@ -137,11 +152,55 @@ def test_mistral_in_bfloat16() -> None:
     tiny("mistral", "bfloat16", num_pages=10)  # pages before the window are given back
 
 
+def test_mixture_in_float32() -> None:
+    tiny("qwen2_moe", "float32")
+
+
+def test_mixture_in_bfloat16() -> None:
+    tiny("qwen3_moe", "bfloat16")
+
+
+def test_mixture_by_groups_in_bfloat16() -> None:
+    tiny("glm4_moe", "bfloat16")
+
+
+def test_mixture_with_sinks_in_bfloat16() -> None:
+    tiny("gpt_oss", "bfloat16")
+
+
+def test_hybrid_of_delta_nets_in_float32() -> None:
+    tiny("qwen3_next", "float32")
+
+
+def test_hybrid_of_delta_nets_in_bfloat16() -> None:
+    tiny("qwen3_5_moe_text", "bfloat16")
+
+
+def test_hybrid_of_mambas_in_bfloat16() -> None:
+    tiny("nemotron_h experts", "bfloat16")
+
+
+def test_hybrid_with_scales_in_bfloat16() -> None:
+    tiny("granitemoehybrid", "bfloat16")
+
+
+def prepared(shape: str, dtype: str) -> None:
+    variants = {"prepared": {"prepared": True}, "prepared, plain": {"prepared": True, "plain": True}}
+    compare(shape, dtype, variants, count=32, longest=72, max_tokens=12, max_rows=32, max_batch_tokens=512)
+
+
 def test_prepared_graphs() -> None:
     """All captured ahead, mixed steps, too."""
-    variants = {"prepared": {"prepared": True}, "prepared, plain": {"prepared": True, "plain": True}}
     for dtype in ("float32", "bfloat16"):
-        compare("qwen3", dtype, variants, count=32, longest=72, max_tokens=12, max_rows=32, max_batch_tokens=512)
+        prepared("qwen3", dtype)
+
+
+def test_mixture_prepared() -> None:
+    prepared("qwen3_moe", "bfloat16")
+
+
+def test_hybrid_prepared() -> None:
+    prepared("qwen3_next", "bfloat16")
 
 
 LONG = {"count": 20, "longest": 3400, "max_tokens": 12, "max_len": 4096, "max_rows": 20}
@@ -161,6 +220,12 @@ LONG_PUSHED_OUT: dict[str, dict[str, Any]] = {
 def test_real_widths() -> None:
     if ON_GPU:
         compare("real widths", "bfloat16", LONG_VARIANTS, num_pages=5000, **LONG)
+
+
+def test_mixture_of_real_widths() -> None:
+    if ON_GPU:
+        few = {name: LONG_VARIANTS[name] for name in ("all at once", "chunks of 256", "chunks of 33, plain")}
+        compare("real mixture", "bfloat16", few, num_pages=5000, **LONG)
 
 
 def test_real_widths_pushed_out() -> None:

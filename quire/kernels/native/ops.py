@@ -67,7 +67,8 @@ class NativeOps:
     def qk_norm_rope_write(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
                            angles: Angles, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
                            num_heads: int) -> Tensor:  # fmt: skip
-        """As the reference; `qkv` is worked on in place."""
+        """As the reference; `qkv` is worked on in place, unless it is a part of something wider."""
+        qkv = qkv.contiguous()
         assert angles.positions is not None and angles.frequencies is not None
         kv_heads, head_dim = k_cache.shape[2:]
         norms = [w for w in (q_weight, k_weight) if w is not None]

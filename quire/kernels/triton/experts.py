@@ -244,9 +244,10 @@ def tune(num_pairs: int, num_experts: int) -> ExpertsTuning:
 
 def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None,
                 tuning: ExpertsTuning | None = None) -> Tensor:  # fmt: skip
-    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous."""
+    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`: by default
+    as the number of pairs suggests; with it, one row is sorted and multiplied as many are."""
     num_tokens, width = x.shape
-    if num_tokens == 1:
+    if num_tokens == 1 and tuning is None:
         return _run_one_row(x, experts, chosen, weights, residual)
     num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
     tuning = tuning or tune(chosen.numel(), num_experts)

@@ -97,11 +97,11 @@ def choose_tile(num_rows: int, in_features: int, out_features: int, dtype: torch
 
 
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-                 tile: Tile | None = None) -> Tensor:  # fmt: skip
-    """x [rows, in] times `weight` [out, in], + bias, + residual [rows, out], rounded once."""
+                 tile: Tile | None = None, out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """x [rows, in] times `weight` [out, in], + bias, + residual [rows, out], rounded once: to x's type by default."""
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
-    out = x.new_empty(num_rows, out_features)
+    out = x.new_empty(num_rows, out_features, dtype=out_dtype or x.dtype)
     if not num_rows:
         return out
     tile = tile or choose_tile(num_rows, in_features, out_features, x.dtype, num_multiprocessors(x.device.index))

@@ -68,13 +68,18 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
         recurrent_scan.mamba_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
     if work.num_singles:
         recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out)
+    norm_groups(out, x, weights, shape)
+    return out
+
+
+def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape) -> None:
+    """Gate and norm what Mamba2's recurrence left in `out` [tokens, values], in place."""
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
     _norm_groups_kernel[(len(x), weights.norm_groups)](
         out, x, weights.norm, x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block,
         **launch_options(x.device, min(max(block // 256, 1), 16)),
     )  # fmt: skip
-    return out
 
 
 @triton.jit

@@ -16,20 +16,22 @@ from quire.kernels import reference_recurrent
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.reference_recurrent import RecurrentPlan
 
+ALIGNMENT = 64  # bytes; two slots that begin at multiples of it begin alike
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPlans:
     """What all recurrent layers share in one step."""
 
-    tokens: list[RecurrentPlan]  # of each token in turn, as if it were the step
-    slots: list[int]  # of each token in turn
+    slots: list[int]  # of each row
+    tokens: list[list[RecurrentPlan]]  # of each row, of each of its tokens: as if that were the step
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> TokenPlans:
     """As the reference."""
-    own = [slot for slot, count in zip(slots.tolist(), counts, strict=True) for _ in range(count)]
     here = torch.zeros(1, dtype=torch.int64)
-    return TokenPlans([RecurrentPlan(1, here, positions[t : t + 1], None, None, ()) for t in range(len(own))], own)
+    plans = iter([RecurrentPlan(1, here, position, None, None, ()) for position in positions.split(1)])
+    return TokenPlans(slots.tolist(), [[next(plans) for _ in range(count)] for count in counts])
 
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
@@ -47,10 +49,16 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 def _by_token(layer: Callable[[Tensor, Tensor, RecurrentPlan], Tensor], x: Tensor, shape: RecurrentShape, state: Tensor,
               plan: TokenPlans) -> Tensor:  # fmt: skip
-    """Token and state are copied to where nothing else lies: where in memory they begin must not matter, either."""
-    out = x.new_empty(len(x), shape.values)
-    for token, (slot, alone) in enumerate(zip(plan.slots, plan.tokens, strict=True)):
-        own = state[slot : slot + 1].clone()
-        out[token : token + 1] = layer(x[token : token + 1].clone(), own, alone)
-        state[slot] = own[0]
+    """Tokens, and states where slots do not all begin alike, are copied to a place of their own: where in memory
+    something begins must not matter, either."""
+    out, token = x.new_empty(len(x), shape.values), 0
+    begin_alike = state.stride(0) * state.element_size() % ALIGNMENT == 0
+    for slot, plans in zip(plan.slots, plan.tokens, strict=True):
+        lying = state[slot : slot + 1]
+        own = lying if begin_alike else lying.clone()
+        for alone in plans:
+            out[token : token + 1] = layer(x[token : token + 1].clone(), own, alone)
+            token += 1
+        if own is not lying:
+            lying.copy_(own)
     return out

@@ -210,15 +210,15 @@ def _fixed_triton_ops() -> Ops:
     ops = _triton_ops(strict=True)
     from quire.kernels.triton import fixed_experts as grouped
     from quire.kernels.triton import fixed_linear, fixed_tiles, rope
-    from quire.kernels.triton import fixed_recurrent as waves
+    from quire.kernels.triton import fixed_recurrent as walks
 
     return replace(
         ops,
         norm_route=grouped.norm_route,
         run_experts=grouped.run_experts,
-        plan_recurrent=waves.plan_recurrent,
-        gated_delta_net=waves.gated_delta_net,
-        mamba2=waves.mamba2,
+        plan_recurrent=walks.plan_recurrent,
+        gated_delta_net=walks.gated_delta_net,
+        mamba2=walks.mamba2,
         qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
         paged_attention=fixed_tiles.paged_attention,
         fixed_work=fixed_tiles.CapturedTiles,

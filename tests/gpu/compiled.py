@@ -174,18 +174,18 @@ def compile_recurrent() -> None:
         state = torch.zeros(2, shape.slot_elements)
         plan = recurrent.plan_recurrent(torch.arange(2), torch.arange(130), [129, 1])
         many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
-        waves = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
+        walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
         if delta:
             norm = torch.ones(shape.value_dim, dtype=bf16)
             for each in (plan, many):
                 recurrent.gated_delta_net(x, DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, each)
-            fixed_recurrent.gated_delta_net(x[:4], DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, waves)
+            fixed_recurrent.gated_delta_net(x[:4], DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, walk)
         else:
             norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
             weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
             for each in (plan, many):
                 recurrent.mamba2(x, weights, shape, state, each)
-            fixed_recurrent.mamba2(x[:4], weights, shape, state, waves)
+            fixed_recurrent.mamba2(x[:4], weights, shape, state, walk)
 
 
 def compile_sampling(places: torch.Tensor) -> None:

@@ -165,20 +165,18 @@ def _step_kernel(
 
 
 def delta_step(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor,
-               tuning: StepTuning | None = None) -> None:  # fmt: skip
+               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
     """The whole gated delta net for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which
-    rows and tokens of the step they are; None: all, in order. `tuning`: by default as their number suggests."""
+    rows and tokens of the step they are; None: all, in order."""
     _launch(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0, shape,
-            state, slots, positions, rows, tokens, out, tuning, delta=True)  # fmt: skip
+            state, slots, positions, rows, tokens, out, delta=True)  # fmt: skip
 
 
 def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor,
-               tuning: StepTuning | None = None) -> None:  # fmt: skip
+               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
     """Mamba2 up to its gated norm, likewise."""
     _launch(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0, weights.dt_low,
-            weights.dt_high, shape, state, slots, positions, rows, tokens, out, tuning, delta=False)  # fmt: skip
+            weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +197,11 @@ def tune(num_programs: int, key_block: int, value_block: int, num_processors: in
 
 def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
             norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
-            slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor,
-            tuning: StepTuning | None, *, delta: bool) -> None:  # fmt: skip
+            slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
+            delta: bool) -> None:  # fmt: skip
     num_rows = slots.shape[0] if rows is None else rows.shape[0]
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
-    tuning = tuning or tune(num_rows * shape.num_heads, key_block, value_block, num_multiprocessors(x.device.index))
+    tuning = tune(num_rows * shape.num_heads, key_block, value_block, num_multiprocessors(x.device.index))
     _step_kernel[(num_rows, shape.num_heads)](
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, slots, positions, rows, tokens, x.stride(0),
         state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,

@@ -43,7 +43,7 @@ def _convolve(x_ptr, x_stride, ring_ptr, conv_ptr, bias_ptr, channels, inside, p
 
 
 @triton.jit
-def _walk_kernel(
+def _token_walk_kernel(
     x_ptr, conv_ptr, conv_bias_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, norm_ptr, state_ptr, out_ptr,
     slots_ptr, positions_ptr, starts_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
@@ -170,7 +170,7 @@ def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_b
     num_rows = len(plan.slots)
     out = x.new_empty(len(x), shape.values)
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
-    _walk_kernel[(num_rows, shape.num_heads)](
+    _token_walk_kernel[(num_rows, shape.num_heads)](
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, plan.slots, plan.positions, plan.starts,
         x.stride(0), state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads,
         GROUPS=shape.num_groups, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,

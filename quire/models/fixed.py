@@ -28,12 +28,12 @@ ON_CUDA = ("dense", "mixture", "mixture with sinks", "hybrid")
 
 
 def fixed_ops(model_type: str, *, fits_native: bool, in_blocks: bool, device_type: str, dtype: str, quant: str,
-              kernels: str) -> Ops:  # fmt: skip
+              kernels: str, kv_dtype: str = "auto") -> Ops:  # fmt: skip
     """`fits_native`: the native library runs all layers in one call; `in_blocks`: it keeps the weights, and runs the
     model op by op."""
     ops, kind = select_fixed_ops(device_type, kernels), kind_of(model_type)
     if device_type == "cuda":
-        return _on_cuda(ops, kind, model_type, quant)
+        return _on_cuda(ops, kind, model_type, quant, kv_dtype)
     if ops.native is not None and (fits_native or (in_blocks and kind in NATIVE_OP_BY_OP)):
         return ops
     if model_type not in FIXED_DENSE and kind not in IN_TORCH:
@@ -57,7 +57,7 @@ def kind_of(model_type: str) -> str | None:
     return _MODULES.get(module)
 
 
-def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str) -> Ops:
+def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: str) -> Ops:
     """What layers do beside the table's ops is done there element by element, or to one row at a time whatever the
     number of rows."""
     if kind not in ON_CUDA:
@@ -65,6 +65,9 @@ def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str) -> Ops:
     if quant != "none":
         what = f"The deterministic mode takes no --quant {quant} on CUDA: its products go by the number of rows."
         raise QuireError("invalid_parameter", what, "Leave --quant or --deterministic out.", param="quant")
+    if kv_dtype != "auto":
+        what = f"The deterministic mode takes no --kv-dtype {kv_dtype} on CUDA: nobody has compared its bits."
+        raise QuireError("invalid_parameter", what, "Leave --kv-dtype or --deterministic out.", param="kv_dtype")
     return ops
 
 

@@ -70,7 +70,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
-        ops = _deterministic_ops(hf_config, device, dtype, quant, kernels)
+        ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
     else:
         ops = select_ops(device.type, kernels, strict_kernels)
     build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
@@ -207,14 +207,14 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
-def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str,
+def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str, kv_dtype: str,
                        kernels: str) -> Ops:  # fmt: skip
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
     return fixed_ops(
         model_type, fits_native=_fits_native(family, config), device_type=device.type, dtype=dtype, quant=quant,
-        in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels,
+        in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 

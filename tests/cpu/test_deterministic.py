@@ -20,7 +20,7 @@ from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.library import FORMS
 from quire.kernels.native.matrix import PackedLinear
 from quire.kernels.native.ops import NativeOps
-from quire.kernels.table import select_choice
+from quire.kernels.table import FIXED, select_choice
 from quire.models.fixed import IN_TORCH, fixed_ops, kind_of
 from quire.models.loader import load_model
 from quire.models.registry import Model
@@ -274,6 +274,20 @@ def test_models_it_does_not_cover_are_refused(family: str) -> None:
     with pytest.raises(QuireError, match="deterministic mode does not cover"):
         fixed_ops(family, fits_native=False, in_blocks=False, device_type="cpu", dtype="auto", quant="none",
                   kernels="torch")  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), [({"quant": "fp8"}, "no --quant fp8 on CUDA"),
+                                              ({"kv_dtype": "fp8"}, "no --kv-dtype fp8 on CUDA"),
+                                              ({"model_type": "deepseek_v3"}, "not cover deepseek_v3 models on CUDA"),
+                                              ({"model_type": "gptj"}, "not cover gptj models on CUDA")])  # fmt: skip
+def test_what_it_can_not_do_on_cuda_is_refused(change: dict[str, str], said: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("quire.models.fixed.select_fixed_ops", lambda *args: FIXED)
+    ask: dict[str, Any] = {"model_type": "qwen3", "fits_native": True, "in_blocks": False, "device_type": "cuda",
+                           "dtype": "auto", "quant": "none", "kernels": "auto"}  # fmt: skip
+    assert fixed_ops(**ask) is FIXED
+    with pytest.raises(QuireError, match=said):
+        fixed_ops(**{**ask, **change})
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])

@@ -1,10 +1,13 @@
 """The delta rule's walk over chunks for Hopper, norm and gate included: heads of 128 x 128 in bfloat16 or float16.
 
 Written in Gluon, because the walk is a chain of products and Triton waits for each of them. A program has one head of
-one row. Two groups of four warps have 64 rows of the head's matrix each, in registers: what one product yields is the
+one row. Two groups of four warps have 64 values of the head's matrix each, in registers: what one product yields is the
 left factor of the next one as it lies there, so nothing of the chain goes through shared memory. While one group is
 between products the other one has some under way. One warp copies chunks with the copy engine, and a third group norms
-and gates what comes out of them.
+and gates what comes out of them. `recurrent_walk` launches it, `trial_recurrent` decides whether it is used.
+
+All that is in shared memory is there twice: chunk `i` has the places `i % 2`, which are filled for the `i // 2`th time.
+What comes out of a chunk goes one place further on, because something seems to come out before the first.
 """
 
 from __future__ import annotations
@@ -24,17 +27,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HEADS: gl.constexpr,
-          STAGES: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr, SOLVE: gl.constexpr):  # fmt: skip
-    """64 values of the head over all chunks; everything has its values first: the matrix is [value, key], what is
-    written and what comes out is [value, token]."""
+def _tell(results, result_full, result_empty, i, result, X: gl.constexpr):
+    """What came out of the chunk before this one, for the group that finishes."""
+    mbarrier.wait(result_empty.index(i % 2), (i // 2 & 1) ^ 1)
+    results.index(i % 2 * 2 + X).permute((1, 0)).store(result)
+    mbarrier.arrive(result_full.index(i % 2), count=1)
+
+
+@gluon.jit
+def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HEADS: gl.constexpr):
+    """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write
+    U = T (beta (V - exp(G) K S)) and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
+    much it fades until the chunk's end. Everything has its values first: the matrix is [value, key], what is written
+    and what comes out is [value, token]."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     A_WIDE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, MMA)
-    LINES: gl.constexpr = 3 if SOLVE else 2
-    q_tile, k_tile, v_tile, alone_tile, scores_tile = tiles
+    q_tile, k_tile, v_tile, t_tile, scores_tile = tiles
     first_full, second_full, empty, result_full, result_empty, _gate_full = barriers
     dtype: gl.constexpr = q_tile.dtype
     values = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
@@ -51,57 +62,37 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
     out, update = warpgroup_mma_wait(0, deps=[out, update])
     result = out.to(dtype)
     for i in range(num_chunks):
-        stage = i % STAGES
-        full = i // STAGES & 1
+        stage = i % 2
+        full = i // 2 & 1
         fade = gl.exp(last)
         last = gl.load(last_ptr + gl.minimum(i + 1, num_chunks - 1).to(gl.int64) * (HEADS * 128))
         mbarrier.wait(first_full.index(stage), full)
-        if SOLVE:
-            change = warpgroup_mma(old, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        else:
-            change = warpgroup_mma(old, alone_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        # The chunk before is over, but for what came out of it.
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        mbarrier.wait(result_empty.index(i % RING), (i // RING & 1) ^ 1)
-        results.index(i % RING * HALVES + X).permute((1, 0)).store(result)
-        mbarrier.arrive(result_full.index(i % RING), count=1)
+        change = warpgroup_mma(old, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the chunk before is over, but for its results
+        _tell(results, result_full, result_empty, i, result, X)
         mbarrier.wait(second_full.index(stage), full)
         out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         matrix = matrix * fade
-        if HALVES == 2:  # the other group has products under way, and registers are short
-            change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
-        v = v_tile.index(stage * HALVES + X).permute((1, 0)).load(MMA)
-        growth = lines.index(stage * LINES).load(TOKEN)
-        if HALVES == 1:
-            change = warpgroup_mma_wait(1, deps=[change])
-        if SOLVE:
-            beta = lines.index(stage * LINES + 2).load(TOKEN)
-            wanted = (v.to(gl.float32) - change * growth[None, :]) * beta[None, :]
-            wanted = gl.convert_layout(wanted.to(dtype), A)
-            change = warpgroup_mma(wanted, alone_tile.index(stage).permute((1, 0)), nothing, use_acc=False,
-                                   is_async=True)  # fmt: skip
-            if HALVES == 1:
-                out, old = warpgroup_mma_wait(1, deps=[out, old])
-            out = out * growth[None, :]
-            change, wanted = warpgroup_mma_wait(0, deps=[change, wanted])
-        else:
-            change = v.to(gl.float32) - change
-        decay = lines.index(stage * LINES + 1).load(TOKEN)
+        # For both: the other group has products under way meanwhile, and registers are short.
+        change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
+        v = v_tile.index(stage * 2 + X).permute((1, 0)).load(MMA)
+        growth = lines.index(stage * 3).load(TOKEN)
+        beta = lines.index(stage * 3 + 2).load(TOKEN)
+        wanted = (v.to(gl.float32) - change * growth[None, :]) * beta[None, :]
+        wanted = gl.convert_layout(wanted.to(dtype), A)
+        change = warpgroup_mma(wanted, t_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        out = out * growth[None, :]
+        change, wanted = warpgroup_mma_wait(0, deps=[change, wanted])
+        decay = lines.index(stage * 3 + 1).load(TOKEN)
         left = gl.convert_layout((change * decay[None, :]).to(dtype), A_WIDE)
         matrix = warpgroup_mma(left, k_tile.index(stage), matrix, is_async=True)
-        if not SOLVE:
-            if HALVES == 1:
-                out, old = warpgroup_mma_wait(1, deps=[out, old])
-            out = out * growth[None, :]
         update = gl.convert_layout(change.to(dtype), A)
         out = warpgroup_mma(update, scores_tile.index(stage).permute((1, 0)), out, is_async=True)
         matrix, left = warpgroup_mma_wait(1, deps=[matrix, left])
         old = gl.convert_layout(matrix.to(dtype), A)
         out, update = warpgroup_mma_wait(0, deps=[out, update])
         result = out.to(dtype)
-    mbarrier.wait(result_empty.index(num_chunks % RING), (num_chunks // RING & 1) ^ 1)
-    results.index(num_chunks % RING * HALVES + X).permute((1, 0)).store(result)
-    mbarrier.arrive(result_full.index(num_chunks % RING), count=1)
+    _tell(results, result_full, result_empty, num_chunks, result, X)
     gl.store(in_matrix, matrix)
 
 
@@ -111,7 +102,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
 
 @gluon.jit
 def _copy(desc, row, into, full, BOXES: gl.constexpr):
-    """BOXES times 64 columns of 64 rows."""
+    """BOXES times 64 columns of 64 rows: no box of the copy engine is wider than the swizzle."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     boxes = into._reinterpret(into.dtype, [BOXES, 64, 64], SHARED)
     for box in gl.static_range(BOXES):
@@ -119,56 +110,49 @@ def _copy(desc, row, into, full, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(descs, tiles, lines, silus, barriers, gates_ptr, first, first_tile, num_chunks, head, half, HEADS: gl.constexpr,
-           GROUPS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr,
-           SOLVE: gl.constexpr):  # fmt: skip
+def _copy_halves(desc, row, column, into, place, full):
+    """128 columns of 64 rows, each group's by themselves."""
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(desc, [row, column + half * 64], full, into.index(place * 2 + half))
+
+
+@gluon.jit
+def _fetch(descs, tiles, lines, gates, barriers, gates_ptr, first, first_tile, num_chunks, head, HEADS: gl.constexpr,
+           GROUPS: gl.constexpr):  # fmt: skip
     """Each chunk in three parts: what its first product and the change need, the other products' factors, and the
     output's gate. Of a row's last chunk that may be another row's, too: nobody stores what comes of it."""
     PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    LINES: gl.constexpr = 3 if SOLVE else 2
-    keys_desc, values_desc, alone_desc, scores_desc, x_desc = descs
-    q_tile, k_tile, v_tile, alone_tile, scores_tile = tiles
+    keys_desc, values_desc, t_desc, scores_desc, x_desc = descs
+    q_tile, k_tile, v_tile, t_tile, scores_tile = tiles
     first_full, second_full, empty, _result_full, result_empty, gate_full = barriers
-    gate_column = (HEADS + 2 * GROUPS + head) * 128 + half * 64
+    gate_column = (HEADS + 2 * GROUPS + head) * 128
     n = gl.arange(0, 64, PAIRS)
     for i in range(num_chunks):
-        stage = i % STAGES
+        stage = i % 2
         tile = first_tile + i
         place = tile * HEADS + head
         q_row = (tile * (2 * GROUPS) + head // (HEADS // GROUPS)) * 64
-        k_row = q_row + GROUPS * 64
-        gates = gates_ptr + place.to(gl.int64) * 128
-        total = gl.load(gates + n)
-        last = gl.load(gates + 63)
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        sums_ptr = gates_ptr + place.to(gl.int64) * 128
+        total = gl.load(sums_ptr + n)
+        last = gl.load(sums_ptr + 63)
+        mbarrier.wait(empty.index(stage), (i // 2 & 1) ^ 1)
         full = first_full.index(stage)
-        mbarrier.expect(full, 64 * 256 + HALVES * 64 * 128)
-        if SOLVE:
-            _copy(keys_desc, k_row, k_tile.index(stage), full, 2)
-        else:
-            _copy(alone_desc, place * 64, alone_tile.index(stage), full, 2)
-        for part in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(values_desc, [place * 64, (half + part) * 64], full,
-                                            v_tile.index(stage * HALVES + part))  # fmt: skip
+        mbarrier.expect(full, 64 * 256 + 64 * 256)
+        _copy(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
+        _copy_halves(values_desc, place * 64, 0, v_tile, stage, full)
         full = second_full.index(stage)
-        mbarrier.expect(full, 64 * 512 if SOLVE else 64 * 640)
+        mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128)
         _copy(keys_desc, q_row, q_tile.index(stage), full, 2)
-        if SOLVE:
-            _copy(alone_desc, place * 64, alone_tile.index(stage), full, 1)
-        else:
-            _copy(keys_desc, k_row, k_tile.index(stage), full, 2)
+        _copy(t_desc, place * 64, t_tile.index(stage), full, 1)
         _copy(scores_desc, place * 64, scores_tile.index(stage), full, 1)
-        if SOLVE:
-            lines.index(stage * LINES + 2).store(gl.load(gates + 64 + n))
-        lines.index(stage * LINES).store(gl.exp(total))
-        lines.index(stage * LINES + 1).store(gl.exp(last - total))
+        lines.index(stage * 3 + 2).store(gl.load(sums_ptr + 64 + n))  # beta
+        lines.index(stage * 3).store(gl.exp(total))
+        lines.index(stage * 3 + 1).store(gl.exp(last - total))
         mbarrier.arrive(full, count=1)
-        turn = (i + 1) % RING
-        mbarrier.wait(result_empty.index(turn), ((i + 1) // RING & 1) ^ 1)
-        mbarrier.expect(gate_full.index(turn), HALVES * 64 * 128)
-        for part in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(x_desc, [first + i * 64, gate_column + part * 64], gate_full.index(turn),
-                                            silus.index(turn * HALVES + part))  # fmt: skip
+        turn = (i + 1) % 2
+        mbarrier.wait(result_empty.index(turn), ((i + 1) // 2 & 1) ^ 1)
+        mbarrier.expect(gate_full.index(turn), 64 * 256)
+        _copy_halves(x_desc, first + i * 64, gate_column, gates, turn, gate_full.index(turn))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,6 +173,7 @@ def _write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: g
 @gluon.jit
 def _write_rings(x_ptr, x_stride, ring_ptr, count, position, head, HEADS: gl.constexpr, GROUPS: gl.constexpr,
                  TAPS: gl.constexpr):  # fmt: skip
+    """Of the head's values; one head of a group sees to query and key."""
     CHANNELS: gl.constexpr = HEADS * 128 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
     _write_ring(x_ptr, x_stride, ring_ptr, count, position, 2 * GROUPS * 128 + head * 128, CHANNELS, TAPS)
@@ -222,9 +207,9 @@ def _gated(part, scale, weight, gate):
 
 
 @gluon.jit
-def _finish(results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count, num_chunks, head,
+def _finish(results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count, num_chunks, head,
             eps, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr):  # fmt: skip
-    """Norm and gate. x and out begin at the row's first token."""
+    """Norm and gate, 16 tokens at a time. x and out begin at the row's first token."""
     ROWS: gl.constexpr = 16
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     _first_full, _second_full, _empty, result_full, result_empty, gate_full = barriers
@@ -246,8 +231,8 @@ def _finish(results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_p
             low = results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
             high = results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
             scale = gl.rsqrt(gl.sum(low * low + high * high, 1) * (1.0 / 128) + eps)
-            low = _gated(low, scale, weight_low, silus.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
-            high = _gated(high, scale, weight_high, silus.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
+            low = _gated(low, scale, weight_low, gates.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
+            high = _gated(high, scale, weight_high, gates.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
             inside = (rows < count - i * 64 - piece * ROWS)[:, None] & (columns < 64)[None, :]
             gl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside)
             gl.store(target + 64, high.to(out_ptr.dtype.element_ty), mask=inside)
@@ -255,98 +240,29 @@ def _finish(results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_p
         mbarrier.arrive(result_empty.index(turn), count=1)
 
 
-@gluon.jit
-def _ask(sums_ptr):
-    """Wait for what the other half's program says: nothing is below zero, until it is there."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred missing;
-        again:
-        ld.relaxed.gpu.global.f32 $0, [$1];
-        setp.lt.f32 missing, $0, 0f00000000;
-        @missing bra again;
-        }
-        """,
-        "=f,l",
-        [sums_ptr.to(gl.int64, bitcast=True)],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _finish_half(results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, sums_ptr, position, count,
-                 num_chunks, head, half, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr,
-                 RING: gl.constexpr):  # fmt: skip
-    """Norm and gate where another program has the other half of the values: both say the sums of their squares, and go
-    on with the chunk two before, whose other sums have come by then."""
-    ROWS: gl.constexpr = 16
-    LAG: gl.constexpr = RING - 2
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    _first_full, _second_full, _empty, result_full, result_empty, gate_full = barriers
-    if half == 0:
-        _write_rings(x_ptr, x_stride, ring_ptr, count, position, head, HEADS, GROUPS, TAPS)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
-    columns = gl.arange(0, 64, gl.SliceLayout(0, LOADED))
-    weight = gl.load(norm_ptr + half * 64 + columns).to(gl.float32)
-    in_out = rows[:, None] * (HEADS * 128) + columns[None, :]
-    out_ptr += head * 128 + half * 64
-    mbarrier.wait(result_full.index(0), 0)  # the chunk that seems to have been before the first
-    mbarrier.arrive(result_empty.index(0), count=1)
-    for i in range(num_chunks + LAG):
-        if i < num_chunks:
-            turn = (i + 1) % RING
-            mbarrier.wait(result_full.index(turn), (i + 1) // RING & 1)
-            mine = sums_ptr + i.to(gl.int64) * (HEADS * 128) + half * 64 + rows
-            for piece in gl.static_range(64 // ROWS):
-                part = results.index(turn).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
-                gl.store(mine + piece * ROWS, gl.sum(part * part, 1))
-        j = i - LAG
-        if j >= 0:
-            turn = (j + 1) % RING
-            mbarrier.wait(gate_full.index(turn), j // RING & 1)
-            theirs = sums_ptr + j.to(gl.int64) * (HEADS * 128) + (64 - half * 64) + rows
-            target = out_ptr + j.to(gl.int64) * (64 * HEADS * 128) + in_out
-            for piece in gl.static_range(64 // ROWS):
-                part = results.index(turn).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
-                squares = gl.sum(part * part, 1) + _ask(theirs + piece * ROWS)
-                scale = gl.rsqrt(squares * (1.0 / 128) + eps)
-                part = _gated(part, scale, weight, silus.index(turn).slice(piece * ROWS, ROWS).load(LOADED))
-                inside = (rows < count - j * 64 - piece * ROWS)[:, None] & (columns < 64)[None, :]
-                gl.store(target, part.to(out_ptr.dtype.element_ty), mask=inside)
-                target += ROWS * HEADS * 128
-            mbarrier.arrive(result_empty.index(turn), count=1)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The program
 
 
 @gluon.jit
-def _make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(NUM):
+def _make_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
         mbarrier.init(barriers.index(place), count=COUNT)
     return barriers
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _walk_hopper_kernel(
-    x_ptr, x_desc, keys_desc, values_desc, alone_desc, scores_desc, gates_ptr, norm_ptr, state_ptr, out_ptr, sums_ptr,
-    slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-    TAPS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, SOLVE: gl.constexpr, num_warps: gl.constexpr,
+    x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_ptr, norm_ptr, state_ptr, out_ptr, slots_ptr,
+    positions_ptr, rows_ptr, x_stride, slot_stride, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One head, or one half of its values, over all chunks of one row of the step. Halves run at the same time and tell
-    each other of their outputs in sums [chunks, heads, 2, 64], which is below zero before. SOLVE: what chunks have
-    worked out alone is T only."""
-    RING: gl.constexpr = 2 if HALVES == 2 else 4
+    """One head over all chunks of one row of the step. A model needs this compiled once, whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    head = gl.program_id(0) * HALVES // 2
-    half = gl.program_id(0) * HALVES % 2
+    head = gl.program_id(0)
     item = gl.program_id(1)
     row = gl.load(rows_ptr + 4 * item)
     first = gl.load(rows_ptr + 4 * item + 1)
@@ -355,52 +271,36 @@ def _walk_hopper_kernel(
     num_chunks = gl.cdiv(count, 64)
     state_ptr += gl.load(slots_ptr + row) * slot_stride
     position = gl.load(positions_ptr + first)
-    q_tile = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], SHARED)
-    k_tile = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], SHARED)
-    v_tile = gl.allocate_shared_memory(dtype, [STAGES * HALVES, 64, 64], SHARED)
-    alone_tile = gl.allocate_shared_memory(dtype, [STAGES, 64, 64 if SOLVE else 128], SHARED)
-    scores_tile = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], SHARED)
-    results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
-    silus = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES * (3 if SOLVE else 2), 64], LINE)
-    barriers = (_make_barriers(STAGES, 1), _make_barriers(STAGES, 2), _make_barriers(STAGES, HALVES),
-                _make_barriers(RING, HALVES), _make_barriers(RING, 1), _make_barriers(RING, 1))  # fmt: skip
+    q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
+    k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
+    v_tile = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)  # a chunk's two halves side by side
+    t_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    scores_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    results = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
+    gates = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
+    lines = gl.allocate_shared_memory(gl.float32, [6, 64], LINE)  # of a chunk: growth, decay, beta
+    # First and second part there, chunk over for both groups; results of both there, and done with; gate there.
+    barriers = (_make_barriers(1), _make_barriers(2), _make_barriers(2), _make_barriers(2), _make_barriers(1),
+                _make_barriers(1))  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
-    descs = (keys_desc, values_desc, alone_desc, scores_desc, x_desc)
-    tiles = (q_tile, k_tile, v_tile, alone_tile, scores_tile)
+    descs = (keys_desc, values_desc, t_desc, scores_desc, x_desc)
+    tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
     place = first_tile.to(gl.int64) * HEADS + head
-    matrix_ptr = state_ptr + (head * 128 + half * 64) * 128
+    matrix_ptr = state_ptr + head * (128 * 128)
     last_ptr = gates_ptr + place * 128 + 63
     ring_ptr = state_ptr + HEADS * 128 * 128
     x_ptr += first.to(gl.int64) * x_stride
     out_ptr += first.to(gl.int64) * (HEADS * 128)
-    if HALVES == 2:
-        gl.warp_specialize(
-            [
-                (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, HEADS, STAGES, RING,
-                         HALVES, SOLVE)),
-                (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, HEADS, STAGES,
-                         RING, HALVES, SOLVE)),
-                (_finish, (results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count,
-                           num_chunks, head, eps, HEADS, GROUPS, TAPS)),
-                (_fetch, (descs, tiles, lines, silus, barriers, gates_ptr, first, first_tile, num_chunks, head, half,
-                          HEADS, GROUPS, STAGES, RING, HALVES, SOLVE)),
-            ],
-            [4, 4, 1],
-            [192, 88, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, HEADS, STAGES, RING,
-                         HALVES, SOLVE)),
-                (_finish_half, (results, silus, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr,
-                                sums_ptr + place * 128, position, count, num_chunks, head, half, eps, HEADS, GROUPS,
-                                TAPS, RING)),
-                (_fetch, (descs, tiles, lines, silus, barriers, gates_ptr, first, first_tile, num_chunks, head, half,
-                          HEADS, GROUPS, STAGES, RING, HALVES, SOLVE)),
-            ],
-            [4, 1],
-            [216, 40],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, HEADS)),
+            (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, HEADS)),
+            (_finish, (results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count,
+                       num_chunks, head, eps, HEADS, GROUPS, TAPS)),
+            (_fetch, (descs, tiles, lines, gates, barriers, gates_ptr, first, first_tile, num_chunks, head, HEADS,
+                      GROUPS)),
+        ],
+        [4, 4, 1],
+        [192, 88, 40],
+    )  # fmt: skip

@@ -226,7 +226,7 @@ def _finish(results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_p
         turn = (i + 1) % 2
         mbarrier.wait(gate_full.index(turn), i // 2 & 1)
         mbarrier.wait(result_full.index(turn), (i + 1) // 2 & 1)
-        target = out_ptr + i.to(gl.int64) * (64 * HEADS * 128) + in_out
+        target = out_ptr + i.to(gl.int64) * (64 * HEADS * 128) + in_out  # type: ignore[attr-defined]
         for piece in gl.static_range(64 // ROWS):
             low = results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
             high = results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)

@@ -99,7 +99,8 @@ def _solve_kernel(
     keys_ptr, gates_ptr, t_ptr, scores_ptr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same without its two products, for a walk that multiplies with T itself: half the bytes between the two."""
+    """The same without its two products, for a walk that multiplies with T itself: this moves less than half the
+    bytes."""
     let_next_start(PDL)
     head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, n = tl.arange(0, KEY_BLOCK), tl.arange(0, CHUNK)

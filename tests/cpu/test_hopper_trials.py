@@ -15,7 +15,7 @@ import torch
 
 from quire.kernels import trial_latent, trial_recurrent
 from quire.kernels.recurrent import RecurrentShape
-from quire.kernels.table import REFERENCE, Ops
+from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
 from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net
 from quire.types import QuireError
@@ -133,10 +133,10 @@ def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
-def test_a_delta_net_of_another_making_is_left_alone(kernel: Kernel, hopper: Any) -> None:
-    """As the deterministic mode has one: its order of sums is the point of it."""
-    ops = replace(table(), gated_delta_net=REFERENCE.gated_delta_net)
-    assert kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
+def test_the_deterministic_modes_delta_net_is_left_alone(kernel: Kernel, hopper: Any) -> None:
+    """Its order of sums is the point of it. The loader does not even ask."""
+    ops = select_fixed_ops("cuda")
+    assert ops.captures and kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
 
 
 def test_the_latents_trial_sees_what_is_wrong() -> None:

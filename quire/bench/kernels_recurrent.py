@@ -1,7 +1,7 @@
 """Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's and Nemotron-H's layers.
 
 Bytes are the floor: every row's state read and written once, the projection read and the output written once. What a
-scan keeps between its kernels is not in it.
+scan keeps between its kernels is not in it. Each kind runs through the kernels that a model would be given.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
 
     from quire.bench.kernels import ENOUGH_BYTES, Work
     from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
-    from quire.kernels.triton import recurrent
+    from quire.kernels.table import select_ops
+    from quire.kernels.trial_recurrent import settle_delta_net
 
     assert isinstance(shape, RecurrentShape)
     bf16 = torch.bfloat16
@@ -42,7 +43,10 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
     else:
         norm = torch.ones(shape.values, device=device, dtype=bf16)
         weights = MambaWeights(conv, None, heads, heads, heads, norm, 1e-5, shape.num_groups, 0.0, float("inf"))
-    op: Callable[..., object] = recurrent.gated_delta_net if delta else recurrent.mamba2
+    ops = select_ops("cuda")
+    if delta:
+        ops = settle_delta_net(ops, shape, bf16, device, strict=False)
+    op: Callable[..., object] = ops.gated_delta_net if delta else ops.mamba2
     width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
     per_token = 2 * (width + shape.values)
     for num_rows in DECODE_ROWS:
@@ -52,7 +56,7 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
         x = torch.randn(num_rows, width, device=device, dtype=bf16)
         positions = torch.arange(num_rows, device=device) + 9
         plans = [
-            recurrent.plan_recurrent(torch.randperm(num_rows, device=device) + i * num_rows, positions, [1] * num_rows)
+            ops.plan_recurrent(torch.randperm(num_rows, device=device) + i * num_rows, positions, [1] * num_rows)
             for i in range(copies)
         ]
 
@@ -65,7 +69,7 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
         state = torch.zeros(num_rows, shape.slot_elements, device=device)
         x = torch.randn(num_rows * tokens, width, device=device, dtype=bf16)
         positions = torch.arange(tokens, device=device).repeat(num_rows)
-        plan = recurrent.plan_recurrent(torch.arange(num_rows, device=device), positions, [tokens] * num_rows)
+        plan = ops.plan_recurrent(torch.arange(num_rows, device=device), positions, [tokens] * num_rows)
         op(x, weights, shape, state, plan)  # uploads the plan, which a capture may not
 
         def scan(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plan: object = plan) -> object:

@@ -71,13 +71,13 @@ class Row:
 
 def _try_norm(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     x, weight = _random(device, shape.dtype, NUM_TOKENS, shape.width), _random(device, shape.dtype, shape.width)
-    _settle(device)
+    finish_writes(device)
     compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), shape.dtype)
 
 
 def _try_silu_mul(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     x = _random(device, shape.dtype, NUM_TOKENS, 2 * shape.width)
-    _settle(device)
+    finish_writes(device)
     compare(ops.silu_mul(x), REFERENCE.silu_mul(x), shape.dtype)
 
 
@@ -88,7 +88,7 @@ def _try_linear(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     norm = _random(device, shape.dtype, shape.width)
     for num_rows in (1, 8):
         x = _random(device, shape.dtype, num_rows, shape.width)
-        _settle(device)
+        finish_writes(device)
         if ops.fused_linear.wins(num_rows, weight, True):
             got = ops.fused_linear.run(x, weight, None, norm, 1e-6, True, None)
             product = REFERENCE.rms_norm(x, norm, 1e-6) @ weight.t()
@@ -105,7 +105,7 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     results = []
     for table, cache_dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
         k_cache, v_cache = (torch.zeros(_cache_shape(shape), dtype=cache_dtype, device=device) for _ in range(2))
-        _settle(device)
+        finish_writes(device)
         angles = table.plan_angles(positions, frequencies, 1.0, shape.dtype)
         q = table.qk_norm_rope_write(qkv, q_weight, k_weight, 1e-6, angles, k_cache, v_cache, slots, shape.num_heads)
         results.append((q, k_cache, v_cache))
@@ -126,7 +126,7 @@ def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
         for rows, dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
             plan = rows.plan_attention(table, positions, [count], [NUM_TOKENS], shape.page_tokens, shape.window, dtype)
             k_cache, v_cache = (cache.to(dtype) for cache in caches)
-            _settle(device)
+            finish_writes(device)
             results.append(rows.paged_attention(q, k_cache, v_cache, plan, shape.head_dim**-0.5))
         compare(results[0], results[1], shape.dtype)
 
@@ -164,7 +164,7 @@ def _random(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
     return torch.randn(size, device=device).to(dtype)
 
 
-def _settle(device: torch.device) -> None:
+def finish_writes(device: torch.device) -> None:
     """Kernels may read weights before the kernel launched just before them has ended: weights are not supposed to be
     new, as they are here."""
     if device.type == "cuda":

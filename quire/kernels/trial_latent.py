@@ -1,12 +1,10 @@
 """Puts Hopper's latent attention for many heads into the ops table of a model that gains by it, if it is right here.
 
-The loader calls `settle_latent` for models that keep latents, after `trial.settle_ops`. The kernel is compiled once for
-all kinds of steps, here: no request waits for that, and the next start finds it on disk.
+The loader calls `settle_latent` for models that keep latents, after `trial.settle_ops`.
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +12,9 @@ from torch import Tensor
 
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import compare
-from quire.types import QuireError
+from quire.kernels.trial_hopper import runs_on_hopper, settle_row
 
-# Gluon is no settled language: elsewhere the kernel might compile to something that waits forever, and no trial
-# comes back from that.
-KNOWN_TRITON = "3.6."
+NAME = "latent kernel for many heads"
 LENS = (1, 64, 65, 300)  # entries of the rows that are tried
 
 
@@ -36,32 +32,20 @@ class LatentTrialShape:
 
 
 def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool) -> Ops:
-    """The table as it is, or with that kernel; a line says so where it would have served and can't. `strict`: refuse
-    a kernel that fails instead."""
-    if not ops.captures or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
+    if not runs_on_hopper(ops, device):
         return ops
-    import triton
-
     from quire.kernels.triton.latent_work import gains
 
     if not gains(shape.num_heads, shape.rank, shape.rope_dim, shape.page_tokens, shape.dtype, shape.cache_dtype):
         return ops
-    if not triton.__version__.startswith(KNOWN_TRITON):
-        _say(f"made for Triton {KNOWN_TRITON[:-1]}, this is {triton.__version__}")
-        return ops
-    try:
+
+    def exchange() -> Ops:
         from quire.kernels.triton import latent_many
 
-        faster = replace(ops, latent_attention=latent_many.latent_attention)
-        try_latent(faster, shape, device)
-    except Exception as error:  # whatever a compiler, a driver or a kernel may say
-        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        if strict:
-            what = f"The latent kernel for many heads can't be used here ({why})."
-            raise QuireError("kernel_failed", what, "Leave strict_kernels out, or see `quire doctor`.") from error
-        _say(why)
-        return ops
-    return faster
+        return replace(ops, latent_attention=latent_many.latent_attention)
+
+    return settle_row(ops, NAME, exchange, lambda faster: try_latent(faster, shape, device), strict=strict)
 
 
 def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
@@ -110,8 +94,3 @@ class _Step:
         plan = ops.plan_attention(self.table, self.positions, self.counts, list(LENS), self.shape.page_tokens, None,
                                   self.shape.dtype, **by_number)  # fmt: skip
         return ops.latent_attention(self.q_latent, self.q_rope, self.cache, plan, self.shape.rank**-0.5)
-
-
-def _say(why: str) -> None:
-    line = f"The latent kernel for many heads can't be used here ({why})"
-    warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=3)

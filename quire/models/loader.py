@@ -21,8 +21,10 @@ from quire.files.source import ModelFiles
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
+from quire.kernels.trial_recurrent import settle_delta_net
 from quire.layers.latent import LatentShape
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
+from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
 from quire.models.dense_config import DenseConfig
@@ -81,6 +83,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels or deterministic)
     if not deterministic:
         tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
+        tried = _try_delta_net(tried, model, DTYPES[dtype], device, strict_kernels)
         tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
     if tried is not ops:
         model, config = build(ops=tried)
@@ -238,6 +241,12 @@ def _try_latent(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device:
     trial = LatentTrialShape(shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, dtype,
                              getattr(torch, spec.dtype), model.max_positions)  # fmt: skip
     return settle_latent(ops, trial, device, strict=strict)
+
+
+def _try_delta_net(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
+    """The ops with the gated delta net's walk for Hopper, where there are such layers and it is right."""
+    layer = next((module for module in model.modules() if isinstance(module, GatedDeltaNet)), None)
+    return ops if layer is None else settle_delta_net(ops, layer.shape, dtype, device, strict=strict)
 
 
 def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,

@@ -30,7 +30,8 @@ class PagedHarness:
         self.free: dict[str, list[int]] = {}
         self.caches: dict[str, Tensor] = {}
         for spec in model.specs:
-            shape = (len(spec.layers), spec.planes, num_pages, spec.page_tokens, *spec.shape)
+            paged = (spec.planes, num_pages, spec.page_tokens) if spec.kind == "paged" else (num_pages,)
+            shape = (len(spec.layers), *paged, *spec.shape)
             self.caches[spec.group] = torch.full(shape, GARBAGE, dtype=getattr(torch, spec.dtype))
             self.free[spec.group] = self.random.sample(range(num_pages), num_pages)
 
@@ -43,7 +44,8 @@ class PagedHarness:
         assert len(tokens) == len(positions)
         groups: dict[str, PagedInputs | StateInputs] = {}
         for spec in self.model.specs:
-            groups[spec.group] = self._paged_inputs(spec, work)
+            find = self._paged_inputs if spec.kind == "paged" else self._state_inputs
+            groups[spec.group] = find(spec, work)
         for row, count in work:
             row.computed += count
         lens = [row.computed for row, _ in work]
@@ -75,6 +77,14 @@ class PagedHarness:
             pages = row.pages[spec.group]
             table[index, : len(pages)] = torch.tensor(pages)
         return PagedInputs(table, torch.tensor(slots))
+
+    def _state_inputs(self, spec: Any, work: list[tuple[HarnessRow, int]]) -> StateInputs:
+        """A row has one slot, as a page of its own, which begins with zeros."""
+        for row, _ in work:
+            if spec.group not in row.pages:
+                row.pages[spec.group] = [self.free[spec.group].pop()]
+                self.caches[spec.group][:, row.pages[spec.group]] = 0.0
+        return StateInputs(torch.tensor([row.pages[spec.group][0] for row, _ in work]))
 
     def ruin_beyond_window(self, row: HarnessRow) -> None:
         """Overwrite the pages of window groups that no coming token may see, as if another request had them now."""

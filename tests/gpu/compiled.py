@@ -34,6 +34,7 @@ from quire.kernels.triton import (
     recurrent,
     recurrent_scan,
     recurrent_step,
+    recurrent_walk,
     rope,
     route,
     sample,
@@ -176,10 +177,13 @@ def compile_recurrent() -> None:
         many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
         walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
         if delta:
-            norm = torch.ones(shape.value_dim, dtype=bf16)
-            for each in (plan, many):
-                recurrent.gated_delta_net(x, DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, each)
-            fixed_recurrent.gated_delta_net(x[:4], DeltaWeights(conv, heads, heads, norm, 1e-6), shape, state, walk)
+            weights = DeltaWeights(conv, heads, heads, torch.ones(shape.value_dim, dtype=bf16), 1e-6)
+            assert recurrent_walk.supports(x, shape, state)
+            for each in (plan, many, recurrent.plan_recurrent(torch.arange(3)[1:], torch.arange(131)[1:], [129, 1])):
+                recurrent.gated_delta_net(x, weights, shape, state, each)
+                recurrent_walk.gated_delta_net(x, weights, shape, state, each)
+            assert len(variants["_walk_hopper_kernel"]) == 1, "a step has to wait for a kernel that no start compiled"
+            fixed_recurrent.gated_delta_net(x[:4], weights, shape, state, walk)
         else:
             norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
             weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))

@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.gpu.paged_checks import Paged
-from tests.gpu.where import Where, close
+from tests.gpu.where import Where, close, on_hopper
 
 RANK, ROPE = 512, 64
-
-
-def on_hopper(where: Where) -> bool:
-    return where.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
 def make_latents(where: Where, dtype: torch.dtype, counts: list[int], lens: list[int], heads: int,

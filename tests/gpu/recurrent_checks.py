@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import reference_recurrent as reference
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
-from tests.gpu.where import Where, close
+from tests.gpu.where import Where, close, on_hopper
 
 # A chunk's products are rounded to the type they are computed in before the state sums them up.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -37,13 +37,15 @@ def doubled(weights: Any) -> Any:
     return replace(weights, **{name: value.double() for name, value in tensors.items() if isinstance(value, Tensor)})
 
 
-def check_recurrent(where: Where, shapes: list[RecurrentShape], delta: bool) -> None:
+def check_recurrent(where: Where, op: Callable[..., Tensor], shapes: list[RecurrentShape], steps: list[list[int]],
+                    delta: bool, dtypes: tuple[torch.dtype, ...], pad: int = 5) -> None:  # fmt: skip
+    """`pad`: columns of x that nobody reads, behind those that count."""
     from quire.kernels.triton import recurrent
 
-    for dtype in where.dtypes:
+    plain = reference.gated_delta_net if delta else reference.mamba2
+    for dtype in dtypes:
         for shape in shapes:
             weights = weights_of(where, shape, dtype, delta)
-            steps = STEPS if where.large else STEPS_SMALL
             num_rows = len(steps[0])
             slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
             state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
@@ -54,11 +56,9 @@ def check_recurrent(where: Where, shapes: list[RecurrentShape], delta: bool) -> 
                 ends = [n + c for n, c in zip(lens, counts, strict=True)]
                 spans = [torch.arange(n, end, device=where.device) for n, end in zip(lens, ends, strict=True)]
                 positions = torch.cat(spans)
-                x = where.normal(sum(counts), width + 5, dtype=dtype)[:, :width]
+                x = where.normal(sum(counts), width + pad, dtype=dtype)[:, :width]
                 where.settle()
                 where.poison()
-                op, plain = ((recurrent.gated_delta_net, reference.gated_delta_net) if delta else
-                             (recurrent.mamba2, reference.mamba2))  # fmt: skip
                 out = op(x, weights, shape, state, recurrent.plan_recurrent(slots, positions, counts))
                 plan = reference.plan_recurrent(slots, positions, counts)
                 expected = plain(x.double(), doubled(weights), shape, exact, plan)
@@ -70,18 +70,93 @@ def check_recurrent(where: Where, shapes: list[RecurrentShape], delta: bool) -> 
 
 
 def check_gated_delta_net(where: Where) -> None:
+    from quire.kernels.triton import recurrent
+
     large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 16, 40, 4)]
-    check_recurrent(where, shapes, True)
+    steps = STEPS if where.large else STEPS_SMALL
+    check_recurrent(where, recurrent.gated_delta_net, shapes, steps, True, where.dtypes)
 
 
 def check_mamba2(where: Where) -> None:
+    from quire.kernels.triton import recurrent
+
     large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
-    check_recurrent(where, shapes, False)
+    check_recurrent(where, recurrent.mamba2, shapes, STEPS if where.large else STEPS_SMALL, False, where.dtypes)
+
+
+def check_solved_chunks(where: Where) -> None:
+    """T and scores, which `recurrent_hopper` goes on with, of keys that resemble each other."""
+    from quire.kernels.triton.recurrent_conv import Chunks
+    from quire.kernels.triton.recurrent_scan import solve_chunks
+
+    shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
+    heads, groups = shape.num_heads, shape.num_groups
+    for dtype in where.dtypes:
+        chunk = 64 if dtype != torch.float32 else 32
+        keys = where.normal(3, 2 * groups, chunk, shape.key_dim) + 0.5 * where.normal(3, 2 * groups, 1, shape.key_dim)
+        keys = torch.nn.functional.normalize(keys, dim=-1).to(dtype)
+        total = -where.normal(3, heads, chunk).abs().mul(0.1).cumsum(-1)
+        gates = torch.stack((total, where.normal(3, heads, chunk).sigmoid()), 2)
+        where.settle()
+        t, scores = solve_chunks(Chunks(keys, keys.new_empty(0), gates), shape)
+        q, k = (part.double().repeat_interleave(heads // groups, 1) for part in keys.split(groups, 1))
+        between = (total.double()[..., None] - total.double()[..., None, :]).exp().tril()
+        lower = (k @ k.mT * between * gates[:, :, 1].double()[..., None]).tril(-1)
+        want = torch.linalg.inv(lower + torch.eye(chunk, dtype=torch.float64, device=where.device))
+        close(scores, q @ k.mT * between, dtype, "scores of a chunk")
+        close(t, want, dtype, "inverse of a chunk", BOUNDS[dtype])
+
+
+def check_delta_walk(where: Where) -> None:
+    """The row for Hopper; x whose rows the copy engine can't read is done by the one for all cards."""
+    if not on_hopper(where):
+        return  # it is Gluon, which the interpreter does not run
+    from quire.kernels.triton import recurrent_walk
+
+    shapes = [
+        RecurrentShape(16, 32, 128, 128, 4),
+        RecurrentShape(4, 4, 128, 128, 3),
+        RecurrentShape(4, 64, 128, 128, 4),
+    ]
+    steps = [[64, 1, 2, 300, 63, 1], [1, 65, 1, 128, 1, 7], [1, 1, 1, 1, 1, 1], [130, 1, 64, 1, 2, 1]]
+    dtypes = tuple(dtype for dtype in where.dtypes if dtype != torch.float32)  # that is not for this kernel
+    for pad, supported in ((0, True), (8, True), (5, False)):
+
+        def op(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any,
+               supported: bool = supported) -> Tensor:  # fmt: skip
+            assert recurrent_walk.supports(x, shape, state) == supported
+            return recurrent_walk.gated_delta_net(x, weights, shape, state, plan)
+
+        check_recurrent(where, op, shapes if supported else shapes[:1], steps, True, dtypes, pad)
+
+
+def check_delta_walk_repeats(where: Where) -> None:
+    """The same again and again, to the bit: groups of warps that ran ahead of each other would show."""
+    if not on_hopper(where) or where.dtypes == (torch.float32,):
+        return
+    from quire.kernels.triton import recurrent, recurrent_walk
+
+    shape, dtype, counts = RecurrentShape(16, 32, 128, 128, 4), where.dtypes[-1], [1000, 1, 1024, 65, 700]
+    weights = weights_of(where, shape, dtype, True)
+    x = where.normal(sum(counts), shape.channels + shape.values + 2 * shape.num_heads, dtype=dtype)
+    positions = torch.cat([torch.arange(count, device=where.device) for count in counts])
+    plan = recurrent.plan_recurrent(torch.arange(len(counts), device=where.device), positions, counts)
+    state = where.normal(len(counts), shape.slot_elements) * 0.1
+    where.settle()
+    found = []
+    for _ in range(20):
+        after = state.clone()
+        where.poison()
+        found.append((recurrent_walk.gated_delta_net(x, weights, shape, after, plan), after))
+    assert all(torch.equal(*pair) for other in found for pair in zip(found[0], other, strict=True))
 
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "gated_delta_net": check_gated_delta_net,
     "mamba2": check_mamba2,
+    "solved_chunks": check_solved_chunks,
+    "delta_walk": check_delta_walk,
+    "delta_walk_repeats": check_delta_walk_repeats,
 }

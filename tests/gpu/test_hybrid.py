@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
+from quire.models import loader
 from quire.models.loader import load_model
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba", "granitemoehybrid")
+STEPS = [[(0, 100), (2, 57)], [(0, 1), (1, 1), (2, 1)], [(0, 130), (2, 1)], [(0, 8), (1, 7)], [(1, 1)], [(2, 1)]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 
@@ -40,3 +43,52 @@ def test_hybrids_on_a_gpu_equal_the_cpu(name: str, tmp_path: Path) -> None:
             assert run(engine, prompts, GREEDY) == expected, f"{preemption}, {num_pages} pages, warm={warm}"
     graphs = engine.workers._inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"
+
+
+def save_wide_heads(folder: Path) -> None:
+    """A small Qwen3.5 whose delta nets have the heads that published ones have."""
+    from transformers import Qwen3_5TextConfig
+
+    from tests.cpu.families.harness import TINY, Family, save_checkpoint
+    from tests.cpu.families.qwen_hybrid import RECURRENT, draw
+
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    save_checkpoint(Family("qwen3_5_text", lambda: Qwen3_5TextConfig(**{**TINY, **RECURRENT, **heads}), draw), folder)
+
+
+def load_wide_heads(folder: Path, dtype: str = "bfloat16") -> loader.Model:
+    files, device = resolve_model(str(folder)), torch.device("cuda", 0)
+    return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=16, strict_kernels=True).model
+
+
+def logits_of(model: loader.Model) -> Tensor:
+    from tests.cpu.paged_harness import HarnessRow, PagedHarness
+
+    rows = [HarnessRow([(7 * i * i + 3 + 5 * r) % 256 for i in range(n)]) for r, n in enumerate((250, 9, 60))]
+    with torch.device("cuda"):
+        harness = PagedHarness(model, num_pages=60, seed=2)
+        return torch.cat([harness.step([(rows[row], count) for row, count in work]) for work in STEPS]).double()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_wide_heads_get_their_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model computes with it what it computes without, in steps of any kind, and decodes are still captured."""
+    from tests.cpu.families.harness import ragged_prompts
+    from tests.cpu.rig import run
+
+    save_wide_heads(tmp_path)
+    found = load_wide_heads(tmp_path)
+    assert found.ops.gated_delta_net.__module__ == "quire.kernels.triton.recurrent_walk"
+    exact = logits_of(load_wide_heads(tmp_path, "float32"))
+    got = (logits_of(found) - exact).norm() / exact.norm()
+    knobs = {"page_tokens": 16, "num_pages": 600, "max_rows": 8, "max_batch_tokens": 96, "chunk_tokens": 70}
+    engine, _ = build_engine(found, override_config(Config(), knobs), 256, torch.device("cuda", 0))
+    first = run(engine, ragged_prompts(), GREEDY)
+    assert all(len(tokens) == 32 for tokens in first)
+    graphs = engine.workers._inner._graphs
+    assert graphs is not None and graphs._graphs, "decode steps were captured"
+    monkeypatch.setattr(loader, "settle_delta_net", lambda ops, *args, **options: ops)
+    plain = load_wide_heads(tmp_path)
+    assert plain.ops.gated_delta_net.__module__ == "quire.kernels.triton.recurrent"
+    want = (logits_of(plain) - exact).norm() / exact.norm()
+    assert got <= 1.3 * want, f"off by {got:.1e} from float32, the kernels for all cards by {want:.1e}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.checks import CHECKS
-from tests.gpu.where import Where, close
+from tests.gpu.where import Where, close, on_hopper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -57,7 +57,7 @@ def test_captured_decode_is_right_for_any_length() -> None:
 @pytest.mark.parametrize("num_rows", [5, 70])
 def test_captured_latents_of_many_heads_are_right_for_any_length(num_rows: int) -> None:
     """The same for latents on Hopper; 5 rows are split, 70 are not."""
-    from tests.gpu.latent_checks import make_latents, on_hopper
+    from tests.gpu.latent_checks import make_latents
 
     dtype = torch.bfloat16
     where = Where("cuda", True, (dtype,), 1)

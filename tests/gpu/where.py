@@ -45,6 +45,10 @@ class Where:
             del blocks
 
 
+def on_hopper(where: Where) -> bool:
+    return where.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
 def close(out: Tensor, expected: Tensor, dtype: torch.dtype, what: str, bound: float | None = None) -> None:
     out, expected = out.double(), expected.double()
     assert out.shape == expected.shape, f"{what}: shape {tuple(out.shape)}, not {tuple(expected.shape)}"

@@ -5,6 +5,7 @@ A step of single tokens needs nothing from the host, so it can be captured; a mi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,19 +45,31 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Trito
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
                     plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    return run_delta_net(x, weights, shape, state, plan, _scan_and_norm)
+
+
+def run_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan,
+                  scan: Callable[..., None]) -> Tensor:  # fmt: skip
+    """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.delta_scan`, norm and gate
+    included."""
     work = _prepare(plan, x.dtype)
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
-        recurrent_scan.delta_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
-        block = triton.next_power_of_2(shape.value_dim)
-        _norm_tiles_kernel[(len(work.tiles), shape.num_heads)](
-            out, x, weights.norm, work.tiles, x.stride(0), weights.eps, GATE=shape.channels, HEADS=shape.num_heads,
-            VALUE=shape.value_dim, TOKENS=work.chunk, BLOCK=block, **launch_options(x.device, 4),
-        )  # fmt: skip
+        scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
     if work.num_singles:
         recurrent_step.delta_step(x, weights, *where, work.singles, work.single_tokens, out)
     return out
+
+
+def _scan_and_norm(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
+                   positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+    recurrent_scan.delta_scan(x, weights, shape, state, slots, positions, rows, tiles, out, chunk)
+    _norm_tiles_kernel[(len(tiles), shape.num_heads)](
+        out, x, weights.norm, tiles, x.stride(0), weights.eps, GATE=shape.channels, HEADS=shape.num_heads,
+        VALUE=shape.value_dim, TOKENS=chunk, BLOCK=triton.next_power_of_2(shape.value_dim),
+        **launch_options(x.device, 4),
+    )  # fmt: skip
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,

@@ -53,6 +53,18 @@ def _invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
+def _solve(q, k, total, beta, scores_ptr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """T of one head of a chunk, in its keys' type; how much each token reads of what the others wrote is stored."""
+    n = tl.arange(0, CHUNK)
+    between = tl.exp(tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -1e30))
+    products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    lower = tl.where(n[:, None] > n[None, :], products * between * beta[:, None], 0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    tl.store(scores_ptr + n[:, None] * CHUNK + n[None, :], scores.to(k.dtype))
+    return _invert(lower, CHUNK, LEVELS, PRECISION).to(k.dtype)
+
+
+@triton.jit
 def _prepare_kernel(
     keys_ptr, values_ptr, gates_ptr, w_ptr, scores_ptr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr,
@@ -74,17 +86,34 @@ def _prepare_kernel(
     k = tl.load(q_ptr + GROUPS * CHUNK * KEY_BLOCK + in_keys)
     q = tl.load(q_ptr + in_keys)
     v = tl.load(values_ptr + in_values)
-    between = tl.exp(tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -1e30))
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    lower = tl.where(n[:, None] > n[None, :], products * between * beta[:, None], 0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-    tl.store(scores_ptr + place * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :], scores.to(k.dtype))
-    inverse = _invert(lower, CHUNK, LEVELS, PRECISION).to(k.dtype)
+    inverse = _solve(q, k, total, beta, scores_ptr + place * (CHUNK * CHUNK), CHUNK, LEVELS, PRECISION)
     faded = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
     w = tl.dot(inverse, faded, input_precision=PRECISION)
     tl.store(w_ptr + place * (CHUNK * KEY_BLOCK) + in_keys, w.to(k.dtype))
     u = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision=PRECISION)
     tl.store(values_ptr + in_values, u.to(k.dtype))
+
+
+@triton.jit
+def _solve_kernel(
+    keys_ptr, gates_ptr, t_ptr, scores_ptr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same without its two products, for a walk that multiplies with T itself: this moves less than half the
+    bytes."""
+    let_next_start(PDL)
+    head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    keys, n = tl.arange(0, KEY_BLOCK), tl.arange(0, CHUNK)
+    in_keys = n[:, None] * KEY_BLOCK + keys[None, :]
+    q_ptr = keys_ptr + (tile * (2 * GROUPS) + head // (HEADS // GROUPS)) * (CHUNK * KEY_BLOCK)
+    place = tile * HEADS + head
+    wait_for_inputs(PDL)
+    total = tl.load(gates_ptr + place * (2 * CHUNK) + n)
+    beta = tl.load(gates_ptr + place * (2 * CHUNK) + CHUNK + n)
+    k = tl.load(q_ptr + GROUPS * CHUNK * KEY_BLOCK + in_keys)
+    q = tl.load(q_ptr + in_keys)
+    inverse = _solve(q, k, total, beta, scores_ptr + place * (CHUNK * CHUNK), CHUNK, LEVELS, PRECISION)
+    tl.store(t_ptr + place * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :], inverse)
 
 
 @triton.jit
@@ -191,6 +220,18 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     _walk(x, chunks, alone, None, shape, state, slots, positions, rows, out)
 
 
+def solve_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
+    """T and scores of all chunks, [chunks, heads, chunk, chunk] each."""
+    num_tiles, _, chunk, key_block = chunks.keys.shape
+    t, scores = (chunks.keys.new_empty(num_tiles, shape.num_heads, chunk, chunk) for _ in range(2))
+    _solve_kernel[(shape.num_heads, num_tiles)](
+        chunks.keys, chunks.gates, t, scores, HEADS=shape.num_heads, GROUPS=shape.num_groups, CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1, KEY_BLOCK=key_block, PRECISION=dot_precision(t.dtype),
+        **launch_options(t.device, PREPARE_WARPS),
+    )  # fmt: skip
+    return t, scores
+
+
 def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
                positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """Mamba2's recurrence and skip, likewise."""
@@ -234,3 +275,14 @@ def _processors(x: Tensor) -> int:
 def chunk_tokens(dtype: torch.dtype) -> int:
     """float32 needs twice the room on the chip, and is for checking only."""
     return CHUNK if dtype != torch.float32 else 32
+
+
+def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
+    """Whether such a model's delta nets are for `recurrent_hopper`. Its rows of x must be whole units of 16 bytes,
+    which channels and gates are in any case, and each head adds two steps."""
+    return (
+        (shape.key_dim, shape.value_dim) == (128, 128)
+        and shape.num_heads % 4 == 0
+        and dtype in (torch.bfloat16, torch.float16)
+        and chunk_tokens(dtype) == 64
+    )

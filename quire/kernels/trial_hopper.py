@@ -1,0 +1,52 @@
+"""Puts a kernel for Hopper alone into a row of the ops table, if it is right here: what `trial_latent` and
+`trial_recurrent` share.
+
+Such kernels are compiled once for all kinds of steps, when they are tried: no request waits for that, and the next
+start finds them on disk.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.table import Ops
+from quire.types import QuireError
+
+# Gluon is no settled language: elsewhere a kernel might compile to something that waits forever, and no trial comes
+# back from that.
+KNOWN_TRITON = "3.6."
+
+
+def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
+    """Whether these are Triton's ops on such a card."""
+    return ops.captures and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callable[[Ops], None], *,
+               strict: bool) -> Ops:  # fmt: skip
+    """The table with the kernel that `exchange` puts in, if `attempt` finds nothing wrong with it (it raises if it
+    does); else as it is, and a line says so. `strict`: refuse a kernel that fails instead."""
+    import triton
+
+    if not triton.__version__.startswith(KNOWN_TRITON):
+        _say(name, f"made for Triton {KNOWN_TRITON[:-1]}, this is {triton.__version__}")
+        return ops
+    try:
+        faster = exchange()
+        attempt(faster)
+    except Exception as error:  # whatever a compiler, a driver or a kernel may say
+        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if strict:
+            what = f"The {name} can't be used here ({why})."
+            raise QuireError("kernel_failed", what, "Leave strict_kernels out, or see `quire doctor`.") from error
+        _say(name, why)
+        return ops
+    return faster
+
+
+def _say(name: str, why: str) -> None:
+    line = f"The {name} can't be used here ({why})"
+    warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=4)

@@ -1,0 +1,177 @@
+"""Which kernel a model with latents or with gated delta nets gets: Hopper's own if it is right there, else the one for
+all cards, in one line. No GPU is needed to decide that."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels import trial_latent, trial_recurrent
+from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
+from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
+from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net
+from quire.types import QuireError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+LATENTS = LatentTrialShape(128, 512, 64, 16, torch.bfloat16, torch.bfloat16)
+DELTA_NET = RecurrentShape(16, 32, 128, 128, 4)
+
+
+def table() -> Ops:
+    """The reference, in the clothes of Triton's table."""
+    from quire.kernels.triton import recurrent
+
+    return replace(
+        REFERENCE, captures=True, plan_attention=lambda *args, row_index=None: REFERENCE.plan_attention(*args),
+        gated_delta_net=recurrent.gated_delta_net,
+    )  # fmt: skip
+
+
+def settle_net(ops: Ops, shape: tuple[RecurrentShape, torch.dtype], device: torch.device, *, strict: bool) -> Ops:
+    return settle_delta_net(ops, *shape, device, strict=strict)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    row: str  # of the table
+    said: str  # of it, when it can't be used
+    trial: ModuleType
+    attempt: str  # what the trial calls
+    settle: Callable[..., Ops]
+    shape: Any  # that gains by it
+    others: tuple[Any, ...]  # that do too
+    unfit: tuple[Any, ...]
+
+
+KERNELS = (
+    Kernel("latent_attention", "latent kernel", trial_latent, "try_latent", settle_latent, LATENTS,
+           (replace(LATENTS, num_heads=32, page_tokens=8),),
+           tuple(replace(LATENTS, **change) for change in (
+               {"num_heads": 31}, {"rank": 256}, {"rope_dim": 32}, {"page_tokens": 24}, {"page_tokens": 4},
+               {"cache_dtype": torch.float8_e4m3fn}, {"dtype": torch.float32, "cache_dtype": torch.float32}))),
+    Kernel("gated_delta_net", "delta net's walk", trial_recurrent, "try_delta_net", settle_net,
+           (DELTA_NET, torch.bfloat16),
+           ((replace(DELTA_NET, num_groups=1, num_heads=4, conv_len=3), torch.float16),),
+           ((DELTA_NET, torch.float32), *((replace(DELTA_NET, **change), torch.bfloat16) for change in (
+               {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2})))),
+)  # fmt: skip
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.row)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    return request.param
+
+
+@pytest.fixture
+def hopper(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """A Hopper card with Triton 3.6; returns a way to say what a trial does there."""
+    import triton
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(kernel.trial, kernel.attempt, lambda *args: None)
+    return lambda attempt: monkeypatch.setattr(kernel.trial, kernel.attempt, attempt)
+
+
+def settled(kernel: Kernel, shape: Any, strict: bool = False) -> bool:
+    """Whether the kernel was taken, without a word, and nothing else."""
+    ops = table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = kernel.settle(ops, shape, CUDA, strict=strict)
+    assert found is ops or found == replace(ops, **{kernel.row: getattr(found, kernel.row)})
+    return found is not ops
+
+
+def test_it_is_taken_where_it_is_right(kernel: Kernel, hopper: Any) -> None:
+    assert settled(kernel, kernel.shape) and settled(kernel, kernel.shape, strict=True)
+    assert all(settled(kernel, shape) for shape in kernel.others)
+
+
+def test_other_shapes_are_left_alone(kernel: Kernel, hopper: Any) -> None:
+    hopper(lambda *args: pytest.fail("nothing is tried"))
+    assert not any(settled(kernel, shape) for shape in kernel.unfit)
+
+
+def test_other_cards_are_left_alone(kernel: Kernel, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert not settled(kernel, kernel.shape)
+    assert kernel.settle(REFERENCE, kernel.shape, CUDA, strict=True) is REFERENCE
+
+
+def test_a_kernel_that_fails_gives_way_in_one_line(kernel: Kernel, hopper: Any) -> None:
+    def attempt(*args: Any) -> None:
+        raise RuntimeError("PassManager::run failed\nand a page of text")
+
+    hopper(attempt)
+    ops = table()
+    with pytest.warns(UserWarning, match=rf"{kernel.said} .*PassManager::run failed") as said:
+        assert kernel.settle(ops, kernel.shape, CUDA, strict=False) is ops
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    with pytest.raises(QuireError, match=kernel.said) as refused:
+        kernel.settle(ops, kernel.shape, CUDA, strict=True)
+    assert refused.value.code == "kernel_failed"
+
+
+def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    hopper(lambda *args: pytest.fail("it might never come back"))
+    ops = table()
+    with pytest.warns(UserWarning, match=r"made for Triton 3\.6, this is 3\.7\.1"):
+        assert kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
+def test_the_deterministic_modes_delta_net_is_left_alone(kernel: Kernel, hopper: Any) -> None:
+    """Its order of sums is the point of it. The loader does not even ask."""
+    ops = select_fixed_ops("cuda")
+    assert ops.captures and kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
+
+
+def test_the_latents_trial_sees_what_is_wrong() -> None:
+    shape = replace(LATENTS, num_heads=3, rank=32, rope_dim=8, dtype=torch.float32, cache_dtype=torch.float32)
+    try_latent(table(), shape, CPU)
+    off = replace(table(), latent_attention=lambda *args: REFERENCE.latent_attention(*args) * 1.1)
+    with pytest.raises(ArithmeticError):
+        try_latent(off, shape, CPU)
+
+
+def test_the_delta_nets_trial_sees_what_is_wrong() -> None:
+    """In what comes out, and in what stays behind."""
+    shape = RecurrentShape(1, 2, 16, 24, 4)
+    try_delta_net(REFERENCE, shape, torch.float32, CPU)
+
+    def off(*args: Any) -> torch.Tensor:
+        return REFERENCE.gated_delta_net(*args) * 1.1
+
+    def forgets_rings(*args: Any) -> torch.Tensor:
+        rings = shape.rings(args[3])
+        before = rings.clone()
+        out = REFERENCE.gated_delta_net(*args)
+        rings.copy_(before)
+        return out
+
+    for wrong in (off, forgets_rings):
+        with pytest.raises(ArithmeticError):
+            try_delta_net(replace(REFERENCE, gated_delta_net=wrong), shape, torch.float32, CPU)
+
+
+def test_shares_fill_the_card_and_no_more() -> None:
+    from quire.kernels.triton.latent_many import MAX_SPLITS, num_splits
+
+    assert num_splits(16, 8192, 132) == 8  # one round of 128 programs
+    assert num_splits(128, 4096, 132) == num_splits(512, 1024, 132) == 1
+    assert num_splits(2, 100, 132) == 1, "a row of one span is not split"
+    for programs in range(1, 132):
+        assert 1 <= num_splits(programs, 1 << 17, 132) <= MAX_SPLITS

@@ -54,6 +54,7 @@ def _conv_kernel(
     inside = tl.full((UNITS, WIDTH), True, tl.int1)
     if DIM != WIDTH or NUM_UNITS % UNITS != 0:
         inside = (units < NUM_UNITS)[:, None] & (columns < DIM)[None, :]
+    wait_for_inputs(PDL)
     taps = ()
     for age in tl.static_range(TAPS):
         tap = tl.load(conv_ptr + (TAPS - 1 - age) * RING_CHANNELS + channels, mask=inside, other=0.0)
@@ -61,7 +62,6 @@ def _conv_kernel(
     bias = tl.zeros((UNITS, WIDTH), tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
     row, first = tl.load(tiles_ptr + 4 * tile), tl.load(tiles_ptr + 4 * tile + 1).to(tl.int64)
     start, count = tl.load(tiles_ptr + 4 * tile + 2) + offset, tl.load(tiles_ptr + 4 * tile + 3)
     source = x_ptr + (first + start) * x_stride + COLUMN + channels

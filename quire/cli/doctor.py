@@ -108,13 +108,14 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
 
         from quire.assemble import cuda_trouble
         from quire.kernels.explain import explain_libraries, explain_ops
+        from quire.kernels.table import LIBRARY_NAMES
 
         found["cuda"] = torch.version.cuda
         found["trouble"] = cuda_trouble()
         if found["trouble"] is None:
             found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels)
-            if any(versions.values()):
-                found["libraries"] = explain_libraries(torch.device("cuda", 0))
+            if any(versions.values()) or config.engine.kernels in LIBRARY_NAMES:
+                found["libraries"] = explain_libraries(torch.device("cuda", 0), config.engine.kernels)
     except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found

@@ -39,10 +39,10 @@ def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[s
 
 def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
     """Of each attention library, and each of its kernels that was tried: its version and what it is used for."""
-    from quire.kernels.libraries.choose import PROMPT_TOKENS, judge, quickest
+    from quire.kernels.libraries.choose import PROMPT_TOKENS, judge, pick
 
     judged = judge(select_ops(device.type, strict=True), TYPICAL, device, kernels)
-    used, ours = quickest(judged), judged[0]
+    used, ours = pick(judged, kernels), judged[0]
     num_tokens = min(PROMPT_TOKENS, TYPICAL.max_len)
     flops = 2 * num_tokens**2 * TYPICAL.num_heads * TYPICAL.head_dim  # half of all pairs, two products
     found: list[Mapping[str, Any]] = []

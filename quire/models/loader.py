@@ -252,17 +252,24 @@ def _try_delta_net(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device:
 def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,
                    kernels: str) -> Ops:  # fmt: skip
     """The ops with a library's attention before them, where one is installed and quicker, or asked for."""
-    if device.type != "cuda" or kernels not in ("auto", *LIBRARY_NAMES) or not ops.captures:
+    if device.type != "cuda" or kernels not in ("auto", *LIBRARY_NAMES):
         return ops
     dense = getattr(config, "dense", config)
     specs = [spec for spec in model.specs if spec.kind == "paged"]
     if not isinstance(dense, DenseConfig) or not specs:
+        trouble = "it has nothing to do in a model of this kind"
+    elif dense.attention_softcap is not None or dense.sinks:
+        trouble = "no library does this model's soft caps or sinks"
+    elif not ops.captures:
+        trouble = "it stands before Triton's attention, which can't be used here"
+    else:
+        trouble = ""
+    from quire.kernels.libraries.choose import choose_library, refusal
+
+    if trouble:
         if kernels == "auto":
             return ops
-        what = f"kernels={kernels} has nothing to do in a model of this kind."
-        raise QuireError("invalid_parameter", what, "Use auto.", param="kernels")
-    from quire.kernels.libraries.choose import choose_library
-
+        raise refusal(kernels, trouble)
     spec = next((spec for spec in specs if spec.window is None), specs[0])
     return choose_library(ops, _trial_shape(model, dense, spec, dtype), device, kernels)
 

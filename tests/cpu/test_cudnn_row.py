@@ -18,6 +18,7 @@ from quire.kernels.libraries.cudnn import CudnnAttention
 from quire.kernels.libraries.seam import LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import TrialShape
+from quire.models import loader
 from quire.types import QuireError
 from tests.gpu.library_checks import check_fresh
 from tests.gpu.where import Where
@@ -121,20 +122,22 @@ def test_prompts_behind_decodes_are_its_own() -> None:
     check_fresh(REFERENCE, kernel, Where("cpu", False, (torch.float16,), seed))
 
 
+def known(attend: Library) -> list[choose.Library]:
+    (library,) = [library for library in choose.LIBRARIES if library.asked_as == "cudnn"]
+    return [replace(library, open=lambda device: [CudnnAttention(attend)])]
+
+
+def timer(launch: Callable[[], object]) -> float:
+    launch()
+    return 1.0
+
+
+def chosen(kernels: str, attend: Library, shape: TrialShape = SHAPE) -> Ops:
+    return choose_library(REFERENCE, shape, CPU, kernels, timer=timer, libraries=known(attend))
+
+
 def test_nobody_gets_it_without_asking_and_nobody_who_asks_gets_a_wrong_one() -> None:
     """It takes nothing of the first trial; the prompt that is timed must be right as well."""
-
-    def known(attend: Library) -> list[choose.Library]:
-        (library,) = [library for library in choose.LIBRARIES if library.asked_as == "cudnn"]
-        return [replace(library, open=lambda device: [CudnnAttention(attend)])]
-
-    def timer(launch: Callable[[], object]) -> float:
-        launch()
-        return 1.0
-
-    def chosen(kernels: str, attend: Library) -> Ops:
-        return choose_library(REFERENCE, SHAPE, CPU, kernels, timer=timer, libraries=known(attend))
-
     assert chosen("auto", Library()) is REFERENCE
     (_, verdict) = judge(REFERENCE, SHAPE, CPU, "auto", known(Library()), timer)
     assert verdict.kernel is None and "--kernels cudnn" in verdict.why
@@ -142,3 +145,46 @@ def test_nobody_gets_it_without_asking_and_nobody_who_asks_gets_a_wrong_one() ->
     for wrong in (lambda out: out * 1.2, lambda out: out * torch.nan, lambda out: refuse()):
         with pytest.raises(QuireError, match="kernels=cudnn can't be used"):
             chosen("cudnn", Library(wrong))
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"head_dim": 256}, "prompts of 64 tokens with heads of 256 in float16"),
+    ({"window": 8}, "and a window of 8"),
+    ({"dtype": torch.float32, "cache_dtype": torch.float32}, "in float32"),
+    ({"max_len": 8}, "prompts of 8 tokens"),
+    ({"cache_dtype": torch.float8_e4m3fn}, "of another type than it computes in"),
+])  # fmt: skip
+def test_who_asks_for_it_in_vain_is_told(change: dict[str, Any], why: str) -> None:
+    """It would never be asked, and nobody would notice."""
+    library, shape = Library(), replace(SHAPE, **change)
+    with pytest.raises(QuireError, match=why) as refused:
+        chosen("cudnn", library, shape)
+    assert library.num_calls == 0 and "\n" not in str(refused.value) and refused.value.param == "kernels"
+    assert chosen("auto", library, shape) is REFERENCE
+
+
+def test_a_library_that_was_not_asked_for_is_not_even_opened() -> None:
+    """`quire doctor --kernels cudnn` must not have another one compile for minutes."""
+    (cudnn_row,) = known(Library())
+    other = replace(cudnn_row, name="Other", asked_as="flashinfer", only_asked=None, open=lambda device: pytest.fail())
+    judged = judge(REFERENCE, SHAPE, CPU, "cudnn", [cudnn_row, other], timer)
+    assert [verdict.kernel is not None for verdict in judged] == [False, True, False]
+    used = choose.pick(judged, "cudnn")
+    assert used is not None and used.name == "cuDNN" and "asks for something else" in judged[2].why
+
+
+@pytest.mark.parametrize(("fields", "captures", "why"), [
+    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, True, "soft caps or sinks"),
+    ({"model_type": "llama"}, False, "Triton's attention, which can't be used"),
+    ({"model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 2}, True, "a model of this kind"),
+])  # fmt: skip
+def test_a_model_without_work_for_a_library_refuses_it(fields: dict[str, Any], captures: bool, why: str) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+              "intermediate_size": 128, "vocab_size": 256, **fields}  # fmt: skip
+    model, built = loader.build_model(config, dtype="float32", device=CPU, page_tokens=16, ops=REFERENCE)
+    ops = replace(REFERENCE, captures=captures)
+    args = (ops, model, built, torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(QuireError, match=why) as refused:
+        loader._try_libraries(*args, "cudnn")
+    assert "kernels=cudnn can't be used" in str(refused.value)
+    assert loader._try_libraries(*args, "auto") is ops

@@ -102,19 +102,31 @@ def choose_library(ops: Ops, shape: TrialShape, device: torch.device, kernels: s
     must be there and is used in any case, or "auto"."""
     unasked = [library for library in libraries if library.only_asked is None]
     wanted = unasked if kernels == "auto" else [library for library in libraries if library.asked_as == kernels]
-    if not wanted or shape.cache_dtype != shape.dtype:  # none of them reads another type than it computes in
+    if not wanted:
         return ops
+    if shape.cache_dtype != shape.dtype:
+        if kernels == "auto":
+            return ops
+        raise refusal(kernels, "no library reads keys and values of another type than it computes in")
     if not any(library.installed() for library in wanted) and kernels == "auto":
         return ops
     judged = judge(ops, shape, device, kernels, wanted, timer or device_seconds)
-    if kernels == "auto":
-        best = quickest(judged)
-    else:
-        best = min((verdict for verdict in judged if verdict.kernel), key=lambda v: v.seconds, default=None)
-        if best is None:
-            why = "; ".join(f"{v.name}: {v.why}" for v in judged)
-            raise QuireError("kernel_failed", f"kernels={kernels} can't be used ({why}).", "Use auto.", "kernels")
+    best = pick(judged, kernels)
+    if best is None and kernels != "auto":
+        raise refusal(kernels, "; ".join(f"{v.name}: {v.why}" for v in judged[1:]))
     return ops if best is None or best.kernel is None else with_library(ops, best.kernel)
+
+
+def refusal(kernels: str, why: str) -> QuireError:
+    """For who asked for a library by name: going on without it would be silent."""
+    return QuireError("kernel_failed", f"kernels={kernels} can't be used ({why}).", "Use auto.", "kernels")
+
+
+def pick(judged: Sequence[Verdict], kernels: str) -> Verdict | None:
+    """The one that is used, if any: what was asked for by name, or what gains."""
+    if kernels == "auto":
+        return quickest(judged)
+    return min((verdict for verdict in judged[1:] if verdict.kernel), key=lambda v: v.seconds, default=None)
 
 
 def quickest(judged: Sequence[Verdict]) -> Verdict | None:
@@ -146,6 +158,9 @@ def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.
         known = f"{_dotted(low)} or later, before {_dotted(high)}"
         yield Verdict(library.name, f"this version is not known; {known} would be", installed)
         return
+    if kernels not in ("auto", library.asked_as):
+        yield Verdict(library.name, f"kernels={kernels} asks for something else", installed)
+        return
     if kernels == "auto" and library.only_asked is not None:
         yield Verdict(library.name, f"{library.only_asked}; --kernels {library.asked_as} asks for it", installed)
         return
@@ -164,9 +179,13 @@ def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.
         try:
             table = with_library(ops, kernel)
             _try(table, shape, device)
-            launch = work.launch(table)
+            plan = work.plan(table)
+            launch = work.launch(table, plan)
             seconds = timer(launch)
             compare(launch(), work.launch(ops)(), shape.dtype)  # some take nothing but prompts such as this one
+            if not plan.fits:
+                yield Verdict(kernel.name, f"it does not attend for {work}", installed)
+                continue
             yield Verdict(kernel.name, "right", installed, kernel, seconds)
         except torch.OutOfMemoryError:
             yield Verdict(kernel.name, "no memory to try it", installed)
@@ -227,12 +246,22 @@ class _Prompt:
         q = torch.randn(len(positions), shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
         return cls(shape, q, (keys, values), table.to(device), torch.tensor(positions, device=device), counts, lengths)
 
-    def launch(self, ops: Ops) -> Callable[[], Tensor]:
-        """One layer's attention, with a plan that is made now."""
+    def __str__(self) -> str:
         shape = self.shape
-        plan: Any = ops.plan_attention(
+        window = "" if shape.window is None else f" and a window of {shape.window}"
+        dtype = str(shape.dtype).removeprefix("torch.")
+        return f"prompts of {max(self.counts)} tokens with heads of {shape.head_dim} in {dtype}{window}"
+
+    def plan(self, ops: Ops) -> Any:
+        shape = self.shape
+        return ops.plan_attention(
             self.table, self.positions, self.counts, self.lengths, shape.page_tokens, shape.window, shape.dtype
         )
+
+    def launch(self, ops: Ops, plan: Any = None) -> Callable[[], Tensor]:
+        """One layer's attention; without a plan, with one that is made now."""
+        shape = self.shape
+        plan = self.plan(ops) if plan is None else plan
         return lambda: ops.paged_attention(self.q, *self.caches, plan, shape.head_dim**-0.5)
 
 

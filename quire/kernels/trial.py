@@ -19,7 +19,7 @@ from quire.types import QuireError
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 FP8_TOLERANCE = 0.15
-NUM_TOKENS = 20  # of the prompt that is tried; a page's worth and a bit
+NUM_TOKENS = 84  # of the prompt that is tried: a GPU's page of 64 and a bit, so that a second page is looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
 def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     """A prompt and a decode, each alone: the kernels that the first request needs."""
     caches = [_random(device, shape.dtype, *_cache_shape(shape)).to(shape.cache_dtype) for _ in range(2)]
-    table = torch.zeros(1, -(-shape.max_len // shape.page_tokens) + 1, dtype=torch.int32, device=device)
+    num_pages = -(-max(shape.max_len, NUM_TOKENS) // shape.page_tokens) + 1
+    table = torch.zeros(1, num_pages, dtype=torch.int32, device=device)
     pages = torch.arange(1, _cache_shape(shape)[0], dtype=torch.int32, device=device)[: table.shape[1]]
     table[0, : len(pages)] = pages
     for count in (NUM_TOKENS, 1):

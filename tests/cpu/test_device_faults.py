@@ -356,6 +356,19 @@ def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
     assert not engine.has_chores and outcome(engine, PROMPTS[:1])[1] == {}
 
 
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_a_kernel_that_never_gets_to_the_second_page_is_found(page_tokens: int) -> None:
+    """64 is what a GPU has by default: the prompt that is tried has to be longer than that."""
+
+    def forgetful(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, *rest: Any) -> Tensor:
+        kept = torch.arange(len(k_cache)).view(-1, 1, 1, 1) < 2  # pages 0, scratch, and 1
+        return REFERENCE.paged_attention(q, k_cache * kept, v_cache * kept, plan, scale, *rest)
+
+    ops = replace(fast_ops(), paged_attention=forgetful)
+    with pytest.warns(UserWarning, match="attention kernel"):
+        assert settle_ops(ops, replace(SHAPE, page_tokens=page_tokens), CPU, strict=False) is not ops
+
+
 def test_explaining_which_kernel_each_op_gets() -> None:
     from quire.kernels.explain import explain_ops, try_all
 

@@ -44,7 +44,7 @@ class CacheConfig:
     page_tokens: int | None = knob(None, "tokens a cache page holds (GPU: 64, CPU: 16)", low=1, high=1024)
     cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
-    num_pages: int | None = knob(None, "exact number of pages, instead of sizing by memory", low=2)
+    num_pages: int | None = knob(None, "exact number of pages of page_tokens each, instead of sizing by memory", low=2)
     num_slots: int | None = knob(None, "exact number of recurrent state slots, likewise", low=3)
     host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
     swap_checksums: bool | None = knob(None, "checksums of preempted requests' pages on the host (default: on a CPU)")

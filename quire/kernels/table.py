@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.kernels.native.library import Native
 
 LIBRARY_NAMES = ("flash-attn", "flashinfer", "cudnn")  # of `kernels`: see `libraries.choose`
+INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # likewise: what the native library is compiled for
 
 
 class FusedLinear(Protocol):
@@ -113,6 +114,7 @@ FIXED = replace(
 def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
     """The ops of the deterministic mode. On a CPU the native library's where it is built, which are of that kind anyway
     for models they run as a whole, and tiles of one shape elsewhere; on CUDA Triton's, and nobody else's."""
+    _check_device(kernels, device_type)
     if device_type == "cuda":
         if kernels in ("auto", "triton"):
             return _fixed_triton_ops()
@@ -129,20 +131,26 @@ def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) ->
     `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than
     the native library's, a library's name Triton's with that library before it (the loader sees to that); `strict`:
     no second best."""
+    _check_device(kernels, device_type)
     if kernels == "torch":
         return REFERENCE
     if device_type == "cuda":
         return _triton_ops(strict or kernels in ("triton", *LIBRARY_NAMES))
-    if kernels in LIBRARY_NAMES:
-        what = f"kernels={kernels} needs a CUDA device."
-        raise QuireError("invalid_parameter", what, "Use auto.", param="kernels")
     native = _open_native(kernels) if device_type == "cpu" else None
     return REFERENCE if native is None else _native_ops(native)
 
 
+def _check_device(kernels: str, device_type: str) -> None:
+    """What is asked for by name on a device it is not for is refused; others would compute in its place, unnoticed."""
+    needed = {**dict.fromkeys(("triton", *LIBRARY_NAMES), "cuda"), **dict.fromkeys(INSTRUCTION_SETS, "cpu")}
+    if needed.get(kernels, device_type) != device_type:
+        what = f"kernels={kernels} needs a {'CUDA device' if needed[kernels] == 'cuda' else 'CPU'}."
+        raise QuireError("invalid_parameter", what, "Use auto.", param="kernels")
+
+
 def _open_native(kernels: str) -> Native | None:
     """The native library, where it was built; an instruction set that is asked for by name must be there."""
-    if kernels in ("torch", "triton", *LIBRARY_NAMES):
+    if kernels == "torch":
         return None
     from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
 

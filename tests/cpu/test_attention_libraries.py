@@ -3,6 +3,7 @@ the libraries are given, what those promise to compute. Which library is chosen,
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from quire.kernels.libraries.choose import Library, choose_library, judge, quick
 from quire.kernels.libraries.flash_attention import FlashAttention2, FlashAttention3
 from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, Kind, is_compiled
 from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
-from quire.kernels.table import REFERENCE, select_ops
+from quire.kernels.table import INSTRUCTION_SETS, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape
 from quire.types import QuireError
 from tests.gpu.library_checks import check_kernel
@@ -341,14 +342,21 @@ def test_a_library_asked_for_by_name_is_used_or_the_start_ends_in_one_line() -> 
         gone = library(right(), installed=None)
         choose_library(REFERENCE, SHAPE, CPU, "flash-attn", timer=times(1.0), libraries=[gone])
     assert "\n" not in str(refused.value)
-    with pytest.raises(QuireError, match="needs a CUDA device"):
-        select_ops("cpu", "flashinfer")
+
+
+@pytest.mark.parametrize("choose_ops", [select_ops, select_fixed_ops])
+def test_kernels_asked_for_on_another_device_are_refused(choose_ops: Callable[[str, str], Ops]) -> None:
+    """Plain torch or Triton would have computed instead, and nobody would have been told."""
+    for device, kernels in [*itertools.product(["cpu"], ["triton", *LIBRARY_NAMES]),
+                            *itertools.product(["cuda"], INSTRUCTION_SETS)]:  # fmt: skip
+        with pytest.raises(QuireError, match=rf"kernels={kernels} needs a C(UDA device|PU)\.") as refused:
+            choose_ops(device, kernels)
+        assert refused.value.param == "kernels"
 
 
 def test_every_library_has_a_name_the_setting_knows() -> None:
     from quire.config import knobs
-    from quire.kernels.table import LIBRARY_NAMES
 
     assert {known.asked_as for known in choose.LIBRARIES} == set(LIBRARY_NAMES)
-    assert set(LIBRARY_NAMES) <= set(knobs()["kernels"].choices or ())
+    assert {"auto", "torch", "triton", *LIBRARY_NAMES, *INSTRUCTION_SETS} == set(knobs()["kernels"].choices or ())
     assert choose._numbers("2.8.3.post1") == (2, 8, 3) and choose._numbers("0.6.12+cu13") == (0, 6, 12)

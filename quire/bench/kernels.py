@@ -190,14 +190,14 @@ def _prefill(device: torch.device) -> Iterator[Work]:
 
     from quire.kernels.explain import TYPICAL
     from quire.kernels.libraries.choose import judge
-    from quire.kernels.libraries.cudnn import CudnnAttention
+    from quire.kernels.libraries.cudnn import open_cudnn
     from quire.kernels.libraries.seam import with_library
     from quire.kernels.table import select_ops
 
     own = select_ops(device.type, strict=True)
     found = [verdict.kernel for verdict in judge(own, TYPICAL, device, "auto") if verdict.kernel is not None]
+    found += open_cudnn(device)
     tables = {"prefill attention": own}
-    found.append(CudnnAttention())
     tables |= {f"prefill: {kernel.name}": with_library(own, kernel) for kernel in found}
     for rows, length, num_heads in ((16, 1024, 32), (4, 4096, 32), (1, 32768, 32), (2, 4096, 16)):
         lens = [length] * rows

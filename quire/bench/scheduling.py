@@ -28,6 +28,9 @@ ROW_COUNTS = (1, 16, 64, 256)
 WAITING = (10, 10_000)
 MATCHED = (10_000, 100_000)
 BLOCKED = (100, 100_000)
+PROMPT_LEN = 8192
+FRESH = 64  # tokens of a prompt all others of which are cached
+PAGE_SIZES = (16, 64)  # a CPU's and a GPU's
 MAX_WAITING_RATIO = 1.2
 MAX_MATCH_RATIO = 12.0
 
@@ -50,11 +53,13 @@ class Effort:
     matched: tuple[int, int] = MATCHED
     blocked_rounds: int = 15
     blocked: tuple[int, int] = BLOCKED
+    prompt_rounds: int = 20
+    prompt_len: int = PROMPT_LEN
 
 
 def bench_scheduler(effort: Effort | None = None) -> Report:
     effort = effort or Effort()
-    with _without_collector(), progress_bar("scheduler", len(effort.row_counts) + 3) as advance:
+    with _without_collector(), progress_bar("scheduler", len(effort.row_counts) + 4) as advance:
         steps = []
         for count in effort.row_counts:
             steps.append(step_cost(count, effort.row_windows))
@@ -64,6 +69,8 @@ def bench_scheduler(effort: Effort | None = None) -> Report:
         matching = match_growth(effort.matched, effort.match_rounds)
         advance(len(steps) + 2)
         blocked = blocked_growth(effort.blocked, effort.blocked_rounds)
+        advance(len(steps) + 3)
+        prompts = prompt_costs(effort.prompt_len, effort.prompt_rounds)
     bars = [
         Bar(f"step with {effort.waiting[1]:,} waiting over {effort.waiting[0]:,}", waiting["ratio"], MAX_WAITING_RATIO,
             "at most"),
@@ -73,6 +80,7 @@ def bench_scheduler(effort: Effort | None = None) -> Report:
     return {
         "benchmark": "scheduler",
         "steps": steps,
+        "prompts": prompts,
         "waiting": waiting,
         "matching": matching,
         "blocked": blocked,
@@ -125,14 +133,15 @@ class StubTicket:
 class Rig:
     """A scheduler over a cache that exists on paper only, with the requests of one side of a comparison."""
 
-    def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16):
-        spec = CacheSpec("all", "paged", (0,), (1,), "float16", page_tokens=PAGE_TOKENS)
-        limits = Limits(max_rows, max_batch_tokens=8192, chunk_tokens=8192, max_waiting=max_waiting)
+    def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16, page_tokens: int = PAGE_TOKENS):
+        spec = CacheSpec("all", "paged", (0,), (1,), "float16", page_tokens=page_tokens)
+        limits = Limits(max_rows, max_batch_tokens=PROMPT_LEN, chunk_tokens=PROMPT_LEN, max_waiting=max_waiting)
         self.cache = CacheIndex([spec], [num_pages])
         self.scheduler = Scheduler(self.cache, limits)
         self.engine = Engine(self.scheduler, StubDevice())
         self.plan_ns = 0
         self.commit_ns = 0
+        self.books_ns = 0  # of which was spent once the news would have been out
         self._num_added = 0
 
     def add(self, prompt: list[int], num_outputs: int) -> None:
@@ -150,7 +159,9 @@ class Rig:
         output = StubTicket(plan).wait()
         ran = _cpu_ns()
         deltas = self.scheduler.commit(plan, output)
+        committed = _cpu_ns()
         self.scheduler.books.keep()
+        self.books_ns += _cpu_ns() - committed
         self.commit_ns += _cpu_ns() - ran
         self.plan_ns += planned - begin
         return sum(delta.finish_reason is not None for delta in deltas)
@@ -158,7 +169,7 @@ class Rig:
     def take_costs(self) -> tuple[float, float]:
         """Microseconds planned and committed since last asked."""
         costs = self.plan_ns / 1e3, self.commit_ns / 1e3
-        self.plan_ns = self.commit_ns = 0
+        self.plan_ns = self.commit_ns = self.books_ns = 0
         return costs
 
 
@@ -205,6 +216,36 @@ def _turn_steps(engine: Engine, num_steps: int) -> None:
     last = engine.scheduler.stats.steps + num_steps
     while engine.scheduler.stats.steps < last or engine.num_inflight:
         engine.turn()
+
+
+def prompt_costs(length: int, num_rounds: int) -> list[Report]:
+    """Microseconds for a prompt of one step, by page size: with nothing of it cached, then with all but its end, with
+    room for it, and where others must be evicted. `books` are kept once its token is out."""
+    rng = random.Random(length)
+    sides = [(has_room, size) for has_room in (True, False) for size in PAGE_SIZES]
+    rigs = [
+        Rig(max_rows=1, num_pages=(2 * num_rounds if has_room else 2) * length // size + 16, page_tokens=size)
+        for has_room, size in sides
+    ]
+    costs: dict[tuple[bool, bool, int], list[tuple[float, float, float]]] = {}
+    for _ in range(num_rounds):
+        prompt = _random_prompt(rng, length, length)
+        again = prompt[:-FRESH] + _random_prompt(rng, FRESH, FRESH)
+        for (has_room, size), rig in zip(sides, rigs, strict=True):
+            for is_cached, tokens in ((False, prompt), (True, again)):
+                rig.take_costs()
+                rig.add(list(tokens), 2)  # a request writes on behind its prompt
+                rig.step()
+                books = rig.books_ns / 1e3
+                plan, commit = rig.take_costs()
+                rig.step()  # in which it ends
+                costs.setdefault((is_cached, has_room, size), []).append((plan, commit - books, books))
+    found = []
+    for (is_cached, has_room, size), taken in costs.items():
+        plan, commit, books = map(median, zip(*taken, strict=True))
+        found.append({"tokens": length, "cached": length - FRESH if is_cached else 0, "evicts": not has_room,
+                      "page_tokens": size, "plan_us": plan, "commit_us": commit, "books_us": books})  # fmt: skip
+    return sorted(found, key=lambda cost: (cost["cached"], cost["evicts"], cost["page_tokens"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

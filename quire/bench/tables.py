@@ -209,6 +209,13 @@ def _scheduler(console: Console, report: Report) -> None:
     names = ("plan_us", "commit_us", "plan_and_commit_us_per_row", "loop_us")
     steps = [(str(step["rows"]), *(_micros(step[name]) for name in names)) for step in report["steps"]]
     _table(console, "One step, everyone decoding", headings, steps)
+    prompts = [
+        (*(_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")), "yes" if prompt["evicts"] else "no",
+         *(_micros(prompt[name]) for name in ("plan_us", "commit_us", "books_us")))
+        for prompt in report["prompts"]
+    ]  # fmt: skip
+    headings_of_prompts = ("tokens", "cached", "page", "evicts others", "plan", "commit", "books, behind the token")
+    _table(console, "One long prompt", headings_of_prompts, prompts)
     sides = (
         ("a step, requests waiting", report["waiting"], "few", "many"),
         ("matching, prompt tokens", report["matching"], "short", "long"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,8 @@ from quire.bench.tables import show
 from quire.cli import bench as command
 from quire.cli.main import main
 
-SMALL = Effort(2, 2, 3, row_counts=(1, 3), waiting=(2, 40), matched=(64, 640), blocked_rounds=2, blocked=(20, 320))
+SMALL = Effort(2, 2, 3, row_counts=(1, 3), waiting=(2, 40), matched=(64, 640), blocked_rounds=2, blocked=(20, 320),
+               prompt_rounds=2, prompt_len=512)  # fmt: skip
 
 
 @pytest.fixture
@@ -33,6 +35,9 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     for step in report["steps"]:
         assert min(step["plan_us"], step["commit_us"], step["loop_us"]) > 0
         assert step["plan_and_commit_us_per_row"] * step["rows"] == pytest.approx(step["plan_us"] + step["commit_us"])
+    sides = [(prompt["cached"], prompt["evicts"], prompt["page_tokens"]) for prompt in report["prompts"]]
+    assert sides == list(itertools.product((0, 448), (False, True), (16, 64)))
+    assert all(min(prompt["plan_us"], prompt["commit_us"], prompt["books_us"]) > 0 for prompt in report["prompts"])
     assert (report["waiting"]["few"], report["waiting"]["many"]) == (2, 40)
     assert (report["matching"]["short"], report["matching"]["long"]) == (64, 640)
     assert [bar["bar"] for bar in report["bars"]] == [1.2, 12.0]
@@ -54,6 +59,21 @@ def test_the_rig_runs_requests_to_their_ends() -> None:
     assert plan_us > 0 and commit_us > 0
     assert rig.take_costs() == (0, 0)
     rig.scheduler.check()
+
+
+def test_a_prompt_comes_again_with_all_but_its_end_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[int, ...]] = []
+    step = Rig.step
+
+    def watched(rig: Rig) -> int:
+        before = rig.scheduler.stats.computed_tokens
+        ended = step(rig)
+        computed.append((rig.cache.page_tokens, rig.scheduler.stats.computed_tokens - before))
+        return ended
+
+    monkeypatch.setattr(Rig, "step", watched)
+    scheduling.prompt_costs(512, 3)
+    assert computed == [(size, tokens) for size in (16, 64, 16, 64) for tokens in (512, 1, 64, 1)] * 3
 
 
 def test_both_sides_of_the_waiting_comparison_keep_their_queue() -> None:
@@ -89,7 +109,7 @@ def test_torch_stays_out() -> None:
 import sys
 from quire.bench import scheduling
 sizes = {"row_counts": (1,), "waiting": (1, 2), "matched": (32, 64), "blocked": (16, 64)}
-small = scheduling.Effort(1, 1, 1, blocked_rounds=1, **sizes)
+small = scheduling.Effort(1, 1, 1, blocked_rounds=1, prompt_rounds=1, prompt_len=128, **sizes)
 scheduling.Effort = lambda: small
 from quire.cli.main import main
 assert main(["bench", "scheduler"]) in (0, 2)

@@ -1,6 +1,6 @@
 """What all layers of a step share in latent attention: which tokens, in which shares, and where these are left.
 
-`latent` and `latent_hopper` prepare it when a step's first layer attends; it is kept on the plan. Nothing here depends
+`latent` and `latent_many` prepare it when a step's first layer attends; it is kept on the plan. Nothing here depends
 on how long rows are at the moment, so a captured step stays right when they grow.
 """
 

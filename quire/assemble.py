@@ -188,10 +188,10 @@ def _can_capture(model: Model) -> bool:
 def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: RowOps | None,
                   graphs: DecodeGraphs | None, max_rows: int) -> MixedGraphs | None:  # fmt: skip
     """Where decodes are captured, and everything the model keeps is in pages."""
-    fixed_work = getattr(getattr(model, "ops", None), "fixed_work", None)
-    if row_ops is None or graphs is None or fixed_work is None or any(spec.kind != "paged" for spec in model.specs):
+    captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
+    if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
         return None
-    return MixedGraphs(model, store.tensors, rows, row_ops, fixed_work, max_rows, graphs.pool, graphs.stream)
+    return MixedGraphs(model, store.tensors, rows, row_ops, captured_work, max_rows, graphs.pool, graphs.stream)
 
 
 def _defaults(device: torch.device) -> dict[str, int]:

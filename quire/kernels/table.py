@@ -64,7 +64,7 @@ class Ops:
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
-    fixed_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
+    captured_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
     native: Native | None = None  # the library behind a CPU's row: it also packs weights and runs whole models
 
@@ -185,7 +185,7 @@ def _native_ops(native: Native) -> Ops:
 def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, experts, fixed_work, latent, norm, recurrent, rope, route, skinny
+        from quire.kernels.triton import attention, captured_work, experts, latent, norm, recurrent, rope, route, skinny
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -208,7 +208,7 @@ def _triton_ops(strict: bool) -> Ops:
         gated_delta_net=recurrent.gated_delta_net,
         mamba2=recurrent.mamba2,
         captures=True,
-        fixed_work=fixed_work.FixedWork,
+        captured_work=captured_work.CapturedWork,
         fused_linear=_Skinny(skinny.skinny_linear),
     )
 
@@ -229,7 +229,7 @@ def _fixed_triton_ops() -> Ops:
         mamba2=walks.mamba2,
         qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
         paged_attention=fixed_tiles.paged_attention,
-        fixed_work=fixed_tiles.CapturedTiles,
+        captured_work=fixed_tiles.CapturedTiles,
         fused_linear=fixed_linear.FixedLinear(),
     )
 

@@ -149,7 +149,7 @@ ROWS = (
             paged_attention=REFERENCE.paged_attention,
             latent_attention=REFERENCE.latent_attention,  # it goes by the same plan
             captures=REFERENCE.captures,
-            fixed_work=REFERENCE.fixed_work,
+            captured_work=REFERENCE.captured_work,
         ),
     ),
     Row("fused product", _try_linear, lambda ops: replace(ops, fused_linear=None)),

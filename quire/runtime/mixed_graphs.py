@@ -70,9 +70,9 @@ class _Graph:
 
 class MixedGraphs:
     def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps,
-                 fixed_work: Callable[[int, int, int], Any], max_rows: int, pool: Any, stream: Any):  # fmt: skip
+                 captured_work: Callable[[int, int, int], Any], max_rows: int, pool: Any, stream: Any):  # fmt: skip
         self._model, self._caches, self._rows, self._ops = model, caches, rows, ops
-        self._fixed_work = fixed_work
+        self._captured_work = captured_work
         self._pool, self._stream = pool, stream
         self._sizes = step_sizes(max_rows)
         self._graphs: dict[Size, _Graph] = {}
@@ -116,7 +116,7 @@ class MixedGraphs:
 
     def make(self, size: Size) -> _Graph:
         nobody = pad_step(list_step(Plan(0, [])), size, self._rows.padding_row)
-        works = {spec.group: self._fixed_work(size.tokens, size.singles, MAX_CATCH_UPS) for spec in self._rows.specs}
+        works = {spec.group: self._captured_work(size.tokens, size.singles, MAX_CATCH_UPS) for spec in self._rows.specs}
         return _Graph(Landing(nobody, self._rows.device), works)
 
     def compute(self, made: _Graph) -> _Outputs:

@@ -102,10 +102,10 @@ def check_latent_fp8(where: Where) -> None:
         close(latent_attention(q_latent, q_rope, small, plan, 0.05), want, dtype, f"latent attention, FP8, {counts}")
 
 
-def check_fixed_work(where: Where) -> None:
+def check_captured_work(where: Where) -> None:
     """Mixed steps of several shapes through the same lists, padded: tokens nobody attends for come out as zeros."""
     from quire.kernels.triton import attention
-    from quire.kernels.triton.fixed_work import FixedWork
+    from quire.kernels.triton.captured_work import CapturedWork
 
     shapes = [(32, 8, 128), (8, 2, 64)] if where.large else [(4, 2, 16)]
     size, singles = (300, 6) if where.large else (20, 4)
@@ -116,7 +116,7 @@ def check_fixed_work(where: Where) -> None:
     for dtype in where.dtypes:
         for heads, kv_heads, head_dim in shapes:
             for window in (None, 100 if where.large else 11):
-                work = FixedWork(size, singles, 2)
+                work = CapturedWork(size, singles, 2)
                 for turn, (counts, lens) in enumerate([steps[0], *steps]):  # the first only sizes the lists
                     batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, page)
                     q = where.normal(size, heads, head_dim, dtype=dtype)
@@ -138,7 +138,7 @@ def check_fixed_work(where: Where) -> None:
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "sinks": check_sinks,
-    "fixed_work": check_fixed_work,
+    "captured_work": check_captured_work,
     "latent_write": check_latent_write,
     "latent": check_latent,
     "latent_fp8": check_latent_fp8,

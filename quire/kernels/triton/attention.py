@@ -70,8 +70,8 @@ class TritonPlan:
     window: int | None
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
-    work: Any = None  # the `FixedWork` of a step that is captured
-    prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.FixedWork`
+    work: Any = None  # the `CapturedWork` of a step that is captured
+    prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.TileWork`
     latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 
@@ -80,7 +80,7 @@ def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len
                    work: Any = None) -> TritonPlan:  # fmt: skip
     """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
     permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
-    whenever its owner fills `work`, a `FixedWork`."""
+    whenever its owner fills `work`, a `CapturedWork`."""
     return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, work)
 
 

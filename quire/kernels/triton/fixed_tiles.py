@@ -26,7 +26,7 @@ NO_SLOT = -1
 
 
 @dataclass(slots=True)
-class FixedWork:
+class TileWork:
     """What all layers of a step share."""
 
     tuning: FixedTuning
@@ -96,7 +96,7 @@ def _spans(num_keys: int, window: int | None) -> int:
     return spans if window is None else min(spans, -(-window // SPAN) + 2)
 
 
-def _singles(plan: TritonPlan, shape: _Shape) -> FixedWork:
+def _singles(plan: TritonPlan, shape: _Shape) -> TileWork:
     """A step of single tokens needs nothing from the host but how long a row may get: its list is made on the device,
     so it can be captured."""
     num_tiles, lanes = len(plan.counts), triton.next_power_of_2(shape.group)
@@ -108,17 +108,17 @@ def _singles(plan: TritonPlan, shape: _Shape) -> FixedWork:
     slots = places * max_spans if is_shared else torch.full_like(places, NO_SLOT)
     tiles = torch.stack((rows, places, torch.ones_like(places), slots), dim=1).view(-1)
     partials = shape.partials(num_tiles * max_spans if is_shared else 0, lanes)
-    return FixedWork(shape.tuning, tiles, num_tiles, num_shares if is_shared else 1, partials)
+    return TileWork(shape.tuning, tiles, num_tiles, num_shares if is_shared else 1, partials)
 
 
-def _listed(plan: TritonPlan, shape: _Shape) -> FixedWork:
+def _listed(plan: TritonPlan, shape: _Shape) -> TileWork:
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     max_slots = shape.max_slots(shape.tuning.block_q)
     fields, num_slots = list_tiles(plan.counts, plan.len_bounds, plan.window, shape.tile_tokens, max_slots,
                                    shape.num_shares)  # fmt: skip
     num_shares = shape.num_shares(len(fields), _spans(max(plan.len_bounds), plan.window)) if num_slots else 1
     tiles = upload_ints([fields.reshape(-1)], shape.device)[0]
-    return FixedWork(shape.tuning, tiles, len(fields), num_shares, shape.partials(num_slots, shape.tuning.block_q))
+    return TileWork(shape.tuning, tiles, len(fields), num_shares, shape.partials(num_slots, shape.tuning.block_q))
 
 
 def list_tiles(counts: list[int], len_bounds: list[int], window: int | None, tile_tokens: int, max_slots: int,
@@ -139,17 +139,17 @@ def list_tiles(counts: list[int], len_bounds: list[int], window: int | None, til
 
 
 class CapturedTiles:
-    """Work lists that stay in one place, for mixed steps that are captured; see `triton.fixed_work`, whose twin it is
-    in the deterministic row."""
+    """Work lists that stay in one place, for mixed steps that are captured; the twin of `triton.captured_work` in the
+    deterministic row."""
 
     def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
         self._num_tokens, self._num_rows = num_tokens, num_singles + num_catch_ups
-        self._work: FixedWork | None = None
+        self._work: TileWork | None = None
         self._shape: _Shape | None = None
         self._window: int | None = None
         self._max_slots = 0
 
-    def prepare(self, plan: TritonPlan, shape: _Shape) -> FixedWork:
+    def prepare(self, plan: TritonPlan, shape: _Shape) -> TileWork:
         if self._work is None:
             num_tiles = -(-self._num_tokens // shape.tile_tokens) + self._num_rows
             self._shape, self._window = shape, plan.window
@@ -160,7 +160,7 @@ class CapturedTiles:
             if num_shares > 1:
                 self._max_slots = min(num_tiles * max_spans, shape.max_slots(shape.tuning.block_q))
             partials = shape.partials(self._max_slots, shape.tuning.block_q)
-            self._work = FixedWork(shape.tuning, tiles, num_tiles, num_shares, partials)
+            self._work = TileWork(shape.tuning, tiles, num_tiles, num_shares, partials)
         return self._work
 
     def fill(self, counts: list[int], len_bounds: list[int]) -> None:

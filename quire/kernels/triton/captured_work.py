@@ -35,7 +35,7 @@ class _Lists:
     hopper: bool
 
 
-class FixedWork:
+class CapturedWork:
     def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
         """The most tokens, rows of one token and rows of several that a step may have."""
         self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups

@@ -36,7 +36,8 @@ INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # likewise: what the native l
 
 
 class FusedLinear(Protocol):
-    """A product that does its norm, SiLU-mul and residual addition in one kernel, for few rows."""
+    """A product with its norm, SiLU-mul and residual addition, where that is quicker than one after the other: in one
+    kernel for few rows, the SiLU-mul inside the product for many."""
 
     def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool: ...
 
@@ -252,6 +253,21 @@ class _Skinny:
         return self._linear(
             x, weight, bias, norm_weight=norm_weight, eps=eps, silu_mul=silu_mul, residual=residual
         )  # fmt: skip
+
+
+class FirstOf:
+    """Implements `FusedLinear` by several: the first that wins does the work."""
+
+    def __init__(self, *candidates: FusedLinear):
+        self._candidates = candidates
+
+    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
+        return any(candidate.wins(num_rows, weight, silu_mul) for candidate in self._candidates)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
+        winner = next(each for each in self._candidates if each.wins(len(x), weight, silu_mul))
+        return winner.run(x, weight, bias, norm_weight, eps, silu_mul, residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Puts a kernel for Hopper alone into a row of the ops table, if it is right here: what `trial_latent` and
-`trial_recurrent` share.
+"""Puts a kernel for Hopper alone into a row of the ops table, if it is right here: what `trial_gated`,
+`trial_latent` and `trial_recurrent` share.
 
 Such kernels are compiled once for all kinds of steps, when they are tried: no request waits for that, and the next
 start finds them on disk.

@@ -20,9 +20,11 @@ from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_ops
 from quire.kernels.trial import TrialShape, settle_ops
+from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
 from quire.kernels.trial_recurrent import settle_delta_net
 from quire.layers.latent import LatentShape
+from quire.layers.mlp import GatedMLP
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.weights import weights_bytes
@@ -84,6 +86,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     if not deterministic:
         tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
         tried = _try_delta_net(tried, model, DTYPES[dtype], device, strict_kernels)
+        tried = _try_gated(tried, model, DTYPES[dtype], device, strict_kernels)
         tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
     if tried is not ops:
         model, config = build(ops=tried)
@@ -247,6 +250,18 @@ def _try_delta_net(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device:
     """The ops with the gated delta net's walk for Hopper, where there are such layers and it is right."""
     layer = next((module for module in model.modules() if isinstance(module, GatedDeltaNet)), None)
     return ops if layer is None else settle_delta_net(ops, layer.shape, dtype, device, strict=strict)
+
+
+def _try_gated(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
+    """The ops with Hopper's product for gate and up, where it is right and quicker for the largest of the model's."""
+    if device.type != "cuda":
+        return ops
+    products = [block.gate_up for block in model.modules() if isinstance(block, GatedMLP) and block.activate is None]
+    plain = [each for each in products if isinstance(each.scheme, Dense) and each.bias is None]
+    if not plain:
+        return ops
+    largest = max(plain, key=lambda each: each.in_features * each.out_features)
+    return settle_gated(ops, GatedTrialShape(largest.in_features, largest.out_features, dtype), device, strict=strict)
 
 
 def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,

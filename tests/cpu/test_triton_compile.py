@@ -26,5 +26,5 @@ def test_kernels_compile_for_hopper() -> None:
               "_merge_latents_kernel", "_step_kernel", "_conv_kernel", "_gates_kernel", "_prepare_kernel",
               "_walk_kernel", "_solve_kernel", "_walk_hopper_kernel", "_token_walk_kernel", "_ring_kernel",
               "_fixed_linear_kernel", "_fixed_attention_kernel", "_join_spans_kernel", "_norm_tiles_kernel",
-              "_norm_groups_kernel"}  # fmt: skip
+              "_norm_groups_kernel", "_gated_hopper_kernel"}  # fmt: skip
     assert wanted <= compiled.keys() and all(size > 0 for size in compiled.values())

@@ -26,6 +26,7 @@ from quire.kernels.triton import (
     fixed_recurrent,
     fixed_sampling,
     fixed_tiles,
+    gated_hopper,
     latent,
     latent_many,
     launch,
@@ -71,8 +72,8 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, fixed_linear, fixed_tiles, latent, latent_many, prefill_shares,
-                   recurrent_scan, recurrent_step, sample):  # fmt: skip
+    for module in (launch, attention, decode, fixed_linear, fixed_tiles, gated_hopper, latent, latent_many,
+                   prefill_shares, recurrent_scan, recurrent_step, sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("is_hopper", True), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -93,6 +94,7 @@ def main() -> None:
     compile_sampling(places)
     for rows in (1, 8):
         skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
+    compile_gated()
     compile_experts()
     compile_latent()
     compile_recurrent()
@@ -148,6 +150,14 @@ def compile_latent_many() -> None:
         plan = attention.plan_attention(table, torch.arange(4), counts, [1024] * len(counts), 16, None, bf16, rows)
         latent_many.latent_attention(q_latent, q_rope, cache, plan, 0.1)
     assert len(variants["_latent_hopper_kernel"]) == 1, "a step has to wait for a kernel that no start compiled"
+
+
+def compile_gated() -> None:
+    """One kernel for all numbers of rows and shapes of weights."""
+    for rows, width, inner_width in ((1024, 1024, 3072), (1025, 384, 128)):
+        x, weight = (torch.zeros(size, width, dtype=torch.bfloat16) for size in (rows, 2 * inner_width))
+        gated_hopper.gated_linear(x, weight)
+    assert len(variants["_gated_hopper_kernel"]) == 1, "a step has to wait for a kernel that no start compiled"
 
 
 def compile_experts() -> None:

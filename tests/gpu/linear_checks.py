@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from quire.kernels import reference
-from tests.gpu.where import Where, close
+from tests.gpu.where import Where, close, on_hopper
 
 
 def check_skinny(where: Where) -> None:
@@ -35,6 +35,54 @@ def check_skinny(where: Where) -> None:
                 close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
                 out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, silu_mul=True)
                 close(out, reference.silu_mul(plain), dtype, name + " with norm, bias and silu_mul")
+
+
+def check_gated(where: Where) -> None:
+    """Rows and weights of random sizes, less and more than fill the card once, and rows with something in between."""
+    if not on_hopper(where):
+        return
+    from quire.kernels.triton.gated_hopper import gated_linear
+
+    rng = where.random
+    sizes = [(1, 320, 128), (128, 320, 128), (1024, 4096, 12288)]
+    sizes += [(rng.randint(1, 3000), 64 * rng.randint(5, 40), 128 * rng.randint(1, 40)) for _ in range(12)]
+    for dtype in (dtype for dtype in where.dtypes if dtype != torch.float32):
+        for num_rows, in_features, width in sizes:
+            padding = rng.choice([0, 8, 64, 3])  # 3: rows the copy engine can't fetch where they lie
+            x = where.normal(num_rows, in_features + padding, dtype=dtype)[:, :in_features]
+            weight = (where.normal(2 * width, in_features) * in_features**-0.5).to(dtype)
+            plain = reference.silu_mul(x.double() @ weight.double().T)
+            torch.full(
+                (num_rows, width), torch.nan, dtype=dtype, device=where.device
+            )  # freed: the memory of the result
+            name = f"gated_linear {num_rows} x {in_features} x {width}, {padding} between"
+            close(gated_linear(x, weight), plain, dtype, name)
+
+
+def check_gated_row(where: Where) -> None:
+    """As the table has it: with norm, bias and residual, one after the other, and the same again bit by bit."""
+    if not on_hopper(where):
+        return
+    from quire.kernels.triton import norm
+    from quire.kernels.triton.gated_hopper import GatedLinear
+
+    for dtype in (dtype for dtype in where.dtypes if dtype != torch.float32):
+        weight = (where.normal(2 * 1536, 1024) / 32).to(dtype)
+        x, residual, bias = (where.normal(*size, dtype=dtype) for size in ((1500, 1024), (1500, 1536), (2 * 1536,)))
+        norm_weight = where.normal(1024, dtype=dtype)
+        where.settle()
+        row = GatedLinear((2 * 1536, 1024), norm.rms_norm, norm.silu_mul)
+        assert row.wins(len(x), weight, True)
+        product = reference.rms_norm(x.double(), norm_weight.double(), 1e-6) @ weight.double().T
+        where.poison()
+        out = row.run(x, weight, None, norm_weight, 1e-6, True, None)
+        close(out, reference.silu_mul(product), dtype, "gated row with norm")
+        for _ in range(20):
+            assert torch.equal(out, row.run(x, weight, None, norm_weight, 1e-6, True, None))
+        out = row.run(x, weight, None, norm_weight, 1e-6, True, residual)
+        close(out, reference.silu_mul(product) + residual.double(), dtype, "gated row with norm and residual")
+        out = row.run(x, weight, bias, norm_weight, 1e-6, True, None)
+        close(out, reference.silu_mul(product + bias.double()), dtype, "gated row with norm and bias")
 
 
 def check_skinny_fp8(where: Where) -> None:
@@ -133,6 +181,8 @@ def _check_pages(where: Where, num_pages: int, shape: tuple[int, int, int]) -> N
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "skinny": check_skinny,
+    "gated": check_gated,
+    "gated_row": check_gated_row,
     "skinny_fp8": check_skinny_fp8,
     "fp8_linear": check_fp8_linear,
     "fp8_quantize": check_fp8_quantize,

@@ -1,0 +1,114 @@
+"""Puts Hopper's product for gate and up (`triton/gated_hopper.py`) into the ops table, if it is right here and quicker
+than cuBLAS with a SiLU-mul behind it.
+
+The loader calls `settle_gated` for models that have such products. Which of the two is quicker depends on the card, its
+power limit and cuBLAS, so both are timed, once, in turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels.libraries.choose import Timer, device_seconds
+from quire.kernels.table import FirstOf, Ops
+from quire.kernels.trial import compare, finish_writes
+from quire.kernels.trial_hopper import runs_on_hopper, settle_row
+
+NAME = "product of gate and up for Hopper"
+NUM_ROWS = (1025, 1100, 1279)  # that are tried: the last tiles are not full
+TIMED_ROWS = 8192  # a step of prompts
+TURNS = 2
+WARM_SECONDS = 0.2  # a card that has rested is quicker for a while, and whoever comes first would win
+MARGIN = 0.99  # of the plain path's time: less than this is a gain. 0: never taken
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTrialShape:
+    """What decides whether the kernel serves a model, and how it is compiled."""
+
+    in_features: int
+    num_outputs: int  # gates and ups
+    dtype: torch.dtype
+
+
+def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool) -> Ops:
+    """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton.gated_hopper import fits
+
+    if not fits(shape.num_outputs, shape.in_features, shape.dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton.gated_hopper import GatedLinear
+
+        gated = GatedLinear((shape.num_outputs, shape.in_features), ops.rms_norm, ops.silu_mul)
+        return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstOf(gated, ops.fused_linear))
+
+    faster = settle_row(ops, NAME, exchange, lambda faster: try_gated(faster, shape, device), strict=strict)
+    return faster if faster is not ops and is_quicker(faster, shape, device) else ops
+
+
+def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
+    """Against the plain path, with a norm. Raises."""
+    weight = _weight(shape, device)
+    norm = torch.randn(shape.in_features, dtype=shape.dtype, device=device)
+    for num_rows in NUM_ROWS:
+        x = torch.randn(num_rows, shape.in_features, dtype=shape.dtype, device=device)
+        finish_writes(device)
+        product = functional.linear(ops.rms_norm(x, norm, 1e-6), weight)
+        compare(_run(ops, x, weight, norm), ops.silu_mul(product), shape.dtype)
+
+
+def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer = device_seconds) -> bool:
+    """Than the plain path, for a step of prompts, on a card that is warm."""
+    try:
+        ours, plain = _race(ops, shape, device, timer)
+    except torch.OutOfMemoryError:
+        return False  # whoever needs the memory next will say so
+    finally:  # whoever asks next how much memory is free counts what torch keeps as used
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return ours < MARGIN * plain
+
+
+def _race(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer) -> tuple[float, float]:
+    """Seconds of the kernel and of the plain path: the best of a few turns."""
+    weight = _weight(shape, device)
+    x = torch.randn(TIMED_ROWS, shape.in_features, dtype=shape.dtype, device=device)
+
+    def run_plain() -> Tensor:
+        return ops.silu_mul(functional.linear(x, weight))
+
+    ours = plain = float("inf")
+    _warm(run_plain, device)
+    for _ in range(TURNS):
+        ours = min(ours, timer(lambda: _run(ops, x, weight)))
+        plain = min(plain, timer(run_plain))
+    return ours, plain
+
+
+def _run(ops: Ops, x: Tensor, weight: Tensor, norm: Tensor | None = None) -> Tensor:
+    if ops.fused_linear is None or not ops.fused_linear.wins(len(x), weight, True):
+        raise RuntimeError("it is not used for what it was made for")
+    return ops.fused_linear.run(x, weight, None, norm, 1e-6, True, None)
+
+
+def _weight(shape: GatedTrialShape, device: torch.device) -> Tensor:
+    weight = torch.randn(shape.num_outputs, shape.in_features, dtype=shape.dtype, device=device)
+    return weight.mul_(shape.in_features**-0.5)
+
+
+def _warm(launch: Callable[[], object], device: torch.device) -> None:
+    end = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < end:
+        for _ in range(10):
+            launch()
+        finish_writes(device)

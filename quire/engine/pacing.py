@@ -62,7 +62,7 @@ class StepTarget:
             return self._max
         room = min(self._room(context), self.GROWTH * max(self._largest, self.FLOOR))
         total = num_decodes + max(self.FLOOR, room)
-        if total >= STEP_SIZES[-1]:
+        if total >= 2 * STEP_SIZES[-1]:  # a little beyond the captured sizes costs more than it is worth
             total -= total % self.TILE
         else:
             total = max((size for size in STEP_SIZES if size <= total), default=total)

@@ -217,6 +217,18 @@ def test_lasting_change_is_believed() -> None:
     assert 5 * (4e-3 + 2.4e-5 * (pacing.budget(64, 0) - 64)) < 0.060
 
 
+@pytest.mark.parametrize(("target", "sizes"), [(0.065, {2048}), (0.250, set(range(4096, 8193, 128)))])
+def test_steps_a_little_beyond_the_captured_sizes_are_not_made(target: float, sizes: set[int]) -> None:
+    """65 ms have room for 2,500 tokens: 2,048 it is; four times as much has room for many more."""
+    pacing = StepTarget(8192, target)
+    pacing.observe(Plan(1, [PlanRow("d", 0, 100, 1, 0, True)] * 64), 6e-3)
+    for step in range(30):
+        size = pacing.budget(64, 0) - 64
+        rows = [PlanRow("d", 0, 100, 1, 0, True)] * 64 + [PlanRow("p", 1, 0, size, 0, False)]
+        pacing.observe(Plan(step + 2, rows), 4e-3 + 2.3e-5 * size)
+    assert pacing.budget(64, 0) in sizes
+
+
 if __name__ == "__main__":
     for goal in (None, 0.060, 0.050, 0.040, 0.030, 0.025):
         between, first_token, run = measure(goal)

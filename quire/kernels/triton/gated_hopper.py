@@ -236,7 +236,8 @@ def fits(num_outputs: int, in_features: int, dtype: torch.dtype) -> bool:
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, in_features], weight [2 * width, in_features], gates first -> [rows, width]: `silu_mul` of the product.
     The weight `fits`, is contiguous and begins at a multiple of 16 bytes."""
-    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single row where and as it lies
     num_rows, num_columns = x.shape[0], weight.shape[0] // 2
     out = x.new_empty(num_rows, num_columns)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -20,7 +20,7 @@ from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.trial import TrialShape, settle_ops
+from quire.kernels.trial import TrialShape, dense_rows, settle_ops
 from quire.layers.step import Step
 from quire.runtime.guard import Guarded, is_out_of_memory
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams
@@ -274,8 +274,8 @@ def test_kernels_that_work_stay() -> None:
     ops = fast_ops()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert settle_ops(ops, SHAPE, CPU, strict=False) is ops
-        settle_ops(ops, replace(SHAPE, window=5, qk_norm=False), CPU, strict=True)
+        assert settle_ops(ops, dense_rows(SHAPE, CPU), strict=False) is ops
+        settle_ops(ops, dense_rows(replace(SHAPE, window=5, qk_norm=False), CPU), strict=True)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -291,13 +291,13 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(name: str, how: str) -> 
 
     ops = replace(fast_ops(), **{main: bad})
     with pytest.warns(UserWarning, match=f"The {name} kernel can't be used here") as said:
-        settled = settle_ops(ops, SHAPE, CPU, strict=False)
+        settled = settle_ops(ops, dense_rows(SHAPE, CPU), strict=False)
     assert len(said) == 1 and "\n" not in str(said[0].message)
     for other, fields in ROWS.items():
         for field in fields:
             assert (getattr(settled, field) is getattr(REFERENCE, field)) == (other == name), field
     with pytest.raises(QuireError, match=name) as refused:
-        settle_ops(ops, SHAPE, CPU, strict=True)
+        settle_ops(ops, dense_rows(SHAPE, CPU), strict=True)
     assert refused.value.code == "kernel_failed"
 
 
@@ -366,7 +366,8 @@ def test_a_kernel_that_never_gets_to_the_second_page_is_found(page_tokens: int) 
 
     ops = replace(fast_ops(), paged_attention=forgetful)
     with pytest.warns(UserWarning, match="attention kernel"):
-        assert settle_ops(ops, replace(SHAPE, page_tokens=page_tokens), CPU, strict=False) is not ops
+        rows = dense_rows(replace(SHAPE, page_tokens=page_tokens), CPU)
+        assert settle_ops(ops, rows, strict=False) is not ops
 
 
 def test_explaining_which_kernel_each_op_gets() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ def reference_for(*names: str, captured: bool = False) -> Callable[[Ops], Ops]:
     """Gives these rows of a table to the reference. `captured`: it does as well there in a step that is captured. If
     not (it asks the device for sizes, or does not skip the slots of rows that pad a step), steps are launched kernel
     by kernel from then on."""
-    rows = {name: getattr(REFERENCE, name) for name in names}
-    others = {} if captured else {"captures": REFERENCE.captures, "captured_work": REFERENCE.captured_work}
-    return lambda ops: replace(ops, **rows, **others)
+    others = () if captured else ("captures", "captured_work")
+    rows: dict[str, Any] = {name: getattr(REFERENCE, name) for name in (*names, *others)}
+    return lambda ops: replace(ops, **rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def _reference_route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
-    """Against the reference in float32, which is what the kernel computes logits in; without a norm logits are torch's
-    in any case. Raises."""
+    """Logits may be worked out of the stream in float32, or of what the norm was rounded to, in either type: near ties
+    fall one way or the other. Raises."""
     routing, width, dtype = shape.routing, shape.stream_width, shape.dtype
     router = normal(device, dtype, routing.num_experts, width) * width**-0.5
     stream = normal(device, dtype, FEW_TOKENS, width)
@@ -62,17 +62,20 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     router_bias = normal(device, dtype, routing.num_experts) if shape.router_bias else None
     choice_bias = normal(device, torch.float32, routing.num_experts) * 0.1 if shape.choice_bias else None
     finish_writes(device)
-    inputs: list[Any] = [stream, norm, 1e-6, router, router_bias, choice_bias, routing]
-    x, chosen, weights = ops.norm_route(*inputs)
-    if norm is not None:
-        inputs = [each.float() if isinstance(each, Tensor) else each for each in inputs]
-    true_x, best, true_weights = REFERENCE.norm_route(*inputs)
-    compare(x, true_x, dtype)
+    weights: list[Any] = [router, router_bias, choice_bias, routing]
+    x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
     if not bool(((chosen >= 0) & (chosen < routing.num_experts)).all()):
         raise ArithmeticError("it sends tokens to experts that are not there")
-    got, true = (_by_expert(*each, routing.num_experts) for each in ((chosen, weights), (best, true_weights)))
-    right = (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
-    if 2 * int(right.sum()) < FEW_TOKENS:  # near ties may fall otherwise
+    got = _by_expert(chosen, shares, routing.num_experts)
+    exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
+    true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
+    compare(x, true_x, dtype)
+    right = torch.zeros(FEW_TOKENS, dtype=torch.bool, device=device)
+    of_rounded = (REFERENCE.norm_route(x.to(each[0].dtype), None, 0.0, *each)[1:] for each in (exact, weights))
+    for choice in (best, *of_rounded):
+        true = _by_expert(choice[0], choice[1], routing.num_experts)
+        right |= (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
+    if 4 * int(right.sum()) < 3 * FEW_TOKENS:
         raise ArithmeticError(f"it sends {int((~right).sum())} of {FEW_TOKENS} tokens elsewhere")
 
 

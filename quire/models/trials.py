@@ -32,6 +32,7 @@ from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_lat
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, settle_delta_net
 from quire.layers.attention import AttentionShape
 from quire.layers.latent import LatentAttention
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Experts, MoE, SharedExpert
 from quire.layers.norm import QKNorm, RMSNorm
@@ -61,12 +62,8 @@ class Trials:
             yield from latent_rows(latent, self.device)
         if (net := self.delta_net()) is not None:
             yield delta_net_row(net.shape, self.dtype, self.device)
-        if (mamba := self._first(Mamba2)) is not None:
-            options = mamba.options
-            shape = MambaTrialShape(
-                mamba.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype
-            )  # fmt: skip
-            yield mamba_row(shape, self.device)
+        if (mamba := self._mamba()) is not None:
+            yield mamba_row(mamba, self.device)
         if (mixture := self._mixture()) is not None:
             yield from expert_rows(mixture, self.device)
 
@@ -126,11 +123,10 @@ class Trials:
                     return Product(linear.in_features, linear.out_features, self.dtype, norm_dtype,
                                    linear.bias is not None, silu_mul=True)  # fmt: skip
         for block in self._modules():
-            linear, join = getattr(block, "out", None), getattr(block, "join", None)
-            if linear is not None and isinstance(getattr(linear, "scheme", None), Dense):
+            out, join = getattr(block, "out", None), getattr(block, "join", None)
+            if isinstance(out, Linear) and isinstance(out.scheme, Dense):
                 added = join is None or (join.norm is None and join.scale == 1.0)
-                return Product(linear.in_features, linear.out_features, self.dtype, bias=linear.bias is not None,
-                               residual=added)  # fmt: skip
+                return Product(out.in_features, out.out_features, self.dtype, bias=out.bias is not None, residual=added)
         return None
 
     def _attention_shape(self, layer: Any, spec: CacheSpec) -> TrialShape:
@@ -153,6 +149,13 @@ class Trials:
             softcap=shape.softcap,
             sinks=shape.sinks,
         )
+
+    def _mamba(self) -> MambaTrialShape | None:
+        layer = self._first(Mamba2)
+        if layer is None:
+            return None
+        options = layer.options
+        return MambaTrialShape(layer.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype)
 
     def _mixture(self) -> ExpertsTrialShape | None:
         for block in self._modules():

@@ -60,13 +60,18 @@ def failure(ops: Ops, row: Row) -> Exception | None:
     return None
 
 
-def reference_for(*names: str, captured: bool = False) -> Callable[[Ops], Ops]:
-    """Gives these rows of a table to the reference. `captured`: it does as well there in a step that is captured. If
-    not (it asks the device for sizes, or does not skip the slots of rows that pad a step), steps are launched kernel
-    by kernel from then on."""
+def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:
+    """Gives these rows of a table to the reference; `adapted`: in a form that suits the kernels it then stands beside.
+    `captured`: it does as well there in a step that is captured. If not (it asks the device for sizes, or does not skip
+    the slots of rows that pad a step), steps are launched kernel by kernel from then on."""
     others = () if captured else ("captures", "captured_work")
-    rows: dict[str, Any] = {name: getattr(REFERENCE, name) for name in (*names, *others)}
+    rows: dict[str, Any] = {name: getattr(REFERENCE, name) for name in (*names, *others)} | adapted
     return lambda ops: replace(ops, **rows)
+
+
+def contiguous(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The reference returns views; kernels count on rows that lie one behind the other."""
+    return lambda *args: op(*args).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,8 +173,8 @@ def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
 
 
 def rope_row(shape: TrialShape, device: torch.device) -> Row:
-    give_up = None if is_fp8(shape.cache_dtype) else reference_for("plan_angles", "qk_norm_rope_write")
-    return Row("rope", lambda ops: _try_rope(ops, shape, device), give_up)
+    give_up = reference_for("plan_angles", qk_norm_rope_write=contiguous(REFERENCE.qk_norm_rope_write))
+    return Row("rope", lambda ops: _try_rope(ops, shape, device), None if is_fp8(shape.cache_dtype) else give_up)
 
 
 def attention_row(shape: TrialShape, device: torch.device) -> Row:

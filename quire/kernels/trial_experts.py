@@ -6,7 +6,7 @@ experts of a layer lie in memory as they will in the model, but only the chosen 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,16 +37,12 @@ class ExpertsTrialShape:
 
 def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
     return [
-        Row("router", lambda ops: try_router(ops, shape, device), _give_up_router),
+        Row("router", lambda ops: try_router(ops, shape, device), reference_for(norm_route=_route, captured=True)),
         Row("experts", lambda ops: try_experts(ops, shape, device), reference_for("run_experts")),
     ]
 
 
-def _give_up_router(ops: Ops) -> Ops:
-    return replace(ops, norm_route=_reference_route)
-
-
-def _reference_route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The reference, with experts in the type that kernels read; the reference's own experts take either."""
     x, chosen, weights = REFERENCE.norm_route(*args)
     return x, chosen.int(), weights

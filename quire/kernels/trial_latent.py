@@ -16,6 +16,7 @@ from quire.kernels.trial import (
     NUM_TOKENS,
     Row,
     compare,
+    contiguous,
     finish_writes,
     is_fp8,
     normal,
@@ -79,7 +80,7 @@ def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, st
 def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
     """What a layer leaves in the cache, and what it reads there."""
     fp8 = is_fp8(shape.cache_dtype)
-    write = reference_for("plan_angles", "latent_write")
+    write = reference_for("plan_angles", latent_write=contiguous(REFERENCE.latent_write))
     attend = reference_for("plan_attention", "paged_attention", "latent_attention")
     return [
         Row("latent write", lambda ops: try_write(ops, shape, device), None if fp8 else write),

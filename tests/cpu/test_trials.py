@@ -44,7 +44,13 @@ def plan_own(make: Callable[..., Any]) -> Callable[..., Own]:
 
 
 def attend(row: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, v, plan, *rest: row(q, k, v, plan.plan, *rest)
+    """Of queries whose parts lie one behind the other."""
+
+    def run(q: Any, other: Any, cache: Any, plan: Any, *rest: Any) -> Any:
+        assert q.is_contiguous() and other.is_contiguous()
+        return row(q, other, cache, plan.plan, *rest)
+
+    return run
 
 
 def walk(row: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,11 +63,11 @@ def tables(angles: Angles, dtype: torch.dtype) -> Angles:
 
 
 def turn_and_write(qkv: Any, q_weight: Any, k_weight: Any, eps: float, angles: Angles, *rest: Any) -> Any:
-    return REFERENCE.qk_norm_rope_write(qkv, q_weight, k_weight, eps, tables(angles, qkv.dtype), *rest)
+    return REFERENCE.qk_norm_rope_write(qkv, q_weight, k_weight, eps, tables(angles, qkv.dtype), *rest).contiguous()
 
 
 def write_latent(q: Any, entry: Any, norm: Any, eps: float, angles: Angles, *rest: Any) -> Any:
-    return REFERENCE.latent_write(q, entry, norm, eps, tables(angles, q.dtype), *rest)
+    return REFERENCE.latent_write(q, entry, norm, eps, tables(angles, q.dtype), *rest).contiguous()
 
 
 def route(*args: Any) -> Any:

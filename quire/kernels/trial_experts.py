@@ -14,7 +14,16 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import FEW_TOKENS, TOLERANCE, Row, compare, finish_writes, normal, reference_for
+from quire.kernels.trial import (
+    FEW_TOKENS,
+    TOLERANCE,
+    Row,
+    compare,
+    finish_writes,
+    normal,
+    reference_for,
+    reference_route,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +45,11 @@ class ExpertsTrialShape:
 
 
 def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
+    route = reference_for(norm_route=reference_route, captured=True)
     return [
-        Row("router", lambda ops: try_router(ops, shape, device), reference_for(norm_route=_route, captured=True)),
+        Row("router", lambda ops: try_router(ops, shape, device), route),
         Row("experts", lambda ops: try_experts(ops, shape, device), reference_for("run_experts")),
     ]
-
-
-def _route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference, with experts in the type that kernels read; the reference's own experts take either."""
-    x, chosen, weights = REFERENCE.norm_route(*args)
-    return x, chosen.int(), weights
 
 
 def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:

@@ -16,11 +16,16 @@ from torch import nn
 
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
 from quire.kernels.trial import (
+    FEW_TOKENS,
+    FP8_TOLERANCE,
     Product,
     Row,
     TrialShape,
     attention_row,
+    compare,
+    finish_writes,
     norm_row,
+    normal,
     product_row,
     rope_row,
     settle_ops,
@@ -36,10 +41,12 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Experts, MoE, SharedExpert
 from quire.layers.norm import QKNorm, RMSNorm
-from quire.layers.quant import Dense
+from quire.layers.quant import Dense, Fp8
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.recurrent_mamba import Mamba2
+from quire.layers.weights import put_weight
 from quire.models.dense import DenseModel
+from quire.models.fallback import FallbackModel
 from quire.types import CacheSpec
 
 
@@ -54,6 +61,10 @@ class Trials:
 
     def rows(self) -> Iterator[Row]:
         """What the first request will launch."""
+        if isinstance(self.model, FallbackModel):  # all else is torch's
+            for spec in self.model.specs:
+                yield attention_row(self._foreign_shape(spec), self.device)
+            return
         yield from self._norms_and_products()
         for shape in self.attention():
             yield rope_row(shape, self.device)
@@ -111,6 +122,25 @@ class Trials:
             if product.silu_mul:
                 yield silu_mul_row(product.out_features // 2, self.dtype, self.device)
             yield product_row(product, self.device)
+        scaled = next(
+            (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
+        )
+        if scaled is not None:  # weights in FP8 are read by these kernels alone
+            yield Row("FP8 product", lambda ops: self._try_scaled(scaled), None)
+
+    def _try_scaled(self, like: Linear) -> None:
+        """A product of many rows and of one, with the norm before it. Raises."""
+        weight = normal(self.device, self.dtype, like.out_features, like.in_features) * like.in_features**-0.5
+        norm = RMSNorm("trial", like.in_features, 1e-6, self.dtype, REFERENCE)
+        linear = Linear(like.in_features, [("trial", like.out_features)], dtype=self.dtype, scheme=like.scheme)
+        put_weight(norm, "weight", normal(self.device, self.dtype, like.in_features))
+        put_weight(linear, "weight", weight)
+        finish_writes(self.device)
+        linear.finish()
+        for num_rows in (FEW_TOKENS, 1):
+            x = normal(self.device, self.dtype, num_rows, like.in_features)
+            finish_writes(self.device)
+            compare(linear(x, norm=norm), norm(x) @ weight.t(), self.dtype, FP8_TOLERANCE)
 
     def _product(self) -> Product | None:
         """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
@@ -149,6 +179,15 @@ class Trials:
             softcap=shape.softcap,
             sinks=shape.sinks,
         )
+
+    def _foreign_shape(self, spec: CacheSpec) -> TrialShape:
+        """Of a layer in transformers' own code."""
+        layer = self.model.layer_shapes[spec.layers[0]]
+        return TrialShape(
+            width=0, inner_width=0, num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
+            page_tokens=spec.page_tokens, window=spec.window, qk_norm=False, dtype=self.dtype,
+            cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap,
+        )  # fmt: skip
 
     def _mamba(self) -> MambaTrialShape | None:
         layer = self._first(Mamba2)

@@ -24,6 +24,7 @@ from quire.kernels.trial_recurrent import MambaTrialShape, mamba_row
 from quire.models import loader
 from quire.models.trials import Trials, settle_kernels
 from quire.types import QuireError, SamplingParams
+from tests.cpu.families.fp8_in_torch import Kernels, fp8_scheme
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.rig import CPU, load, make_engine, run
 
@@ -132,6 +133,7 @@ CASES = [
     Case("deepseek_v3", "norm_route", "router", captures=True, stays="latent_write"),
     Case("qwen3_next", "gated_delta_net", "delta net", stays="paged_attention"),
     Case("qwen3_next", "rms_norm", "norm", captures=True, stays="gated_delta_net"),
+    Case("apertus", "paged_attention", "attention"),
     Case("nemotron_h experts", "mamba2", "Mamba2", stays="run_experts"),
     Case("granitemoehybrid", "run_experts", "experts", stays="mamba2"),
 ]
@@ -163,7 +165,7 @@ def test_a_model_whose_kernel_fails_answers_all_the_same(
     monkeypatch.setattr(loader, "select_ops", lambda *args: ops)
     with pytest.warns(UserWarning) as said:
         model: Any = load(folder)
-    lines = [str(line.message) for line in said]
+    lines = [str(line.message) for line in said if "has no file of its own" not in str(line.message)]
     assert len(lines) == 1 and f"The {case.said} kernel can't be used here (" in lines[0] and "\n" not in lines[0]
     assert ("PTXAS error" if how == "raises" else "ArithmeticError: ") in lines[0]
     assert model.ops.captures == case.captures and (model.ops.captured_work is not None) == case.captures
@@ -189,6 +191,7 @@ ALL = ("norm", "silu_mul", "fused product", "rope", "attention")
     ("qwen3_5_text", (*ALL, "delta net")),
     ("nemotron_h experts", ("norm", "fused product", "rope", "attention", "Mamba2", "router", "experts")),
     ("mamba2", ("norm", "fused product", "Mamba2")),
+    ("apertus", ("attention",)),  # transformers' own code
 ])  # fmt: skip
 def test_what_a_model_uses_is_tried_and_no_more(
     family: str, tried: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -310,6 +313,21 @@ def test_a_mamba_that_forgets_something() -> None:
 
     assert row_fails(forgets("conv_bias", None), row) and row_fails(forgets("norm_groups", 1), row)
     assert row_fails(forgets("dt_high", 0.1), row) and row_fails(replace(STAND_INS, mamba2=keeps_state), row)
+
+
+def test_weights_in_fp8_have_no_second_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the scheme's kernels in torch; who asks for FP8 gets it, or a line."""
+    monkeypatch.setattr(loader, "_choose_scheme", lambda *args: (torch.float32, fp8_scheme()))
+    trials = Trials(build("qwen3_moe", STAND_INS), torch.float32, CPU, 64)
+    names = [row.name for row in trials.rows()]
+    assert names == ["norm", "FP8 product", "rope", "attention", "router", "experts"]
+    assert settle_ops(STAND_INS, trials.rows(), strict=False) is STAND_INS
+    for kernel in ("quantize_rows", "scaled_product", "skinny_linear"):
+        with monkeypatch.context() as broken:
+            broken.setattr(Kernels, kernel, fails)
+            with pytest.raises(QuireError, match="FP8 product kernel") as refused:
+                settle_ops(STAND_INS, trials.rows(), strict=False)
+        assert refused.value.code == "kernel_failed" and "FP8 out" in refused.value.hint
 
 
 def test_a_trial_that_runs_out_of_memory_is_no_fault_of_the_kernels() -> None:

@@ -11,7 +11,7 @@ from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.kernels.trial import TrialShape, dense_rows, failure
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
-TYPICAL = TrialShape(width=4096, inner_width=12288, num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
+TYPICAL = TrialShape(num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
                      window=None, qk_norm=True, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
 
 

@@ -155,8 +155,6 @@ def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
 class TrialShape:
     """What decides which kernels a model's attention layers get compiled."""
 
-    width: int
-    inner_width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -172,14 +170,15 @@ class TrialShape:
 
 
 def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
-    """All that a Llama of this shape uses."""
-    gate_up = Product(shape.width, 2 * shape.inner_width, shape.dtype, norm_dtype=shape.dtype, silu_mul=True)
+    """All that a dense model of the usual proportions uses."""
+    width, dtype = shape.num_heads * shape.head_dim, shape.dtype
+    inner_width = 3 * width
     return [
-        norm_row(shape.width, shape.dtype, shape.dtype, device),
-        silu_mul_row(shape.inner_width, shape.dtype, device),
+        norm_row(width, dtype, dtype, device),
+        silu_mul_row(inner_width, dtype, device),
         rope_row(shape, device),
         attention_row(shape, device),
-        product_row(gate_up, device),
+        product_row(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, silu_mul=True), device),
     ]
 
 

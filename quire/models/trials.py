@@ -164,8 +164,6 @@ class Trials:
         norms = (getattr(layer, name, None) for name in ("head_norm", "qk_norm"))
         weight = next((norm.q_weight for norm in norms if isinstance(norm, QKNorm)), getattr(layer, "q_weight", None))
         return TrialShape(
-            width=shape.width,
-            inner_width=shape.width,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -184,7 +182,7 @@ class Trials:
         """Of a layer in transformers' own code."""
         layer = self.model.layer_shapes[spec.layers[0]]
         return TrialShape(
-            width=0, inner_width=0, num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
+            num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
             page_tokens=spec.page_tokens, window=spec.window, qk_norm=False, dtype=self.dtype,
             cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap,
         )  # fmt: skip

@@ -253,7 +253,7 @@ def test_bytes_for_the_cache_are_kept_to(tiny: Any) -> None:
     assert 0.95 * (1 << 20) < taken <= 1 << 20
 
 
-SHAPE = TrialShape(width=64, inner_width=96, num_heads=4, num_kv_heads=2, head_dim=16, page_tokens=8,
+SHAPE = TrialShape(num_heads=4, num_kv_heads=2, head_dim=16, page_tokens=8,
                    window=None, qk_norm=True, dtype=torch.float32, cache_dtype=torch.float32, max_len=64)  # fmt: skip
 ROWS = {
     "norm": ("rms_norm",),

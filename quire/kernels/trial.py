@@ -8,6 +8,7 @@ experts, latents and recurrent layers in `trial_experts`, `trial_latent` and `tr
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -41,8 +42,7 @@ def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool) -> Ops:
         error = failure(ops, row)
         if error is None:
             continue
-        why = str(error).strip().splitlines()
-        line = f"The {row.name} kernel can't be used here ({type(error).__name__}: {why[0] if why else ''})"
+        line = f"The {row.name} kernel can't be used here ({reason(error)})"
         if strict or row.give_up is None:
             raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels and FP8 out, or see `quire doctor`.")
         warnings.warn(f"{line}; plain torch does its work, more slowly.", stacklevel=2)
@@ -58,6 +58,12 @@ def failure(ops: Ops, row: Row) -> Exception | None:
     except Exception as error:  # whatever a compiler, a driver or a kernel may say
         return error
     return None
+
+
+def reason(error: Exception) -> str:
+    """In one line. Triton's compiler first quotes the kernel, then says what is wrong."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
 
 
 def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:

@@ -20,7 +20,7 @@ from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.trial import TrialShape, dense_rows, settle_ops
+from quire.kernels.trial import TrialShape, dense_rows, reason, settle_ops
 from quire.layers.step import Step
 from quire.runtime.guard import Guarded, is_out_of_memory
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams
@@ -300,6 +300,15 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(name: str, how: str) -> 
     with pytest.raises(QuireError, match=name) as refused:
         settle_ops(ops, dense_rows(SHAPE, CPU), strict=True)
     assert refused.value.code == "kernel_failed"
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    ("at 2:4:\ndef kernel(x_ptr):\n    tl.dot(a, b)\n    ^\nno such instruction\n", "no such instruction"),
+    ("PTXAS error: Internal error\n`ptxas` stderr: …", "PTXAS error: Internal error"),
+    ("", ""),
+])  # fmt: skip
+def test_the_line_says_what_is_wrong(said: str, told: str) -> None:
+    assert reason(RuntimeError(said)) == f"RuntimeError: {told}"
 
 
 def test_without_triton_strict_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

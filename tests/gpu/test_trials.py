@@ -87,6 +87,7 @@ def check(family: str, module: str, kernel: str, said: str, device: torch.device
         model: Any = load(checkpoint(family), 16, device)
     lines = [str(each.message) for each in told if "can't be used here" in str(each.message)]
     assert len(lines) == 1 and lines[0].startswith(f"The {said} kernel") and "\n" not in lines[0], lines
+    assert "no such instruction" in lines[0]
     assert run(make_engine(model, device=device, **PAGED), PROMPTS, GREEDY) == wanted
     with pytest.raises(QuireError, match=said) as refused:
         load(checkpoint(family), 16, device, strict_kernels=True)

@@ -8,33 +8,35 @@ from typing import Any
 import torch
 
 from quire.kernels.table import REFERENCE, Ops, select_ops
-from quire.kernels.trial import ROWS, TrialShape, failing_rows
+from quire.kernels.trial import TrialShape, dense_rows, failure
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
-TYPICAL = TrialShape(width=4096, inner_width=12288, num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
+TYPICAL = TrialShape(num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
                      window=None, qk_norm=True, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
 
 
 def explain_ops(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
     """One entry per row of the table: op, implementation, reason. On a GPU each kernel is tried."""
+    names = [row.name for row in dense_rows(TYPICAL, device)]
     try:
         ops = select_ops(device.type, kernels, strict=True)
     except Exception as error:
-        return [_entry(row.name, "torch", str(error)) for row in ROWS]
+        return [_entry(name, "torch", str(error)) for name in names]
     if device.type == "cpu" or ops is REFERENCE:
         why = "as asked for" if kernels == "torch" else "the one for a CPU"
-        return [_entry(row.name, "torch" if ops.native is None else ops.native.isa, why) for row in ROWS]
+        return [_entry(name, "torch" if ops.native is None else ops.native.isa, why) for name in names]
     return try_all(ops, TYPICAL, device)
 
 
 def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[str, Any]]:
-    failed = {row.name: f"{type(error).__name__}: {error}" for row, error in failing_rows(ops, shape, device)}
-    return [
-        _entry(row.name, "torch", f"the Triton kernel failed ({failed[row.name]})")
-        if row.name in failed
-        else _entry(row.name, "triton", "tried just now, right")
-        for row in ROWS
-    ]
+    found = []
+    for row in dense_rows(shape, device):
+        error = failure(ops, row)
+        if error is None:
+            found.append(_entry(row.name, "triton", "tried just now, right"))
+        else:
+            found.append(_entry(row.name, "torch", f"the Triton kernel failed ({type(error).__name__}: {error})"))
+    return found
 
 
 def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:

@@ -17,6 +17,8 @@ from quire.kernels.angles import Angles
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale the last dimension to unit root mean square, then by `weight`."""
+    if x.dtype != weight.dtype:  # a weight next to one is kept in float32; torch would do the same, with a warning
+        return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -1,33 +1,166 @@
-"""Tries each row of the ops table on a small problem of a model's own shape before the model is built with it.
+"""Tries rows of the ops table on small problems of a model's own shape before the model is built with them.
 
 A kernel that does not compile here, does not run, or computes something else than the reference gives way to the
-reference, which is slower and always there. The loader calls `settle_ops`; what it tries is what the first request
-would have had to compile anyway.
+reference, which is slower and always there. `models.trials` lists the rows that a model uses and calls `settle_ops`;
+what is tried is what the first request would have had to compile anyway. The rows of dense models are here, those of
+experts, latents and recurrent layers in `trial_experts`, `trial_latent` and `trial_recurrent`.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.kernels.table import REFERENCE, Ops
 from quire.types import QuireError
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 FP8_TOLERANCE = 0.15
-NUM_TOKENS = 84  # of the prompt that is tried: a GPU's page of 64 and a bit, so that a second page is looked up
+NUM_TOKENS = 84  # of the prompt that is attended to: a GPU's page of 64 and a bit, so that a second page is looked up
+FEW_TOKENS = 16  # where kernels for many tokens are others than those for few, which every request needs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is tried as one, and given up as one."""
+
+    name: str
+    attempt: Callable[[Ops], None]  # raises if it fails
+    give_up: Callable[[Ops], Ops] | None  # the table without it; None: nothing else could do its work
+
+
+def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool) -> Ops:
+    """The table less the rows that fail, each with a line that says so; `strict`: refuse instead."""
+    for row in rows:
+        error = failure(ops, row)
+        if error is None:
+            continue
+        line = f"The {row.name} kernel can't be used here ({reason(error)})"
+        if strict or row.give_up is None:
+            raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels and FP8 out, or see `quire doctor`.")
+        warnings.warn(f"{line}; plain torch does its work, more slowly.", stacklevel=2)
+        ops = row.give_up(ops)
+    return ops
+
+
+def failure(ops: Ops, row: Row) -> Exception | None:
+    try:
+        row.attempt(ops)
+    except torch.OutOfMemoryError:
+        return None  # no fault of the kernel's, and whoever needs the memory next will say so
+    except Exception as error:  # whatever a compiler, a driver or a kernel may say
+        return error
+    return None
+
+
+def reason(error: Exception) -> str:
+    """In one line. Triton's compiler first quotes the kernel, then says what is wrong."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
+
+
+def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:
+    """Gives these rows of a table to the reference; `adapted`: in a form that suits the kernels it then stands beside.
+    `captured`: it does as well there in a step that is captured. If not (it asks the device for sizes, or does not skip
+    the slots of rows that pad a step), steps are launched kernel by kernel from then on."""
+    others = () if captured else ("captures", "captured_work")
+    rows: dict[str, Any] = {name: getattr(REFERENCE, name) for name in (*names, *others)} | adapted
+    return lambda ops: replace(ops, **rows)
+
+
+def contiguous(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The reference returns views; kernels count on rows that lie one behind the other."""
+    return lambda *args: op(*args).contiguous()
+
+
+def reference_route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's `norm_route`, with experts in the type that kernels read; its own experts take either."""
+    x, chosen, weights = REFERENCE.norm_route(*args)
+    return x, chosen.int(), weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms and products
+
+
+def norm_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Row:
+    def attempt(ops: Ops) -> None:
+        x, weight = normal(device, dtype, NUM_TOKENS, width), normal(device, weight_dtype, width)
+        finish_writes(device)
+        compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x.float(), weight.float(), 1e-6), dtype)
+
+    return Row("norm", attempt, _without_norm)
+
+
+def _without_norm(ops: Ops) -> Ops:
+    """Kernels that norm on their way, for some numbers of rows, launch the same kernel."""
+    return replace(ops, rms_norm=REFERENCE.rms_norm, norm_route=reference_route, fused_linear=None)
+
+
+def silu_mul_row(inner_width: int, dtype: torch.dtype, device: torch.device) -> Row:
+    def attempt(ops: Ops) -> None:
+        x = normal(device, dtype, NUM_TOKENS, 2 * inner_width)
+        finish_writes(device)
+        compare(ops.silu_mul(x), REFERENCE.silu_mul(x), dtype)
+
+    return Row("silu_mul", attempt, reference_for("silu_mul", captured=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A linear layer's, and what it takes along: a norm and a SiLU-mul, or the sum with the stream."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    norm_dtype: torch.dtype | None = None  # of the norm's weight; None: there is no norm
+    bias: bool = False
+    silu_mul: bool = False
+    residual: bool = False
+
+
+def product_row(product: Product, device: torch.device) -> Row:
+    return Row("fused product", lambda ops: _try_product(ops, product, device), _without_fused)
+
+
+def _without_fused(ops: Ops) -> Ops:
+    return replace(ops, fused_linear=None)
+
+
+def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
+    if ops.fused_linear is None:
+        return
+    width, dtype = product.in_features, product.dtype
+    weight = normal(device, dtype, product.out_features, width) * width**-0.5
+    norm = None if product.norm_dtype is None else normal(device, product.norm_dtype, width)
+    bias = normal(device, dtype, product.out_features) if product.bias else None
+    for num_rows in (1, 8) if product.silu_mul else (1,):
+        x = normal(device, dtype, num_rows, width)
+        residual = normal(device, dtype, num_rows, product.out_features) if product.residual else None
+        if ops.fused_linear.wins(num_rows, weight, product.silu_mul):
+            normed = x if norm is None else REFERENCE.rms_norm(x, norm, 1e-6)
+            expected = functional.linear(normed, weight, bias)
+            expected = REFERENCE.silu_mul(expected) if product.silu_mul else expected
+            expected = expected if residual is None else expected + residual  # before its memory may be taken
+            finish_writes(device)
+            compare(ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.silu_mul, residual), expected, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
 
 
 @dataclass(frozen=True, slots=True)
 class TrialShape:
     """What decides which kernels a model's attention layers get compiled."""
 
-    width: int
-    inner_width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -37,71 +170,45 @@ class TrialShape:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     max_len: int = 2048
+    qk_dtype: torch.dtype | None = None  # of the weights that norm queries and keys; None: `dtype`
+    softcap: float | None = None
+    sinks: bool = False
 
 
-def settle_ops(ops: Ops, shape: TrialShape, device: torch.device, *, strict: bool) -> Ops:
-    """The table with the rows that failed replaced by the reference's, each with a line that says so; `strict`: refuse
-    instead."""
-    for row, error in failing_rows(ops, shape, device):
-        why = str(error).strip().splitlines()
-        line = f"The {row.name} kernel can't be used here ({type(error).__name__}: {why[0] if why else ''})"
-        if strict or (shape.cache_dtype == torch.float8_e4m3fn and row.name in ("rope", "attention")):
-            raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels and FP8 out, or see `quire doctor`.")
-        warnings.warn(f"{line}; plain torch does its work, more slowly.", stacklevel=2)
-        ops = row.give_up(ops)
-    return ops
+def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
+    """All that a dense model of the usual proportions uses."""
+    width, dtype = shape.num_heads * shape.head_dim, shape.dtype
+    inner_width = 3 * width
+    return [
+        norm_row(width, dtype, dtype, device),
+        silu_mul_row(inner_width, dtype, device),
+        rope_row(shape, device),
+        attention_row(shape, device),
+        product_row(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, silu_mul=True), device),
+    ]
 
 
-def failing_rows(ops: Ops, shape: TrialShape, device: torch.device) -> Iterator[tuple[Row, Exception]]:
-    for row in ROWS:
-        try:
-            row.attempt(ops, shape, device)
-        except torch.OutOfMemoryError:
-            continue  # no fault of the kernel's, and whoever needs the memory next will say so
-        except Exception as error:  # whatever a compiler, a driver or a kernel may say
-            yield row, error
+def rope_row(shape: TrialShape, device: torch.device) -> Row:
+    give_up = reference_for("plan_angles", qk_norm_rope_write=contiguous(REFERENCE.qk_norm_rope_write))
+    return Row("rope", lambda ops: _try_rope(ops, shape, device), None if is_fp8(shape.cache_dtype) else give_up)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    name: str
-    attempt: Callable[[Ops, TrialShape, torch.device], None]  # raises if it fails
-    give_up: Callable[[Ops], Ops]
-
-
-def _try_norm(ops: Ops, shape: TrialShape, device: torch.device) -> None:
-    x, weight = _random(device, shape.dtype, NUM_TOKENS, shape.width), _random(device, shape.dtype, shape.width)
-    finish_writes(device)
-    compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), shape.dtype)
-
-
-def _try_silu_mul(ops: Ops, shape: TrialShape, device: torch.device) -> None:
-    x = _random(device, shape.dtype, NUM_TOKENS, 2 * shape.width)
-    finish_writes(device)
-    compare(ops.silu_mul(x), REFERENCE.silu_mul(x), shape.dtype)
-
-
-def _try_linear(ops: Ops, shape: TrialShape, device: torch.device) -> None:
-    if ops.fused_linear is None:
-        return
-    weight = _random(device, shape.dtype, 2 * shape.inner_width, shape.width) * shape.width**-0.5
-    norm = _random(device, shape.dtype, shape.width)
-    for num_rows in (1, 8):
-        x = _random(device, shape.dtype, num_rows, shape.width)
-        finish_writes(device)
-        if ops.fused_linear.wins(num_rows, weight, True):
-            got = ops.fused_linear.run(x, weight, None, norm, 1e-6, True, None)
-            product = REFERENCE.rms_norm(x, norm, 1e-6) @ weight.t()
-            compare(got, REFERENCE.silu_mul(product), shape.dtype)
+def attention_row(shape: TrialShape, device: torch.device) -> Row:
+    # Latents go by the same plan.
+    rows = ("plan_attention", "paged_attention", "latent_attention")
+    give_up = None if is_fp8(shape.cache_dtype) else reference_for(*rows)
+    return Row("attention", lambda ops: _try_attention(ops, shape, device), give_up)
 
 
 def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    qkv = _random(device, shape.dtype, NUM_TOKENS, heads * shape.head_dim)
-    q_weight, k_weight = (_random(device, shape.dtype, shape.head_dim) if shape.qk_norm else None for _ in range(2))
-    positions = torch.arange(NUM_TOKENS, device=device)
-    frequencies = 1.0 / 10000.0 ** (torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
-    slots = shape.page_tokens + positions
+    qkv = normal(device, shape.dtype, FEW_TOKENS, heads * shape.head_dim)
+    weight_dtype = shape.qk_dtype or shape.dtype
+    q_weight, k_weight = (normal(device, weight_dtype, shape.head_dim) if shape.qk_norm else None for _ in range(2))
+    positions = torch.arange(FEW_TOKENS, device=device) + NUM_TOKENS
+    frequencies = turning(shape.head_dim, device)
+    boundary = (1 + FEW_TOKENS // shape.page_tokens) * shape.page_tokens
+    slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)  # from one page on to the next
     results = []
     for table, cache_dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
         k_cache, v_cache = (torch.zeros(_cache_shape(shape), dtype=cache_dtype, device=device) for _ in range(2))
@@ -115,45 +222,23 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
 
 def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     """A prompt and a decode, each alone: the kernels that the first request needs."""
-    caches = [_random(device, shape.dtype, *_cache_shape(shape)).to(shape.cache_dtype) for _ in range(2)]
+    caches = [normal(device, shape.dtype, *_cache_shape(shape)).to(shape.cache_dtype) for _ in range(2)]
     num_pages = -(-max(shape.max_len, NUM_TOKENS) // shape.page_tokens) + 1
     table = torch.zeros(1, num_pages, dtype=torch.int32, device=device)
     pages = torch.arange(1, _cache_shape(shape)[0], dtype=torch.int32, device=device)[: table.shape[1]]
     table[0, : len(pages)] = pages
+    sinks = normal(device, shape.dtype, shape.num_heads) if shape.sinks else None
     for count in (NUM_TOKENS, 1):
-        q = _random(device, shape.dtype, count, shape.num_heads, shape.head_dim)
+        q = normal(device, shape.dtype, count, shape.num_heads, shape.head_dim)
         positions = torch.arange(NUM_TOKENS - count, NUM_TOKENS, device=device)
         results = []
         for rows, dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
             plan = rows.plan_attention(table, positions, [count], [NUM_TOKENS], shape.page_tokens, shape.window, dtype)
             k_cache, v_cache = (cache.to(dtype) for cache in caches)
             finish_writes(device)
-            results.append(rows.paged_attention(q, k_cache, v_cache, plan, shape.head_dim**-0.5))
+            scale = shape.head_dim**-0.5
+            results.append(rows.paged_attention(q, k_cache, v_cache, plan, scale, shape.softcap, sinks))
         compare(results[0], results[1], shape.dtype)
-
-
-ROWS = (
-    Row("norm", _try_norm, lambda ops: replace(ops, rms_norm=REFERENCE.rms_norm)),
-    Row("silu_mul", _try_silu_mul, lambda ops: replace(ops, silu_mul=REFERENCE.silu_mul)),
-    Row(
-        "rope",
-        _try_rope,
-        lambda ops: replace(ops, plan_angles=REFERENCE.plan_angles, qk_norm_rope_write=REFERENCE.qk_norm_rope_write),
-    ),
-    Row(
-        "attention",
-        _try_attention,
-        lambda ops: replace(
-            ops,
-            plan_attention=REFERENCE.plan_attention,
-            paged_attention=REFERENCE.paged_attention,
-            latent_attention=REFERENCE.latent_attention,  # it goes by the same plan
-            captures=REFERENCE.captures,
-            captured_work=REFERENCE.captured_work,
-        ),
-    ),
-    Row("fused product", _try_linear, lambda ops: replace(ops, fused_linear=None)),
-)
 
 
 def _cache_shape(shape: TrialShape) -> tuple[int, ...]:
@@ -161,8 +246,22 @@ def _cache_shape(shape: TrialShape) -> tuple[int, ...]:
     return num_pages, shape.page_tokens, shape.num_kv_heads, shape.head_dim
 
 
-def _random(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+# ---------------------------------------------------------------------------------------------------------------------
+# What all trials share
+
+
+def normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
     return torch.randn(size, device=device).to(dtype)
+
+
+def turning(dim: int, device: torch.device) -> Tensor:
+    """Frequencies of rope, [dim / 2]."""
+    return 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=device) / dim)
+
+
+def is_fp8(cache_dtype: torch.dtype) -> bool:
+    """The reference can't read such a cache."""
+    return cache_dtype == torch.float8_e4m3fn
 
 
 def finish_writes(device: torch.device) -> None:
@@ -172,8 +271,8 @@ def finish_writes(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def compare(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    limit = FP8_TOLERANCE if got.dtype == torch.float8_e4m3fn else TOLERANCE[dtype]
+def compare(got: Tensor, expected: Tensor, dtype: torch.dtype, limit: float | None = None) -> None:
+    limit = limit or (FP8_TOLERANCE if got.dtype == torch.float8_e4m3fn else TOLERANCE[dtype])
     wide, true = got.float(), expected.float()
     error = ((wide - true).norm() / true.norm().clamp(min=1e-30)).item()
     if not error <= limit:  # NaN too

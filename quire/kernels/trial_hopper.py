@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.table import Ops
+from quire.kernels.trial import reason
 from quire.types import QuireError
 
 # Gluon is no settled language: elsewhere a kernel might compile to something that waits forever, and no trial comes
@@ -38,7 +39,7 @@ def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callab
         faster = exchange()
         attempt(faster)
     except Exception as error:  # whatever a compiler, a driver or a kernel may say
-        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        why = reason(error)
         if strict:
             what = f"The {name} can't be used here ({why})."
             raise QuireError("kernel_failed", what, "Leave strict_kernels out, or see `quire doctor`.") from error

@@ -1,23 +1,26 @@
-"""Gives gated delta nets Hopper's walk over chunks (`triton/recurrent_walk.py`), if it is right here.
-
-The loader calls `settle_delta_net` for models that have such layers.
+"""Tries recurrent layers on their own shape, and gives gated delta nets Hopper's walk over chunks
+(`triton/recurrent_walk.py`), if it is right here; see `trial` and `trial_hopper`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels.recurrent import DeltaWeights, RecurrentShape
+from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import compare, finish_writes
+from quire.kernels.trial import NUM_TOKENS, Row, compare, finish_writes, reference_for
 from quire.kernels.trial_hopper import runs_on_hopper, settle_row
 
 NAME = "delta net's walk for Hopper"
-# Tokens of each row: catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
-STEPS = ((65, 1, 130, 1), (1, 2, 64, 1))
+Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
+# Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
+MIXED: Steps = ((65, 1, 130, 1), (1, 2, 64, 1))
+ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no more
 
 
 def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
@@ -40,29 +43,78 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
     return settle_row(ops, NAME, exchange, lambda faster: try_delta_net(faster, shape, dtype, device), strict=strict)
 
 
-def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Mixed steps, and what they leave behind. Raises."""
+@dataclass(frozen=True, slots=True)
+class MambaTrialShape:
+    """What decides which kernels Mamba2 layers get compiled."""
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, device=device)
+    state: RecurrentShape
+    norm_groups: int
+    conv_bias: bool
+    dt_limits: tuple[float, float]
+    dtype: torch.dtype
 
-    weights = DeltaWeights((0.5 * normal(shape.channels, 1, shape.conv_len)).to(dtype), normal(shape.num_heads) - 1.0,
-                           normal(shape.num_heads), (normal(shape.value_dim) + 1.0).to(dtype), 1e-6)  # fmt: skip
-    num_rows = len(STEPS[0])
-    slots = torch.randperm(num_rows, device=device)
-    state = 0.1 * normal(num_rows, shape.slot_elements)
-    exact = state.clone()
+
+# Both kinds of layers go by one plan.
+_give_up = reference_for("plan_recurrent", "gated_delta_net", "mamba2")
+
+
+def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row("delta net", lambda ops: try_delta_net(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+
+
+def mamba_row(shape: MambaTrialShape, device: torch.device) -> Row:
+    return Row("Mamba2", lambda ops: try_mamba(ops, shape, device, ONE_REQUEST), _give_up)
+
+
+def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
+                  steps: Steps = MIXED) -> None:  # fmt: skip
+    """What comes out of these steps, and what they leave behind. Raises."""
+    weights = DeltaWeights(_taps(shape, dtype, device), _draw(device, shape.num_heads) - 1.0,
+                           _draw(device, shape.num_heads), (_draw(device, shape.value_dim) + 1.0).to(dtype),
+                           1e-6)  # fmt: skip
     wide = replace(weights, conv=weights.conv.float(), norm=weights.norm.float())
+    inputs = shape.channels + shape.values + 2 * shape.num_heads
+    _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
+
+
+def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Steps = MIXED) -> None:
+    """As `try_delta_net`."""
+    state, dtype = shape.state, shape.dtype
+    heads = state.num_heads
+    weights = MambaWeights(
+        _taps(state, dtype, device), (0.5 * _draw(device, state.channels)).to(dtype) if shape.conv_bias else None,
+        _draw(device, heads) - 1.0, _draw(device, heads), _draw(device, heads),
+        (_draw(device, state.values) + 1.0).to(dtype), 1e-6, shape.norm_groups, *shape.dt_limits,
+    )  # fmt: skip
+    bias = None if weights.conv_bias is None else weights.conv_bias.float()
+    wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=weights.norm.float())
+    inputs = state.values + state.channels + heads
+    _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
+
+
+def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, wide: Any, num_inputs: int,
+            shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps) -> None:  # fmt: skip
+    """Side by side with the reference in float32 (`wide`: its weights), step after step."""
+    num_rows = len(steps[0])
+    slots = torch.randperm(num_rows, device=device)
+    state = 0.1 * _draw(device, num_rows, shape.slot_elements)
+    exact = state.clone()
     ends = [3] * num_rows
-    for counts in STEPS:
+    for counts in steps:
         positions = torch.cat([torch.arange(end, end + n, device=device) for end, n in zip(ends, counts, strict=True)])
-        x = normal(sum(counts), shape.channels + shape.values + 2 * shape.num_heads).to(dtype)
+        x = _draw(device, sum(counts), num_inputs).to(dtype)
         finish_writes(device)
-        plan = ops.plan_recurrent(slots, positions, list(counts))
-        got = ops.gated_delta_net(x, weights, shape, state, plan)
+        got = op(ops)(x, weights, shape, state, ops.plan_recurrent(slots, positions, list(counts)))
         plan = REFERENCE.plan_recurrent(slots, positions, list(counts))
-        expected = REFERENCE.gated_delta_net(x.float(), wide, shape, exact, plan)
-        compare(got, expected, dtype)
+        compare(got, op(REFERENCE)(x.float(), wide, shape, exact, plan), dtype)
         ends = [end + n for end, n in zip(ends, counts, strict=True)]
     for part in (shape.matrices, shape.rings):
         compare(part(state), part(exact), dtype)
+
+
+def _taps(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (0.5 * _draw(device, shape.channels, 1, shape.conv_len)).to(dtype)
+
+
+def _draw(device: torch.device, *size: int) -> Tensor:
+    return torch.randn(size, device=device)

@@ -63,8 +63,8 @@ class FallbackModel(nn.Module):
                                    "max_position_embeddings", 2048)  # fmt: skip
         self.causal = _build_on_meta(config, dtype)
         # Some kernels of other people's code know no other type than bfloat16 on meta.
-        shapes = _rehearse(_build_on_meta(config, torch.bfloat16), config)
-        self.specs = _cache_specs(shapes, cache_dtype, page_tokens)
+        self.layer_shapes = _rehearse(_build_on_meta(config, torch.bfloat16), config)
+        self.specs = _cache_specs(self.layer_shapes, cache_dtype, page_tokens)
         self.places = {layer: (spec, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
         _rebuild_buffers(self.causal, config.model_type, device)
         _make_weights(self.causal, dtype)

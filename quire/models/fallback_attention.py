@@ -25,10 +25,12 @@ ATTENTION = "quire"  # our name among the attention functions of transformers
 class LayerShape:
     """What one layer keeps of a token, and how it attends."""
 
+    num_heads: int
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int | None
+    softcap: float | None
 
 
 @dataclass(slots=True)
@@ -43,7 +45,9 @@ class Rehearsal:
         if num_heads % num_kv_heads:
             what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
             raise QuireError("bad_config", what, "Check config.json.")
-        self.layers[_layer_index(module)] = LayerShape(num_kv_heads, k.shape[-1], v.shape[-1], window)
+        self.layers[_layer_index(module)] = LayerShape(
+            num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap
+        )  # fmt: skip
         return q.new_empty(q.shape[1], q.shape[2], v.shape[-1]).transpose(0, 1)
 
 

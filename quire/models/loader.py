@@ -18,18 +18,10 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
-from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops, select_ops
-from quire.kernels.trial import TrialShape, settle_ops
-from quire.kernels.trial_gated import GatedTrialShape, settle_gated
-from quire.kernels.trial_latent import LatentTrialShape, settle_latent
-from quire.kernels.trial_recurrent import settle_delta_net
-from quire.layers.latent import LatentShape
-from quire.layers.mlp import GatedMLP
+from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
-from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
-from quire.models.dense_config import DenseConfig
 from quire.models.fallback import FallbackModel
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
@@ -43,7 +35,8 @@ from quire.models.sources import (
     fill_model,
 )
 from quire.models.text_part import TextPart, text_part
-from quire.types import CacheSpec, QuireError
+from quire.models.trials import Trials, settle_kernels
+from quire.types import QuireError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of GGUF tensors
@@ -81,16 +74,11 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
                     page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
     model, config = build(ops=ops)
     dtype = resolve_dtype(dtype, device, hf_config)
-    # In the deterministic mode no other kernel may step in, be it right or quick.
-    tried = _try_ops(ops, model, config, DTYPES[dtype], device, strict_kernels or deterministic)
-    if not deterministic:
-        tried = _try_latent(tried, model, config, DTYPES[dtype], device, strict_kernels)
-        tried = _try_delta_net(tried, model, DTYPES[dtype], device, strict_kernels)
-        tried = _try_gated(tried, model, DTYPES[dtype], device, strict_kernels)
-        tried = _try_libraries(tried, model, config, DTYPES[dtype], device, kernels)
+    max_model_len = _resolve_len(max_model_len, model.max_positions)
+    trials = Trials(model, DTYPES[dtype], device, max_model_len)
+    tried = settle_kernels(ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic)
     if tried is not ops:
         model, config = build(ops=tried)
-    max_model_len = _resolve_len(max_model_len, model.max_positions)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     notes = list(getattr(model, "notes", ()))
     if file is None and text_part(files.config or {}) is not None:
@@ -222,87 +210,6 @@ def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype
         model_type, fits_native=_fits_native(family, config), device_type=device.type, dtype=dtype, quant=quant,
         in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels, kv_dtype=kv_dtype,
     )  # fmt: skip
-
-
-def _try_ops(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
-    """The ops less those that fail on this model's shapes; nothing is tried where the reference runs anyway. Latents,
-    experts and models of other people's making are not tried: they have no other path on a GPU."""
-    if ops is REFERENCE or ops is FIXED or ops.native is not None or not isinstance(config, DenseConfig):
-        return ops
-    for spec in model.specs:
-        if spec.kind == "paged":
-            ops = settle_ops(ops, _trial_shape(model, config, spec, dtype), device, strict=strict)
-    return ops
-
-
-def _try_latent(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
-    """The ops with the kernel for latents of many heads, where the card has one and it is right."""
-    shape = getattr(config, "attention", None)
-    if device.type != "cuda" or not isinstance(shape, LatentShape) or config.form != "absorbed":
-        return ops
-    spec = model.specs[0]
-    trial = LatentTrialShape(shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, dtype,
-                             getattr(torch, spec.dtype), model.max_positions)  # fmt: skip
-    return settle_latent(ops, trial, device, strict=strict)
-
-
-def _try_delta_net(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
-    """The ops with the gated delta net's walk for Hopper, where there are such layers and it is right."""
-    layer = next((module for module in model.modules() if isinstance(module, GatedDeltaNet)), None)
-    return ops if layer is None else settle_delta_net(ops, layer.shape, dtype, device, strict=strict)
-
-
-def _try_gated(ops: Ops, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, strict: bool) -> Ops:
-    """The ops with Hopper's product for gate and up, where it is right and quicker for the largest of the model's."""
-    if device.type != "cuda":
-        return ops
-    products = [block.gate_up for block in model.modules() if isinstance(block, GatedMLP) and block.activate is None]
-    plain = [each for each in products if isinstance(each.scheme, Dense) and each.bias is None]
-    if not plain:
-        return ops
-    largest = max(plain, key=lambda each: each.in_features * each.out_features)
-    return settle_gated(ops, GatedTrialShape(largest.in_features, largest.out_features, dtype), device, strict=strict)
-
-
-def _try_libraries(ops: Ops, model: Model, config: Any, dtype: torch.dtype, device: torch.device,
-                   kernels: str) -> Ops:  # fmt: skip
-    """The ops with a library's attention before them, where one is installed and quicker, or asked for."""
-    if device.type != "cuda" or kernels not in ("auto", *LIBRARY_NAMES):
-        return ops
-    dense = getattr(config, "dense", config)
-    specs = [spec for spec in model.specs if spec.kind == "paged"]
-    if not isinstance(dense, DenseConfig) or not specs:
-        trouble = "it has nothing to do in a model of this kind"
-    elif dense.attention_softcap is not None or dense.sinks:
-        trouble = "no library does this model's soft caps or sinks"
-    elif not ops.captures:
-        trouble = "it stands before Triton's attention, which can't be used here"
-    else:
-        trouble = ""
-    from quire.kernels.libraries.choose import choose_library, refusal
-
-    if trouble:
-        if kernels == "auto":
-            return ops
-        raise refusal(kernels, trouble)
-    spec = next((spec for spec in specs if spec.window is None), specs[0])
-    return choose_library(ops, _trial_shape(model, dense, spec, dtype), device, kernels)
-
-
-def _trial_shape(model: Model, config: DenseConfig, spec: CacheSpec, dtype: torch.dtype) -> TrialShape:
-    return TrialShape(
-        width=config.width,
-        inner_width=config.inner_width,
-        num_heads=config.num_heads,
-        num_kv_heads=spec.shape[0],
-        head_dim=spec.shape[1],
-        page_tokens=spec.page_tokens,
-        window=spec.window,
-        qk_norm=config.qk_norm == "head",
-        dtype=dtype,
-        cache_dtype=getattr(torch, spec.dtype),
-        max_len=model.max_positions,
-    )
 
 
 def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:

@@ -27,7 +27,7 @@ from tests.gpu.library_checks import check_kernel
 from tests.gpu.where import Where
 
 CPU = torch.device("cpu")
-SHAPE = TrialShape(width=64, inner_width=128, num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
+SHAPE = TrialShape(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
                    qk_norm=False, dtype=torch.float16, cache_dtype=torch.float16, max_len=64)  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from quire.kernels.libraries.seam import LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import TrialShape
 from quire.models import loader
+from quire.models.trials import Trials, settle_library
 from quire.types import QuireError
 from tests.gpu.library_checks import check_fresh
 from tests.gpu.where import Where
@@ -26,7 +27,7 @@ from tests.gpu.where import Where
 SCALE = 0.2
 NUM_LAYERS = 3
 CPU = torch.device("cpu")
-SHAPE = TrialShape(width=64, inner_width=128, num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
+SHAPE = TrialShape(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, window=None,
                    qk_norm=False, dtype=torch.float16, cache_dtype=torch.float16, max_len=64)  # fmt: skip
 
 
@@ -173,18 +174,18 @@ def test_a_library_that_was_not_asked_for_is_not_even_opened() -> None:
     assert used is not None and used.name == "cuDNN" and "asks for something else" in judged[2].why
 
 
-@pytest.mark.parametrize(("fields", "captures", "why"), [
+@pytest.mark.parametrize(("fields", "has_attention", "why"), [
     ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, True, "soft caps or sinks"),
     ({"model_type": "llama"}, False, "Triton's attention, which can't be used"),
     ({"model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 2}, True, "a model of this kind"),
 ])  # fmt: skip
-def test_a_model_without_work_for_a_library_refuses_it(fields: dict[str, Any], captures: bool, why: str) -> None:
+def test_a_model_without_work_for_a_library_refuses_it(fields: dict[str, Any], has_attention: bool, why: str) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
               "intermediate_size": 128, "vocab_size": 256, **fields}  # fmt: skip
-    model, built = loader.build_model(config, dtype="float32", device=CPU, page_tokens=16, ops=REFERENCE)
-    ops = replace(REFERENCE, captures=captures)
-    args = (ops, model, built, torch.bfloat16, torch.device("cuda"))
+    model, _ = loader.build_model(config, dtype="float32", device=CPU, page_tokens=16, ops=REFERENCE)
+    ops = replace(REFERENCE, plan_attention=lambda *args: None) if has_attention else REFERENCE
+    trials = Trials(model, torch.bfloat16, torch.device("cuda"), 64)
     with pytest.raises(QuireError, match=why) as refused:
-        loader._try_libraries(*args, "cudnn")
+        settle_library(ops, trials, "cudnn")
     assert "kernels=cudnn can't be used" in str(refused.value)
-    assert loader._try_libraries(*args, "auto") is ops
+    assert settle_library(ops, trials, "auto") is ops

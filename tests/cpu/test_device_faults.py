@@ -20,7 +20,7 @@ from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.trial import TrialShape, settle_ops
+from quire.kernels.trial import TrialShape, dense_rows, reason, settle_ops
 from quire.layers.step import Step
 from quire.runtime.guard import Guarded, is_out_of_memory
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams
@@ -253,7 +253,7 @@ def test_bytes_for_the_cache_are_kept_to(tiny: Any) -> None:
     assert 0.95 * (1 << 20) < taken <= 1 << 20
 
 
-SHAPE = TrialShape(width=64, inner_width=96, num_heads=4, num_kv_heads=2, head_dim=16, page_tokens=8,
+SHAPE = TrialShape(num_heads=4, num_kv_heads=2, head_dim=16, page_tokens=8,
                    window=None, qk_norm=True, dtype=torch.float32, cache_dtype=torch.float32, max_len=64)  # fmt: skip
 ROWS = {
     "norm": ("rms_norm",),
@@ -267,15 +267,15 @@ def fast_ops() -> Any:
     """The reference in other clothes: rows that can be told from the reference's."""
     fields = {name: (lambda row: lambda *args, **options: row(*args))(getattr(REFERENCE, name))
               for names in ROWS.values() for name in names}  # fmt: skip
-    return replace(REFERENCE, **fields)
+    return replace(REFERENCE, captures=True, **fields)
 
 
 def test_kernels_that_work_stay() -> None:
     ops = fast_ops()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert settle_ops(ops, SHAPE, CPU, strict=False) is ops
-        settle_ops(ops, replace(SHAPE, window=5, qk_norm=False), CPU, strict=True)
+        assert settle_ops(ops, dense_rows(SHAPE, CPU), strict=False) is ops
+        settle_ops(ops, dense_rows(replace(SHAPE, window=5, qk_norm=False), CPU), strict=True)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -291,14 +291,24 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(name: str, how: str) -> 
 
     ops = replace(fast_ops(), **{main: bad})
     with pytest.warns(UserWarning, match=f"The {name} kernel can't be used here") as said:
-        settled = settle_ops(ops, SHAPE, CPU, strict=False)
+        settled = settle_ops(ops, dense_rows(SHAPE, CPU), strict=False)
     assert len(said) == 1 and "\n" not in str(said[0].message)
     for other, fields in ROWS.items():
         for field in fields:
-            assert (getattr(settled, field) is getattr(REFERENCE, field)) == (other == name), field
+            assert (getattr(settled, field) is not getattr(ops, field)) == (other == name), field
+    assert settled.captures == (name in ("norm", "silu_mul")), "the reference does not skip rows that pad a step"
     with pytest.raises(QuireError, match=name) as refused:
-        settle_ops(ops, SHAPE, CPU, strict=True)
+        settle_ops(ops, dense_rows(SHAPE, CPU), strict=True)
     assert refused.value.code == "kernel_failed"
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    ("at 2:4:\ndef kernel(x_ptr):\n    tl.dot(a, b)\n    ^\nno such instruction\n", "no such instruction"),
+    ("PTXAS error: Internal error\n`ptxas` stderr: …", "PTXAS error: Internal error"),
+    ("", ""),
+])  # fmt: skip
+def test_the_line_says_what_is_wrong(said: str, told: str) -> None:
+    assert reason(RuntimeError(said)) == f"RuntimeError: {told}"
 
 
 def test_without_triton_strict_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +376,8 @@ def test_a_kernel_that_never_gets_to_the_second_page_is_found(page_tokens: int) 
 
     ops = replace(fast_ops(), paged_attention=forgetful)
     with pytest.warns(UserWarning, match="attention kernel"):
-        assert settle_ops(ops, replace(SHAPE, page_tokens=page_tokens), CPU, strict=False) is not ops
+        rows = dense_rows(replace(SHAPE, page_tokens=page_tokens), CPU)
+        assert settle_ops(ops, rows, strict=False) is not ops
 
 
 def test_explaining_which_kernel_each_op_gets() -> None:

@@ -18,7 +18,7 @@ from quire.kernels.table import REFERENCE, FirstOf, Ops
 from quire.kernels.trial_gated import GatedTrialShape, is_quicker, settle_gated, try_gated
 from quire.layers.mlp import GatedMLP
 from quire.layers.quant import Dense, Fp8
-from quire.models import loader
+from quire.models.trials import Trials
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -143,21 +143,17 @@ def test_the_row_takes_many_rows_of_its_own_shape_only() -> None:
     assert torch.equal(row.run(x, weight.float(), bias, None, 0.0, True, None), expected), "a bias takes the plain path"
 
 
-def test_the_largest_plain_product_of_a_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_plain_product_of_a_model_is_tried() -> None:
     def block(inner_width: int, scheme: Any = None, bias: bool = False, activation: str = "silu") -> GatedMLP:
         return GatedMLP("mlp", None, 64, inner_width, bias=bias, dtype=torch.bfloat16, scheme=scheme or Dense(TABLE),
                         activation=activation)  # fmt: skip
 
-    def settle(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool) -> Ops:
-        asked.append(shape)
-        return ops
+    def gate_up(*blocks: GatedMLP) -> GatedTrialShape | None:
+        return Trials(torch.nn.ModuleList(blocks), torch.bfloat16, CUDA, 64).largest_gate_up()
 
-    asked: list[GatedTrialShape] = []
-    monkeypatch.setattr(loader, "settle_gated", settle)
     others = [block(256, bias=True), block(256, activation="gelu"), block(256, scheme=Fp8(TABLE))]
-    for blocks, device in ((others, CUDA), ([block(96)], CPU), ([block(96), block(128), block(96), *others], CUDA)):
-        assert loader._try_gated(TABLE, torch.nn.ModuleList(blocks), torch.bfloat16, device, False) is TABLE
-    assert asked == [GatedTrialShape(64, 256, torch.bfloat16)]
+    assert gate_up(*others) is None
+    assert gate_up(block(96), block(128), block(96), *others) == GatedTrialShape(64, 256, torch.bfloat16)
 
 
 def test_the_first_that_wins_does_the_work() -> None:

@@ -13,6 +13,7 @@ from tests.gpu import (
     paged_checks,
     recurrent_checks,
     sampling_checks,
+    trial_checks,
 )
 
 CHECKS = {
@@ -26,4 +27,5 @@ CHECKS = {
     **sampling_checks.CHECKS,
     **fixed_checks.CHECKS,
     **fixed_layer_checks.CHECKS,
+    **trial_checks.CHECKS,
 }

@@ -175,26 +175,10 @@ def _check_bad_rows(where: Where, sample_rows: Callable[..., tuple[Tensor, Tenso
         assert (row_tokens >= 0).sum() == 4
 
 
-def check_trial(where: Where) -> None:
-    """What the loader tries before it builds a model: every row of the table passes, on its own terms."""
-    from quire.kernels.table import select_ops
-    from quire.kernels.trial import TrialShape, failing_rows
-
-    for dtype in where.dtypes:
-        for window in (None, 7):
-            heads = (4096, 12288, 32, 8, 128) if where.large else (64, 96, 4, 2, 16)
-            shape = TrialShape(*heads, 16, window, qk_norm=window is None, dtype=dtype, cache_dtype=dtype)
-            failed = [
-                (row.name, error) for row, error in failing_rows(select_ops("cuda"), shape, torch.device(where.device))
-            ]
-            assert not failed, f"{dtype}, window {window}: {failed}"
-
-
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
     "silu_mul": check_silu_mul,
     "rope_write": check_rope_write,
     "rows": check_rows,
     "sampling": check_sampling,
-    "trial": check_trial,
 }

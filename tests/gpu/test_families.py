@@ -21,8 +21,9 @@ def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
     reference = save_checkpoint(family, tmp_path)
     device = torch.device("cuda")
     model = load_model(
-        resolve_model(str(tmp_path)), dtype="float32", device=device, max_model_len=None, page_tokens=16
-    ).model
+        resolve_model(str(tmp_path)), dtype="float32", device=device, max_model_len=None, page_tokens=16,
+        strict_kernels=True,
+    ).model  # fmt: skip
     if any(spec.kind == "state" for spec in model.specs):
         pytest.skip("a hybrid")
     rows = [HarnessRow([(7 * i * i + 3 + 5 * r) % 256 for i in range(n)]) for r, n in enumerate((150, 9, 60))]

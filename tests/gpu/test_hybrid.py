@@ -12,7 +12,7 @@ from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import loader
+from quire.models import loader, trials
 from quire.models.loader import load_model
 from quire.types import SamplingParams
 
@@ -34,7 +34,9 @@ def test_hybrids_on_a_gpu_equal_the_cpu(name: str, tmp_path: Path) -> None:
     expected = run(make_engine(load(tmp_path, page_tokens=16), page_tokens=16), prompts, GREEDY)
     device = torch.device("cuda", 0)
     files = resolve_model(str(tmp_path))
-    model = load_model(files, dtype="float32", device=device, max_model_len=None, page_tokens=16).model
+    model = load_model(
+        files, dtype="float32", device=device, max_model_len=None, page_tokens=16, strict_kernels=True
+    ).model
     for preemption, num_pages in (("swap", 600), ("swap", 24), ("recompute", 24)):
         knobs = {"page_tokens": 16, "num_pages": num_pages, "max_rows": 8, "max_batch_tokens": 64, "chunk_tokens": 23,
                  "depth": 2, "preemption": preemption}  # fmt: skip
@@ -87,7 +89,7 @@ def test_wide_heads_get_their_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(len(tokens) == 32 for tokens in first)
     graphs = engine.workers._inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"
-    monkeypatch.setattr(loader, "settle_delta_net", lambda ops, *args, **options: ops)
+    monkeypatch.setattr(trials, "settle_delta_net", lambda ops, *args, **options: ops)
     plain = load_wide_heads(tmp_path)
     assert plain.ops.gated_delta_net.__module__ == "quire.kernels.triton.recurrent"
     want = (logits_of(plain) - exact).norm() / exact.norm()

@@ -13,7 +13,7 @@ from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import loader
+from quire.models import loader, trials
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def test_many_heads_get_their_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.ops.latent_attention.__module__ == "quire.kernels.triton.latent_many"
     exact = logits_of(load(tmp_path, "float32"))
     got = (logits_of(found) - exact).norm() / exact.norm()
-    monkeypatch.setattr(loader, "settle_latent", lambda ops, *args, **options: ops)
+    monkeypatch.setattr(trials, "settle_latent", lambda ops, *args, **options: ops)
     plain = load(tmp_path)
     assert plain.ops.latent_attention.__module__ == "quire.kernels.triton.latent"
     want = (logits_of(plain) - exact).norm() / exact.norm()

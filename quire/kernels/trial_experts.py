@@ -1,0 +1,126 @@
+"""Tries a mixture's router and experts on its own shape; see `trial`.
+
+Few tokens go through few of the experts, among them the last: what the reference has to multiply is little, and all
+experts of a layer lie in memory as they will in the model, but only the chosen ones are filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.table import REFERENCE, Ops
+from quire.kernels.trial import (
+    FEW_TOKENS,
+    TOLERANCE,
+    Row,
+    compare,
+    finish_writes,
+    normal,
+    reference_for,
+    reference_route,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTrialShape:
+    """What decides which kernels a mixture gets compiled."""
+
+    routing: Routing
+    stream_width: int  # what the router sees
+    width: int  # what an expert sees
+    inner_width: int
+    activation: GatedActivation
+    dtype: torch.dtype
+    norm_dtype: torch.dtype | None = None  # of the weight of the norm that the router takes along; None: it takes none
+    router_bias: bool = False
+    choice_bias: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    residual: bool = True  # the experts' sum is added to something
+
+
+def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
+    route = reference_for(norm_route=reference_route, captured=True)
+    return [
+        Row("router", lambda ops: try_router(ops, shape, device), route),
+        Row("experts", lambda ops: try_experts(ops, shape, device), reference_for("run_experts")),
+    ]
+
+
+def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
+    """Logits may be worked out of the stream in float32, or of what the norm was rounded to, in either type: near ties
+    fall one way or the other. Raises."""
+    routing, width, dtype = shape.routing, shape.stream_width, shape.dtype
+    router = normal(device, dtype, routing.num_experts, width) * width**-0.5
+    stream = normal(device, dtype, FEW_TOKENS, width)
+    norm = None if shape.norm_dtype is None else normal(device, shape.norm_dtype, width).abs_()
+    router_bias = normal(device, dtype, routing.num_experts) if shape.router_bias else None
+    choice_bias = normal(device, torch.float32, routing.num_experts) * 0.1 if shape.choice_bias else None
+    finish_writes(device)
+    weights: list[Any] = [router, router_bias, choice_bias, routing]
+    x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
+    if not bool(((chosen >= 0) & (chosen < routing.num_experts)).all()):
+        raise ArithmeticError("it sends tokens to experts that are not there")
+    got = _by_expert(chosen, shares, routing.num_experts)
+    exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
+    true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
+    compare(x, true_x, dtype)
+    right = torch.zeros(FEW_TOKENS, dtype=torch.bool, device=device)
+    of_rounded = (REFERENCE.norm_route(x.to(each[0].dtype), None, 0.0, *each)[1:] for each in (exact, weights))
+    for choice in (best, *of_rounded):
+        true = _by_expert(choice[0], choice[1], routing.num_experts)
+        right |= (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
+    if 4 * int(right.sum()) < 3 * FEW_TOKENS:
+        raise ArithmeticError(f"it sends {int((~right).sum())} of {FEW_TOKENS} tokens elsewhere")
+
+
+def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """[tokens, experts]"""
+    shares = torch.zeros(len(chosen), num_experts, device=chosen.device)
+    return shares.scatter_(1, chosen.long(), weights.float())
+
+
+def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
+    """A few tokens, and one alone, which has kernels of its own. Raises."""
+    routing, dtype = shape.routing, shape.dtype
+    there = _spread(routing, device)
+    experts = _make_experts(shape, there, device)
+    for num_tokens in (FEW_TOKENS, 1):
+        order = torch.rand(num_tokens, len(there), device=device).argsort(1)[:, : routing.top_k]
+        chosen = there[order].int()
+        weights = torch.rand(num_tokens, routing.top_k, device=device)
+        x = normal(device, dtype, num_tokens, shape.width)
+        residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None
+        finish_writes(device)
+        expected = REFERENCE.run_experts(x, experts, chosen, weights, residual)
+        compare(ops.run_experts(x, experts, chosen, weights, residual), expected, dtype)
+
+
+def _spread(routing: Routing, device: torch.device) -> Tensor:
+    """Twice as many experts as a token is sent to, from the first to the last."""
+    count = min(2 * routing.top_k, routing.num_experts)
+    return torch.linspace(0, routing.num_experts - 1, count, device=device).long()
+
+
+def _make_experts(shape: ExpertsTrialShape, there: Tensor, device: torch.device) -> ExpertWeights:
+    num, inner, width, dtype = shape.routing.num_experts, shape.inner_width, shape.width, shape.dtype
+
+    def make(*size: int, scale: float = 1.0) -> Tensor:
+        """[experts, ...]"""
+        made = torch.empty(num, *size, dtype=dtype, device=device)
+        for expert in there.tolist():
+            made[expert].normal_(0.0, scale)
+        return made
+
+    return ExpertWeights(
+        make(2 * inner, width, scale=width**-0.5),
+        make(width, inner, scale=inner**-0.5),
+        make(2 * inner) if shape.gate_up_bias else None,
+        make(width) if shape.down_bias else None,
+        shape.activation,
+    )

@@ -1,0 +1,101 @@
+"""What is tried before a model is built: with the kernels as they are every row passes, on its own terms; run as
+`kernel_checks` are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from quire.kernels.experts import GatedActivation, Routing
+from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.table import Ops, select_fixed_ops, select_ops
+from quire.kernels.trial import Product, Row, TrialShape, dense_rows, failure, norm_row, product_row
+from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
+from quire.kernels.trial_latent import LatentTrialShape, latent_rows
+from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row
+from tests.gpu.where import Where
+
+CLAMPED = GatedActivation(1.702, 1.0, 7.0)
+SQUARED = GatedActivation(alpha=1e30)
+
+
+def assert_pass(ops: Ops, rows: Iterable[Row], what: str) -> None:
+    tried = [(row.name, failure(ops, row)) for row in rows]
+    failed = [(name, repr(error)) for name, error in tried if error is not None]
+    assert not failed, f"{what}: {failed}"
+
+
+def check_dense(where: Where) -> None:
+    device = torch.device(where.device)
+    for dtype in where.dtypes:
+        for window in (None, 7):
+            heads = (32, 8, 128) if where.large else (4, 2, 16)
+            shape = TrialShape(*heads, 16, window, qk_norm=window is None, dtype=dtype, cache_dtype=dtype)
+            if window is not None:
+                shape = replace(shape, sinks=True)
+            else:
+                shape = replace(shape, softcap=20.0, qk_dtype=torch.float32)
+            assert_pass(select_ops("cuda"), dense_rows(shape, device), f"{dtype}, window {window}")
+        width = 4096 if where.large else 64
+        out = Product(width, width, dtype, residual=True, bias=True)
+        rows = [product_row(out, device), norm_row(width, dtype, torch.float32, device)]
+        assert_pass(select_ops("cuda"), rows, f"{dtype}, alone")
+
+
+def _mixtures(where: Where) -> list[ExpertsTrialShape]:
+    """Qwen3-MoE's, gpt-oss's, DeepSeek V3's and Nemotron-H's kinds."""
+    dtype = where.dtypes[-1]
+    if where.large:
+        return [
+            ExpertsTrialShape(Routing(128, 8), 2048, 2048, 768, GatedActivation(), dtype, dtype),
+            ExpertsTrialShape(Routing(32, 4), 2880, 2880, 2880, CLAMPED, dtype, dtype, True, False, True, True),
+            ExpertsTrialShape(Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2, True), 7168, 7168, 2048, GatedActivation(),
+                              dtype, dtype, choice_bias=True),
+            ExpertsTrialShape(Routing(512, 10), 2048, 2048, 512, GatedActivation(), dtype, torch.float32),
+            ExpertsTrialShape(Routing(64, 6, "sigmoid"), 4096, 1024, 1856, SQUARED, dtype, None, choice_bias=True,
+                              residual=False),
+        ]  # fmt: skip
+    return [
+        ExpertsTrialShape(Routing(5, 2), 48, 48, 24, GatedActivation(), torch.float32, torch.float32),
+        ExpertsTrialShape(Routing(4, 1), 40, 40, 16, CLAMPED, dtype, torch.float32, True, False, True, True),
+        ExpertsTrialShape(Routing(8, 2, "sigmoid", True, 2.5, 4, 2, 2, True), 32, 16, 16, SQUARED, dtype, None,
+                          choice_bias=True, residual=False),
+    ]  # fmt: skip
+
+
+def check_experts(where: Where) -> None:
+    for shape in _mixtures(where):
+        for ops in (select_ops("cuda"), select_fixed_ops("cuda")):
+            assert_pass(ops, expert_rows(shape, torch.device(where.device)), str(shape))
+
+
+def check_latents(where: Where) -> None:
+    device, page = torch.device(where.device), 64 if where.large else 16
+    sizes = [(16, 512, 64, 128, None), (128, 512, 64, 128, 1536)] if where.large else [(4, 16, 8, 12, None)]
+    for dtype in where.dtypes:
+        for heads, rank, rope_dim, nope_dim, q_rank in sizes:
+            caches = (dtype, torch.float8_e4m3fn) if where.large and dtype != torch.float32 else (dtype,)
+            for cache_dtype in caches:
+                shape = LatentTrialShape(heads, rank, rope_dim, page, dtype, cache_dtype, 512, nope_dim, q_rank,
+                                         interleaved=q_rank is None)  # fmt: skip
+                assert_pass(select_ops("cuda"), latent_rows(shape, device), str(shape))
+
+
+def check_recurrent(where: Where) -> None:
+    device = torch.device(where.device)
+    state = RecurrentShape(16, 32, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 24, 4)
+    for dtype in where.dtypes:
+        for ops in (select_ops("cuda"), select_fixed_ops("cuda")) if where.large else (select_ops("cuda"),):
+            for has_bias in (True, False) if where.large else (dtype == torch.float32,):
+                mamba = MambaTrialShape(state, 1, has_bias, (0.0, float("inf")), dtype)
+                assert_pass(ops, [delta_net_row(state, dtype, device), mamba_row(mamba, device)], str(mamba))
+
+
+CHECKS: dict[str, Callable[[Where], None]] = {
+    "trial": check_dense,
+    "trial of experts": check_experts,
+    "trial of latents": check_latents,
+    "trial of recurrent layers": check_recurrent,
+}

@@ -236,17 +236,22 @@ def _fixed_triton_ops() -> Ops:
 
 
 class _Skinny:
-    """`triton.skinny` in the table's form. By measurement it beats cuBLAS at one row always, and at a few rows where it
-    spares a SiLU-mul or where the weight is so small that launches count for more than bytes."""
+    """`triton.skinny` in the table's form. By measurement it beats cuBLAS at one row always, at a few but for a model's
+    head, whose outputs are so many that either is busy reading, and at some more where outputs are no more than inputs
+    or a SiLU-mul is spared."""
 
-    MAX_ROWS = 16
-    SMALL = 1 << 23  # elements
+    FEW_ROWS, SOME_ROWS = 16, 32
+    MAX_OUTPUTS = 1 << 15  # for more than one row
 
     def __init__(self, skinny_linear: Callable[..., Tensor]):
         self._linear = skinny_linear
 
     def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
-        return num_rows == 1 or (num_rows <= self.MAX_ROWS and (silu_mul or weight.numel() <= self.SMALL))
+        num_outputs, num_inputs = weight.shape
+        if num_rows == 1 or silu_mul:
+            return num_rows <= self.SOME_ROWS
+        most = self.SOME_ROWS if num_outputs <= num_inputs else self.FEW_ROWS
+        return num_rows <= most and num_outputs <= self.MAX_OUTPUTS
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
             silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip

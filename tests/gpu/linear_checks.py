@@ -15,14 +15,14 @@ from tests.gpu.where import Where, close, on_hopper
 def check_skinny(where: Where) -> None:
     from quire.kernels.triton.skinny import skinny_linear
 
-    sizes = [(1024, 4096), (3072, 1024), (4096, 768), (576, 960)] if where.large else [(64, 48), (72, 33)]
+    sizes = [(1024, 4096), (512, 6144), (3072, 1024), (4096, 768), (576, 960)] if where.large else [(64, 48), (72, 33)]
     for dtype in where.dtypes:
         for in_features, out_features in sizes:
             weight = where.normal(2 * out_features, in_features, dtype=dtype)
             bias = where.normal(2 * out_features, dtype=dtype)
             norm_weight = where.normal(in_features, dtype=dtype)
             where.settle()
-            for rows in (1, 2, 8, 16) if where.large else (1, 3):
+            for rows in (1, 2, 8, 16, 17, 32) if where.large else (1, 3, 18):
                 x = where.normal(rows, in_features, dtype=dtype)
                 where.poison()
                 name = f"skinny_linear {rows} x {in_features} x {out_features}"

@@ -1,8 +1,8 @@
 """Matrix products of a few rows, where reading the weight is all the work: one kernel with what stands around it.
 
 x [rows, in] times weight [out, in], with optional RMS norm before, bias, and SiLU-mul or residual addition behind, so
-that a layer of a one-token step is a handful of launches. One row multiplies on the plain units; up to sixteen go
-through the matrix units with the weight as their left operand. A kernel can also have the next product's weight
+that a layer of a one-token step is a handful of launches. One row multiplies on the plain units; up to 32 go through
+the matrix units with the weight as their left operand. A kernel can also have the next product's weight
 brought into L2 while it runs, which keeps memory busy through the gaps between kernels.
 """
 
@@ -24,8 +24,6 @@ from quire.kernels.triton.launch import (
     wait_for_inputs,
 )
 from quire.kernels.triton.norm import rms_norm
-
-MAX_ROWS = 16
 
 
 @triton.jit
@@ -189,7 +187,7 @@ class SkinnyTuning:
 def tune(num_rows: int, out_features: int, in_features: int, element_size: int, silu_mul: bool) -> SkinnyTuning:
     """By measurement on an H200, for the products of Qwen3-0.6B and 8B."""
     if num_rows > 1:
-        return SkinnyTuning(64, 128, 4, 5)
+        return _tune_few(num_rows, out_features, element_size, silu_mul)
     if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
         return SkinnyTuning(4, 4096, 4, 1) if in_features <= 4096 else SkinnyTuning(2, 16384, 8, 1)
     if out_features <= 2048 and in_features <= 2048:  # so few outputs that a program takes few, and all their columns
@@ -199,16 +197,23 @@ def tune(num_rows: int, out_features: int, in_features: int, element_size: int, 
     return SkinnyTuning(8, 1024, 4, 1)
 
 
-def wins(num_rows: int, out_features: int, in_features: int, fused: bool) -> bool:
-    """Whether this kernel beat cuBLAS where it was measured. `fused`: it also spares a SiLU-mul or an addition."""
-    return num_rows == 1 or (num_rows <= MAX_ROWS and fused)
+def _tune_few(num_rows: int, out_features: int, element_size: int, silu_mul: bool) -> SkinnyTuning:
+    """Blocks so small that there are several programs for each multiprocessor, with much of the weight on its way. More
+    rows want larger ones: every program reads all of x."""
+    if element_size == 1:
+        return SkinnyTuning(64, 128, 4, 5)
+    if silu_mul:
+        return SkinnyTuning(32, 128, 2, 4) if out_features > 4096 else SkinnyTuning(64, 128, 4, 4)
+    if num_rows > 16:
+        return SkinnyTuning(16, 256, 4, 6) if out_features <= 2048 else SkinnyTuning(32, 256, 4, 6)
+    return SkinnyTuning(16, 256, 2, 6) if out_features <= 4096 else SkinnyTuning(16, 512, 2, 3)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
                   eps: float = 0.0, silu_mul: bool = False, residual: Tensor | None = None,
                   weight_scale: Tensor | None = None, prefetch: Tensor | None = None,
                   tuning: SkinnyTuning | None = None) -> Tensor:  # fmt: skip
-    """x [rows <= 16, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
+    """x [rows <= 32, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
     float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, silu_mul of the two halves of the output,
     + residual. `prefetch`: a tensor to bring into L2 meanwhile. Returns [rows, out], or [rows, out / 2] with silu_mul.
     """
@@ -243,6 +248,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm
     else:
         _few_rows_kernel[grid](
             x, weight, weight_scale, bias, residual, out, prefetch, next_bytes, num_rows, in_features, out_features,
-            x.stride(0), ROWS=16, PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, **constants,
+            x.stride(0), ROWS=max(16, triton.next_power_of_2(num_rows)), PRECISION=dot_precision(x.dtype),
+            STAGES=tuning.num_stages, **constants,
         )  # fmt: skip
     return out

@@ -23,29 +23,35 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
+from quire.kernels.failures import is_out_of_memory
 from quire.kernels.selftest import check_ops
 from quire.kernels.table import (
     Ops,
     RowOps,
+    SamplingOps,
     select_choice,
     select_fixed_ops,
     select_ops,
     select_row_ops,
     select_sampling,
 )
+from quire.kernels.trial import TOLERANCE
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
 from quire.models.loader import build_model, load_model, read_config
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
-from quire.runtime.guard import Guarded, first_line, is_out_of_memory, release_memory
+from quire.runtime.guard import Guarded, first_line, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
+from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
+from quire.sampling.fused import EVERY, OTHER_BITS
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
+from quire.sampling.trial import settle_sampling
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
@@ -133,13 +139,15 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    row_ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
+    sampling_ops = _sampling_ops(model, config, device)
+    # Where the sampler's kernels can't be used, those of captured steps, which sample too, can't either.
+    captures = sampling_ops is not None and config.engine.graphs and _can_capture(model)
+    row_ops = _row_ops(model, config, max_model_len, device) if captures else None
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
-    is_torch, is_fixed = config.engine.kernels == "torch", config.engine.deterministic
-    sampling_ops = None if is_torch else select_sampling(device.type, is_fixed)
-    sampler = Sampler(model.vocab_size, device, sampling_ops, select_choice(device.type, config.engine.kernels))
+    choice = select_choice(device.type, config.engine.kernels)
+    sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _irreplaceable(config))
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = Guarded(runner, device)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
@@ -183,6 +191,38 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
 def _can_capture(model: Model) -> bool:
     ops = getattr(model, "ops", None)
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
+
+
+def _sampling_ops(model: Model, config: Config, device: torch.device) -> SamplingOps | None:
+    """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode."""
+    engine = config.engine
+    ops = None if engine.kernels == "torch" else select_sampling(device.type, engine.deterministic)
+    if ops is None:
+        return None
+    strict = engine.strict_kernels or engine.deterministic
+    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), device, strict=strict)
+
+
+def _irreplaceable(config: Config) -> frozenset[str]:
+    """Sampling kernels that torch may not stand in for."""
+    if config.engine.strict_kernels:
+        return EVERY
+    return OTHER_BITS if config.engine.deterministic else frozenset()
+
+
+def _row_ops(model: Model, config: Config, max_model_len: int, device: torch.device) -> RowOps | None:
+    """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
+    ops = select_row_ops(device.type)
+    if ops is None:
+        return None
+    strict, dtype = config.engine.strict_kernels, _logits_dtype(model)
+    return settle_row_ops(ops, list(model.specs), max_model_len, model.vocab_size, dtype, device, strict=strict)
+
+
+def _logits_dtype(model: Model) -> torch.dtype:
+    """What the model computes in; weights may be kept in something smaller."""
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return next((weight.dtype for weight in weights if weight.dtype in TOLERANCE), torch.float32)
 
 
 def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: RowOps | None,

@@ -286,8 +286,10 @@ class RowOps:
 
 def select_row_ops(device_type: str) -> RowOps | None:
     """None where steps can't be captured."""
-    if device_type != "cuda":
-        return None
+    return triton_rows() if device_type == "cuda" else None
+
+
+def triton_rows() -> RowOps | None:
     try:
         from quire.kernels.triton import rows, sample
     except ImportError:

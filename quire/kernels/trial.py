@@ -8,8 +8,6 @@ experts, latents and recurrent layers in `trial_experts`, `trial_latent` and `tr
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.failures import give_way, is_out_of_memory, reason
 from quire.kernels.table import REFERENCE, Ops
-from quire.types import QuireError
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 FP8_TOLERANCE = 0.15
 NUM_TOKENS = 84  # of the prompt that is attended to: a GPU's page of 64 and a bit, so that a second page is looked up
+EXACT = 1e-12  # a limit for what may not be off at all
 FEW_TOKENS = 16  # where kernels for many tokens are others than those for few, which every request needs
 
 
@@ -40,30 +39,25 @@ def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool) -> Ops:
     """The table less the rows that fail, each with a line that says so; `strict`: refuse instead."""
     for row in rows:
         error = failure(ops, row)
-        if error is None:
-            continue
-        line = f"The {row.name} kernel can't be used here ({reason(error)})"
-        if strict or row.give_up is None:
-            raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels and FP8 out, or see `quire doctor`.")
-        warnings.warn(f"{line}; plain torch does its work, more slowly.", stacklevel=2)
-        ops = row.give_up(ops)
+        if error is not None:
+            give_way(row.name, reason(error), refuse=strict or row.give_up is None)
+            assert row.give_up is not None
+            ops = row.give_up(ops)
     return ops
 
 
 def failure(ops: Ops, row: Row) -> Exception | None:
+    return error_of(lambda: row.attempt(ops))
+
+
+def error_of(attempt: Callable[[], None]) -> Exception | None:
+    """What a trial fails with, if it does."""
     try:
-        row.attempt(ops)
-    except torch.OutOfMemoryError:
-        return None  # no fault of the kernel's, and whoever needs the memory next will say so
+        attempt()
     except Exception as error:  # whatever a compiler, a driver or a kernel may say
-        return error
+        # Memory is no fault of the kernel's, and whoever needs it next will say so.
+        return None if is_out_of_memory(error) else error
     return None
-
-
-def reason(error: Exception) -> str:
-    """In one line. Triton's compiler first quotes the kernel, then says what is wrong."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
 
 
 def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:

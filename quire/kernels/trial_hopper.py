@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from quire.kernels.failures import reason
 from quire.kernels.table import Ops
-from quire.kernels.trial import reason
 from quire.types import QuireError
 
 # Gluon is no settled language: elsewhere a kernel might compile to something that waits forever, and no trial comes

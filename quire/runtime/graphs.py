@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
@@ -117,12 +118,14 @@ class DecodeGraphs:
         return _Outputs(logits, chosen)
 
     def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
-        """Nothing has run yet when a capture fails, for want of memory say: that kind stays eager from then on."""
+        """Nothing has run yet when a capture fails, for want of memory say, or over a kernel that was to be compiled:
+        that kind stays eager from then on."""
         try:
             return self._capture(kind)
-        except RuntimeError as error:
+        except Exception as error:
             self._uses[kind] = -sys.maxsize
-            warnings.warn(f"Steps of {kind[0]} rows could not be captured ({error}); they run eagerly.", stacklevel=2)
+            line = f"Steps of {kind[0]} rows could not be captured ({reason(error)}); they run eagerly."
+            warnings.warn(line, stacklevel=2)
             return None
 
     def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:

@@ -16,21 +16,18 @@ from typing import Any
 import torch
 
 from quire.engine.workers import DeviceLost, Ticket, Workers
+from quire.kernels.failures import is_out_of_memory, sign_of_life
 from quire.types import Plan, QuireError, StepOutput
-
-# How others than torch's own allocator say it: the CPU's, cuBLAS, Triton's launcher.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Guarded:
     """Workers that do what the inner ones do."""
 
     def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None):
-        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own answer to
-        "have you finished", which after an illegal access or a failed launch is that same error, for ever."""
+        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own."""
         self._inner = inner
         self._device = device
-        self._probe = probe or (lambda: _sign_of_life(device))
+        self._probe = probe or (lambda: sign_of_life(device))
         self._hoards = False  # memory ran out: give back what the allocator keeps, once the failed step is forgotten
 
     def forward(self, plan: Plan) -> Any:
@@ -95,12 +92,6 @@ class _GuardedTicket:
         return self._guard.wait(self._inner)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
-
-
 def first_line(error: BaseException) -> str:
     """CUDA's errors bring a page of advice along."""
     text = str(error).strip().splitlines()
@@ -111,8 +102,3 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _sign_of_life(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.pacing import STEP_SIZES
+from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
 from quire.models.registry import Model
@@ -102,8 +103,9 @@ class MixedGraphs:
                     self._graphs[size] = self._capture(size)
                 except NotImplementedError:
                     return
-                except RuntimeError as error:
-                    warnings.warn(f"Mixed steps of {size.tokens} tokens could not be captured ({error}).", stacklevel=2)
+                except Exception as error:
+                    line = f"Mixed steps of {size.tokens} tokens could not be captured ({reason(error)})."
+                    warnings.warn(line, stacklevel=2)
                     return
                 yield
 

@@ -1,7 +1,8 @@
-"""Edits that touch a few cells of the logits: logit bias, forbidden stop ids, bad words; and the grammar's mask.
+"""Edits of the logits in the sampler's documented order (`edit`), and those that touch a few cells: logit bias,
+forbidden stop ids, bad words; and the grammar's mask.
 
-The sampler calls these in its documented order on its own copy of the logits, which they change in place. Forbidding
-is adding -inf, and a condition that only the device can decide becomes "add -inf or 0".
+They work in place, on a copy of the logits. Forbidding is adding -inf, and a condition that only the device can decide
+becomes "add -inf or 0".
 """
 
 from __future__ import annotations
@@ -9,8 +10,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.sampling.batch import BadWords, Bias, MinTokens
+from quire.sampling.batch import BadWords, Batch, Bias, Histories, MinTokens
+from quire.sampling.dry import apply_dry
+from quire.sampling.penalties import apply_penalties
 from quire.sampling.rowwise import NOTHING, minus_inf_unless
+
+
+def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
+    """Steps 2 to 7 of the sampler's order, on a copy; the logits themselves when nobody asked for any of them."""
+    if not batch.edits and mask is None:
+        return logits
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    tokens, rows, lengths = histories.tokens, histories.rows, histories.lengths
+    if batch.bias is not None:
+        add_bias(edited, batch.bias)
+    if batch.penalties is not None:
+        max_len = histories.max_len(batch.penalties.host_samples)
+        apply_penalties(edited, batch.penalties, tokens, lengths, rows, max_len)
+    if batch.dry is not None:
+        apply_dry(edited, batch.dry, tokens, lengths, rows, histories.max_len(batch.dry.host_samples))
+    if batch.min_tokens is not None:
+        forbid_stops(edited, batch.min_tokens, lengths)
+    if batch.bad_words is not None:
+        forbid_bad_words(edited, batch.bad_words, tokens, lengths, rows)
+    if mask is not None:
+        apply_mask(edited, mask)
+    return edited
 
 
 def add_bias(logits: Tensor, bias: Bias) -> None:

@@ -1,42 +1,88 @@
 """The sampler's order on a device that has sampling kernels of its own. `Sampler` hands whole steps to it.
 
 Edits happen on float32 copies of the samples that ask for any; every other sample is read from the model's logits as
-they came. DRY is torch's work here too: it is rare, and its cost is in the history, not in the vocabulary.
+they came. DRY is torch's work here too: it is rare, and its cost is in the history, not in the vocabulary. Kernels are
+compiled when a request first needs them; where one does not compile torch does its part, for the samples that ask for
+that, and the other samples are drawn as ever.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
+from quire.kernels.failures import LateKernels
 from quire.kernels.table import SamplingOps
-from quire.sampling.batch import Batch, Edited, Histories
+from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Edited, Histories
 from quire.sampling.dry import apply_dry
+from quire.sampling.edits import edit
 from quire.sampling.logprobs import Logprobs
+from quire.sampling.rowwise import select
+
+EDITS, FILTERS, LOGPROBS = "logit edits", "filtered sampling", "logprobs"
+PLAIN = {  # (edited, masked): kernels of their own
+    (False, False): "sampling",
+    (True, False): "edited sampling",
+    (False, True): "masked sampling",
+    (True, True): "edited and masked sampling",
+}
+# Torch's noise and its sums are off in their last bits; its edits are not.
+OTHER_BITS = frozenset({FILTERS, LOGPROBS, *PLAIN.values()})
+EVERY = OTHER_BITS | {EDITS}
+
+Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], how, positions [samples] -> tokens [n]
 
 
 class FusedSampling:
-    def __init__(self, ops: SamplingOps):
+    def __init__(self, ops: SamplingOps, draw: Draw, late: LateKernels):
+        """`draw`: torch's way to choose for one cohort."""
         self._ops = ops
+        self._draw = draw
+        self._late = late
 
-    def choose(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Steps 1 to 9 of the sampler's order: tokens [samples] int64, bad flags [samples] bool. `mask` is packed."""
-        draws = batch.draws
+    def choose(self, logits: Tensor, batch: Batch, histories: Histories,
+               mask: Tensor | None) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Steps 1 to 9 of the sampler's order: tokens [samples] int64, bad flags [samples] bool. `mask` is packed.
+        None: torch must do all of it."""
+        draws, ops, device = batch.draws, self._ops, logits.device
         assert draws is not None
-        edited = None if batch.edited is None else self._edit(logits, batch, batch.edited, histories)
+        edited = None if batch.edited is None else self.edit(logits, batch, batch.edited, histories)
         common = (logits, draws.key, histories.lengths, draws.inv_temperature)
-        if not draws.any_filter:
-            return self._ops.sample_rows(*common, mask=mask, edited=edited)
-        filters = (draws.top_k, draws.top_p, draws.min_p, draws.top_n_sigma)
-        return self._ops.sample_filtered(*common, *filters, mask=mask, edited=edited)
+        if draws.any_filter:
+            filters = (draws.top_k, draws.top_p, draws.min_p, draws.top_n_sigma)
+            chosen = self._late.attempt(
+                FILTERS, device, lambda: ops.sample_filtered(*common, *filters, mask=mask, edited=edited)
+            )
+            if chosen is not None:
+                return chosen
+        name = PLAIN[edited is not None, mask is not None]
+        chosen = self._late.attempt(name, device, lambda: ops.sample_rows(*common, mask=mask, edited=edited))
+        if chosen is not None and draws.any_filter:
+            return self._draw_filtered(*chosen, edit(logits.float(), batch, histories, mask), batch, histories)
+        return chosen
 
     def score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
-        """Of the samples that asked, from the logits as they came."""
-        if batch.logprobs is None:
+        """Of the samples that asked, from the logits as they came. None: nobody did, or torch must do it."""
+        asked = batch.logprobs
+        if asked is None:
             return None
-        return Logprobs(*self._ops.score_rows(logits, batch.logprobs.samples, tokens, batch.logprobs.num_top))
+        parts = self._late.attempt(
+            LOGPROBS, logits.device, lambda: self._ops.score_rows(logits, asked.samples, tokens, asked.num_top)
+        )
+        return None if parts is None else Logprobs(*parts)
+
+    def edit(self, logits: Tensor, batch: Batch, edited: Edited, histories: Histories) -> tuple[Tensor, Tensor]:
+        """Steps 2 to 6: the copies [edited samples, vocab] and where each sample's is."""
+        found = self._late.attempt(EDITS, logits.device, lambda: self._edit(logits, batch, edited, histories))
+        if found is not None:
+            return found
+        # Torch copies all of them, and a sample's is at its own place.
+        places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        return edit(logits.float(), batch, histories), torch.where(edited.places < 0, edited.places, places)
 
     def _edit(self, logits: Tensor, batch: Batch, edited: Edited, histories: Histories) -> tuple[Tensor, Tensor]:
-        """Steps 2 to 6: the copies [edited samples, vocab] and where each sample's is."""
         ops, places = self._ops, edited.places
         tokens, rows, lengths = histories.tokens, histories.rows, histories.lengths
         copies = ops.copy_samples(logits, edited.samples)
@@ -52,3 +98,12 @@ class FusedSampling:
         if (words := batch.bad_words) is not None:
             ops.forbid_bad_words(copies, places, words.cells, words.owners, words.prefixes, tokens, lengths, rows)
         return copies, places
+
+    def _draw_filtered(self, tokens: Tensor, bad: Tensor, edited: Tensor, batch: Batch,
+                       histories: Histories) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Who has filters is drawn anew, by torch."""
+        for cohort in batch.cohorts:
+            if cohort.width not in (GREEDY, UNFILTERED):
+                drawn = self._draw(select(edited, cohort.samples), cohort, histories.lengths)
+                tokens = drawn if cohort.samples is None else tokens.index_copy_(0, cohort.samples, drawn)
+        return tokens.masked_fill(bad, 0), bad

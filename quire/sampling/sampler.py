@@ -11,21 +11,20 @@ Edits that leave a row nothing to choose make it bad too. Logprobs are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.kernels.failures import LateKernels
 from quire.kernels.table import SamplingOps
 from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsAsked
-from quire.sampling.dry import apply_dry
-from quire.sampling.edits import add_bias, apply_mask, forbid_bad_words, forbid_stops
+from quire.sampling.edits import edit
 from quire.sampling.filters import narrow
 from quire.sampling.fused import FusedSampling
 from quire.sampling.logprobs import Logprobs, score, to_records
 from quire.sampling.noise import Noise
-from quire.sampling.penalties import apply_penalties
 from quire.sampling.rowwise import NOTHING, select
 from quire.types import TokenLogprobs
 
@@ -54,25 +53,29 @@ Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor,
 
 class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
-                 plain: Choice | None = None):  # fmt: skip
+                 plain: Choice | None = None, irreplaceable: Container[str] = ()):  # fmt: skip
         """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for samples
-        that are greedy or drawn by temperature alone, up to the last bits of the noise."""
+        that are greedy or drawn by temperature alone, up to the last bits of the noise. `irreplaceable`: those of
+        `fused`'s kernels that torch may not stand in for."""
         self.noise = Noise(vocab_size, device)
-        self._fused = None if ops is None else FusedSampling(ops)
+        self._fused = None if ops is None else FusedSampling(ops, self._choose, LateKernels(irreplaceable))
         self._plain = plain
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
         """Choose a token for each row of `logits` [samples, vocab], which stay as they are. `mask`: what a grammar
         allows (see `apply_mask`)."""
+        chosen, draws = None, batch.draws
         packed = mask is None or mask.dtype != torch.bool
-        if self._fused is not None and batch.draws is not None and packed:
-            tokens, bad = self._fused.choose(logits, batch, histories, mask)
-            return Sampled(tokens, bad, self._fused.score(logits, tokens, batch))
-        draws = batch.draws
-        if self._plain is not None and packed and draws is not None and not draws.any_filter and not batch.edits:
-            tokens, bad = self._plain(logits, draws.key, histories.lengths, draws.inv_temperature, mask)
-            return Sampled(tokens, bad, self._score(logits, tokens, batch))
-        logits = logits.float()
+        if self._fused is not None and packed and draws is not None:
+            chosen = self._fused.choose(logits, batch, histories, mask)
+        elif self._plain is not None and packed and draws is not None and not draws.any_filter and not batch.edits:
+            chosen = self._plain(logits, draws.key, histories.lengths, draws.inv_temperature, mask)
+        tokens, bad = chosen or self._choose_all(logits.float(), batch, histories, mask)
+        return Sampled(tokens, bad, self._score(logits, tokens, batch))
+
+    def _choose_all(self, logits: Tensor, batch: Batch, histories: Histories,
+                    mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """In torch: tokens [samples] and bad flags [samples]."""
         edited = edit(logits, batch, histories, mask)
         bad = ~torch.isfinite(logits.amax(1))  # a NaN anywhere makes the largest NaN
         if edited is not logits:
@@ -81,12 +84,14 @@ class Sampler:
         for cohort in batch.cohorts:
             chosen = self._choose(select(edited, cohort.samples), cohort, histories.lengths)
             tokens = chosen if cohort.samples is None else tokens.index_copy_(0, cohort.samples, chosen)
-        tokens = tokens.masked_fill(bad, 0)
-        return Sampled(tokens, bad, self._score(logits, tokens, batch))
+        return tokens.masked_fill(bad, 0), bad
 
     def _score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
         if batch.logprobs is None:
             return None
+        scored = None if self._fused is None else self._fused.score(logits, tokens, batch)
+        if scored is not None:
+            return scored
         asked = batch.logprobs.samples
         return score(select(logits, asked).float(), select(tokens, asked), batch.logprobs.num_top)
 
@@ -100,28 +105,6 @@ class Sampler:
         noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
         best = noise.add_(scores).max(1, keepdim=True).indices
         return (best if token_ids is None else token_ids.gather(1, best)).squeeze(1)
-
-
-def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
-    """Steps 2 to 7, on a copy; the logits themselves when nobody asked for any of them."""
-    if not batch.edits and mask is None:
-        return logits
-    edited = logits.clone(memory_format=torch.contiguous_format)
-    tokens, rows, lengths = histories.tokens, histories.rows, histories.lengths
-    if batch.bias is not None:
-        add_bias(edited, batch.bias)
-    if batch.penalties is not None:
-        max_len = histories.max_len(batch.penalties.host_samples)
-        apply_penalties(edited, batch.penalties, tokens, lengths, rows, max_len)
-    if batch.dry is not None:
-        apply_dry(edited, batch.dry, tokens, lengths, rows, histories.max_len(batch.dry.host_samples))
-    if batch.min_tokens is not None:
-        forbid_stops(edited, batch.min_tokens, lengths)
-    if batch.bad_words is not None:
-        forbid_bad_words(edited, batch.bad_words, tokens, lengths, rows)
-    if mask is not None:
-        apply_mask(edited, mask)
-    return edited
 
 
 def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:

@@ -19,10 +19,11 @@ from quire.config import CacheConfig, Config
 from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
+from quire.kernels.failures import is_out_of_memory, reason
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.trial import TrialShape, dense_rows, reason, settle_ops
+from quire.kernels.trial import TrialShape, dense_rows, settle_ops
 from quire.layers.step import Step
-from quire.runtime.guard import Guarded, is_out_of_memory
+from quire.runtime.guard import Guarded
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams
 from tests.cpu.rig import CPU, load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.sampling.sampler import Sampler, edit, to_host
+from quire.sampling.edits import edit
+from quire.sampling.sampler import Sampler, to_host
 from tests.cpu.sampling_cases import Case, random_history, random_logits, resolved, set_up
 from tests.cpu.sampling_reference import edited_logits
 

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.failures import LateKernels
 from quire.kernels.table import triton_sampling
-from quire.sampling.fused import FusedSampling
+from quire.sampling.edits import edit
+from quire.sampling.fused import EVERY, FusedSampling
 from quire.sampling.logprobs import score
 from quire.sampling.noise import Noise, stream_key
-from quire.sampling.sampler import Sampler, edit, processed_logits
+from quire.sampling.sampler import Sampler, processed_logits
 from tests.cpu.sampling_cases import Case, random_case, resolved, set_up
 from tests.gpu.where import Where
 
@@ -244,7 +246,8 @@ def check_edits(where: Where) -> None:
             expected = edit(logits.float(), batch, histories)
             assert batch.edited is not None
             where.poison()
-            copies, places = FusedSampling(ops)._edit(logits, batch, batch.edited, histories)
+            fused = FusedSampling(ops, Sampler(vocab, where.device)._choose, LateKernels(EVERY))
+            copies, places = fused.edit(logits, batch, batch.edited, histories)
             assert places[0] == -1 and len(copies) < len(cases)
             wanted = expected[batch.edited.samples]
             torch.testing.assert_close(copies, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -292,7 +295,9 @@ def check_sampler(where: Where) -> None:
         words, _ = packed_mask(where, len(cases), vocab)
         words[:, ::2] = -1
         for mask in (None, words):
-            fused = Sampler(vocab, where.device, triton_sampling()).sample(logits, batch, histories, mask)
+            fused = Sampler(vocab, where.device, triton_sampling(), irreplaceable=EVERY).sample(
+                logits, batch, histories, mask
+            )
             plain = Sampler(vocab, where.device).sample(logits, batch, histories, mask)
             drawn = processed_logits(logits, batch, histories, mask)
             assert torch.equal(fused.bad, plain.bad)

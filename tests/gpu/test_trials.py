@@ -1,11 +1,13 @@
-"""Kernels that the compiler refuses, in whole models on a GPU: a mixture, latents, hybrids. One line says which, torch
-does its work, and the tokens are those of torch alone. What stays in the table is tried for real, in `trial_checks`."""
+"""Kernels that the compiler refuses, in whole models on a GPU: a mixture, latents, hybrids, and the sampler. One line
+says which, torch does its work, and the tokens are those of torch alone. What stays in the table is tried for real, in
+`trial_checks`."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -92,3 +94,59 @@ def check(family: str, module: str, kernel: str, said: str, device: torch.device
     with pytest.raises(QuireError, match=said) as refused:
         load(checkpoint(family), 16, device, strict_kernels=True)
     assert refused.value.code == "kernel_failed"
+
+
+SAMPLED = [  # asked for, module, kernel, what is said of it, whether steps are still captured
+    (GREEDY, "sample", "_choose_kernel", "sampling", False),
+    (GREEDY, "rows", "_gather_kernel", "rows", False),
+    (GREEDY, "rows", "_slots_kernel", "rows", False),
+    (replace(GREEDY, temperature=0.8, seed=5), "sample", "_finish_kernel", "sampling", False),
+    (
+        replace(GREEDY, temperature=0.8, top_p=0.9, seed=5),
+        "sample_filters",
+        "_survey_kernel",
+        "filtered sampling",
+        True,
+    ),
+    (replace(GREEDY, temperature=0.8, top_k=20, seed=5), "sample_filters", "_verify_kernel", "filtered sampling", True),
+    (replace(GREEDY, repetition_penalty=1.3), "sample_edits", "_penalties_kernel", "logit edits", True),
+    (replace(GREEDY, logit_bias=((7, 3.0),)), "sample_edits", "_copy_kernel", "logit edits", True),
+    (replace(GREEDY, logprobs=3), "sample_logprobs", "_score_rows_kernel", "logprobs", True),
+]
+
+
+@pytest.mark.parametrize(("params", "module", "kernel", "said", "captured"), SAMPLED)
+def test_a_sampling_kernel_that_does_not_compile(params: SamplingParams, module: str, kernel: str, said: str,
+                                                 captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    check_sampled(params, module, kernel, said, captured, torch.device("cuda", 0), monkeypatch)
+
+
+def check_sampled(params: SamplingParams, module: str, kernel: str, said: str, captured: bool, device: torch.device,
+                  monkeypatch: Any) -> None:  # fmt: skip
+    from tests.cpu.rig import load, make_engine, run, run_deltas
+
+    asked = [params, GREEDY, params]
+    model: Any = load(checkpoint("llama"), 16, device)
+    wanted = run(make_engine(model, device=device, kernels="torch", **PAGED), PROMPTS, asked)
+    place = importlib.import_module(f"quire.kernels.triton.{module}")
+    assert hasattr(place, kernel)
+    monkeypatch.setattr(place, kernel, Refused())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = make_engine(model, device=device, **PAGED)
+        got = run(engine, PROMPTS, asked)
+        again = run(engine, PROMPTS, GREEDY)
+    lines = [str(each.message) for each in told if "can't be used here" in str(each.message)]
+    assert len(lines) == 1 and lines[0].startswith(f"The {said} kernel") and "\n" not in lines[0], lines
+    assert "no such instruction" in lines[0] and got == wanted and again[1] == wanted[1]
+    runner: Any = engine.workers
+    assert device.type == "cpu" or (runner._inner._graphs is not None) == captured
+    if not captured:
+        with pytest.raises(QuireError, match=said) as refused:
+            make_engine(model, device=device, strict_kernels=True, **PAGED)
+        assert refused.value.code == "kernel_failed"
+        return
+    strict = make_engine(model, device=device, strict_kernels=True, **PAGED)
+    assert run(strict, PROMPTS[1:2], GREEDY) == wanted[1:2]
+    with pytest.raises(AssertionError, match=f"The {said} kernel"):  # what the request is told
+        run_deltas(strict, PROMPTS[:1], params)

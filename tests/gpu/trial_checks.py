@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from quire.kernels.experts import GatedActivation, Routing
 from quire.kernels.recurrent import RecurrentShape
-from quire.kernels.table import Ops, select_fixed_ops, select_ops
+from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
 from quire.kernels.trial import Product, Row, TrialShape, dense_rows, failure, norm_row, product_row
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row
+from quire.runtime.row_trial import settle_row_ops
+from quire.sampling.fused import EVERY
+from quire.sampling.sampler import Sampler
+from quire.sampling.trial import settle_sampling
+from quire.types import CacheSpec
+from tests.cpu.sampling_cases import Case, random_case, resolved, set_up
 from tests.gpu.where import Where
 
 CLAMPED = GatedActivation(1.702, 1.0, 7.0)
@@ -93,9 +102,56 @@ def check_recurrent(where: Where) -> None:
                 assert_pass(ops, [delta_net_row(state, dtype, device), mamba_row(mamba, device)], str(mamba))
 
 
+def check_sampling(where: Where) -> None:
+    """What every request is sampled with, and what captured steps do besides the model."""
+    device, vocab = torch.device(where.device), 151936 if where.large else 700
+    sampling, rows = triton_sampling(), triton_rows()
+    assert sampling is not None and rows is not None
+    specs = [CacheSpec("full", "paged", (0, 1), (2, 8), "float32"), CacheSpec("walk", "state", (2,), (8,), "float32")]
+    for dtype in where.dtypes:
+        assert settle_sampling(sampling, vocab, dtype, device, strict=True) is sampling
+        assert settle_row_ops(rows, specs, 100, vocab, dtype, device, strict=True) is rows
+
+
+def check_late_kernels(where: Where) -> None:
+    """Each of the other sampling kernels in turn can't be used: torch stands beside those that can, with the tokens of
+    torch alone but at near-ties."""
+    ops = triton_sampling()
+    assert ops is not None
+    rng, vocab = np.random.default_rng(where.seed), 32000 if where.large else 100
+    cases = [random_case(rng, vocab) for _ in range(64 if where.large else 1)]
+    cases += [Case(resolved(temperature=0.7, logprobs=3)), Case(resolved(temperature=0.0, repetition_penalty=1.2))]
+    cases += [Case(resolved(temperature=0.7, top_p=0.9)), Case(resolved(temperature=0.7, logit_bias=((3, 1.0),)))]
+    batch, histories = set_up(cases, vocab, rng, where.device)
+    logits = where.normal(len(cases), vocab, dtype=where.dtypes[-1]) * 3
+    expected = Sampler(vocab, where.device).sample(logits, batch, histories)
+    assert expected.logprobs is not None
+    broken = {"sample_filtered": "filtered sampling", "copy_samples": "logit edits", "apply_penalties": "logit edits",
+              "add_bias": "logit edits", "score_rows": "logprobs"}  # fmt: skip
+    for name, said in broken.items():
+        sampler = Sampler(vocab, where.device, replace(ops, **{name: _refused}), irreplaceable=EVERY - {said})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2 if where.large else 1):
+                got = sampler.sample(logits, batch, histories)
+        lines = [str(each.message) for each in told if "can't be used here" in str(each.message)]
+        assert [line.split(" kernel")[0] for line in lines] == [f"The {said}"], lines
+        assert torch.equal(got.bad, expected.bad)
+        differ = int((got.tokens != expected.tokens).sum())
+        assert differ <= 0.02 * len(cases), f"without {name} {differ} of {len(cases)} tokens differ"
+        assert got.logprobs is not None
+        torch.testing.assert_close(got.logprobs.top_logprobs, expected.logprobs.top_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def _refused(*args: Any, **options: Any) -> Any:
+    raise ValueError("no such instruction")
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
     "trial": check_dense,
     "trial of experts": check_experts,
     "trial of latents": check_latents,
     "trial of recurrent layers": check_recurrent,
+    "trial of sampling": check_sampling,
+    "late kernels": check_late_kernels,
 }

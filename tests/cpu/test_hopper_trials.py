@@ -60,9 +60,11 @@ KERNELS = (
                {"cache_dtype": torch.float8_e4m3fn}, {"dtype": torch.float32, "cache_dtype": torch.float32}))),
     Kernel("gated_delta_net", "delta net's walk", trial_recurrent, "try_delta_net", settle_net,
            (DELTA_NET, torch.bfloat16),
-           ((replace(DELTA_NET, num_groups=1, num_heads=4, conv_len=3), torch.float16),),
+           ((replace(DELTA_NET, num_groups=1, num_heads=4, conv_len=3), torch.float16),
+            (replace(DELTA_NET, num_groups=4, num_heads=12, conv_len=2), torch.bfloat16)),
            ((DELTA_NET, torch.float32), *((replace(DELTA_NET, **change), torch.bfloat16) for change in (
-               {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2})))),
+               {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2}, {"conv_len": 5},
+               {"conv_len": 1})))),
 )  # fmt: skip
 
 

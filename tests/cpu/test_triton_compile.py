@@ -24,7 +24,7 @@ def test_kernels_compile_for_hopper() -> None:
               "_place_kernel", "_grouped_kernel", "_combine_kernel", "_one_row_gate_up_kernel",
               "_one_row_down_kernel", "_latent_write_kernel", "_latent_kernel", "_latent_hopper_kernel",
               "_merge_latents_kernel", "_step_kernel", "_conv_kernel", "_gates_kernel", "_prepare_kernel",
-              "_walk_kernel", "_solve_kernel", "_walk_hopper_kernel", "_token_walk_kernel", "_ring_kernel",
+              "_walk_kernel", "_ready_kernel", "_walk_hopper_kernel", "_token_walk_kernel", "_ring_kernel",
               "_fixed_linear_kernel", "_fixed_attention_kernel", "_join_spans_kernel", "_norm_tiles_kernel",
               "_norm_groups_kernel", "_gated_hopper_kernel"}  # fmt: skip
     assert wanted <= compiled.keys() and all(size > 0 for size in compiled.values())

@@ -86,64 +86,145 @@ def check_mamba2(where: Where) -> None:
     check_recurrent(where, recurrent.mamba2, shapes, STEPS if where.large else STEPS_SMALL, False, where.dtypes)
 
 
-def check_solved_chunks(where: Where) -> None:
-    """T and scores, which `recurrent_hopper` goes on with, of keys that resemble each other."""
+def check_prepared_chunks(where: Where) -> None:
+    """What chunks work out alone, of keys that resemble each other."""
     from quire.kernels.triton.recurrent_conv import Chunks
-    from quire.kernels.triton.recurrent_scan import solve_chunks
+    from quire.kernels.triton.recurrent_scan import chunk_tokens, prepare_chunks
 
     shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
     heads, groups = shape.num_heads, shape.num_groups
     for dtype in where.dtypes:
-        chunk = 64 if dtype != torch.float32 else 32
+        chunk = chunk_tokens(dtype)
         keys = where.normal(3, 2 * groups, chunk, shape.key_dim) + 0.5 * where.normal(3, 2 * groups, 1, shape.key_dim)
         keys = torch.nn.functional.normalize(keys, dim=-1).to(dtype)
+        values = where.normal(3, heads, chunk, shape.value_dim, dtype=dtype)
         total = -where.normal(3, heads, chunk).abs().mul(0.1).cumsum(-1)
         gates = torch.stack((total, where.normal(3, heads, chunk).sigmoid()), 2)
+        written = values.clone()
         where.settle()
-        t, scores = solve_chunks(Chunks(keys, keys.new_empty(0), gates), shape)
+        w, scores = prepare_chunks(Chunks(keys, written, gates), shape)
         q, k = (part.double().repeat_interleave(heads // groups, 1) for part in keys.split(groups, 1))
-        between = (total.double()[..., None] - total.double()[..., None, :]).exp().tril()
-        lower = (k @ k.mT * between * gates[:, :, 1].double()[..., None]).tril(-1)
-        want = torch.linalg.inv(lower + torch.eye(chunk, dtype=torch.float64, device=where.device))
+        total, beta = gates.double()[..., None].unbind(2)  # [chunks, heads, chunk, 1]
+        between = (total - total.mT).exp().tril()
+        lower = (k @ k.mT * between * beta).tril(-1)
+        t = torch.linalg.inv(lower + torch.eye(chunk, dtype=torch.float64, device=where.device))
         close(scores, q @ k.mT * between, dtype, "scores of a chunk")
-        close(t, want, dtype, "inverse of a chunk", BOUNDS[dtype])
+        close(written, t @ (values.double() * beta), dtype, "what a chunk writes", BOUNDS[dtype])
+        close(w, t @ (k * beta * total.exp()), dtype, "how a state changes that", BOUNDS[dtype])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hopper's kernels for catch-ups. They are Gluon, which the interpreter does not run, and have nothing for float32.
+
+WALK_SHAPES = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(4, 12, 128, 128, 3)]  # heads by two, and by one
+
+
+def walk_dtypes(where: Where) -> tuple[torch.dtype, ...]:
+    return tuple(dtype for dtype in where.dtypes if dtype != torch.float32) if on_hopper(where) else ()
+
+
+def delta_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int]
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x, positions and a state, for rows that go on from position 5."""
+    x = where.normal(sum(counts), shape.channels + shape.values + 2 * shape.num_heads, dtype=dtype)
+    positions = torch.cat([torch.arange(5, 5 + count, device=where.device) for count in counts])
+    return x, positions, where.normal(len(counts), shape.slot_elements) * 0.1
+
+
+def check_ready_chunks(where: Where) -> None:
+    """What the walk is given of each chunk, T of keys that resemble each other included."""
+    for dtype in walk_dtypes(where):
+        for shape in WALK_SHAPES:
+            _check_chunks(where, shape, dtype, [130, 64, 70])
+
+
+def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int]) -> None:
+    from quire.kernels.triton import recurrent_walk
+
+    heads, groups = shape.num_heads, shape.num_groups
+    weights = weights_of(where, shape, dtype, True)
+    x, positions, state = delta_inputs(where, shape, dtype, counts)
+    x[:, shape.keys : 2 * shape.keys] += 3.0 * where.normal(shape.keys, dtype=dtype)
+    slots = torch.randperm(len(counts), device=where.device)
+    firsts = [sum(counts[:row]) for row in range(len(counts))]
+    tiles = [(row, firsts[row], start, count) for row, count in enumerate(counts) for start in range(0, count, 64)]
+    listed = torch.tensor(tiles, dtype=torch.int32, device=where.device)
+    where.settle()
+    where.poison()
+    found = recurrent_walk.ready_chunks(x, weights, shape, state, slots, positions, listed)
+    sizes = (shape.channels, shape.values, heads, heads)
+    mixed, _gate, beta, a = x.double().split(sizes, dim=1)
+    exact, plan = doubled(weights), reference.plan_recurrent(slots, positions, counts)
+    mixed = reference.causal_conv(mixed, exact.conv, None, shape, state.double(), plan)
+    keys = mixed[:, : 2 * shape.keys].unflatten(1, (2 * groups, -1))  # queries first
+    keys = keys * (keys.square().sum(-1, keepdim=True) + reference.L2_EPS).rsqrt()
+    keys[:, :groups] *= shape.key_dim**-0.5
+    values = mixed[:, 2 * shape.keys :].unflatten(1, (heads, -1))
+    decay = -exact.a_log.exp() * torch.nn.functional.softplus(a + exact.dt_bias)  # [tokens, heads]
+    for tile, (_row, first, start, count) in enumerate(tiles):
+        size = min(count - start, 64)
+        span = slice(first + start, first + start + size)
+        name = f"{heads}/{groups} heads, {size} tokens"
+        close(found.keys[tile, :, :size], keys[span].transpose(0, 1), dtype, f"{name}: keys")
+        close(found.values[tile, :, :size], values[span].transpose(0, 1), dtype, f"{name}: values")
+        total = decay[span].t().cumsum(1)  # [heads, tokens]
+        gates = torch.stack((total.exp(), (total[:, -1:] - total).exp()), 1)
+        close(found.gates[tile, :, :, :size], gates, torch.float32, f"{name}: gates")
+        q, k = (
+            part.double().repeat_interleave(heads // groups, 0) for part in found.keys[tile, :, :size].split(groups)
+        )
+        between = (total[:, :, None] - total[:, None]).tril().exp().tril()
+        weight = beta[span].sigmoid().t()
+        lower = (k @ k.mT * between * weight[:, :, None]).tril(-1)
+        t = torch.linalg.inv(lower + torch.eye(size, dtype=torch.float64, device=where.device)) * weight[:, None]
+        close(found.scores[tile, :, :size, :size], q @ k.mT * between, dtype, f"{name}: scores")
+        close(found.t[tile, :, :size, :size], t, dtype, f"{name}: inverse")
 
 
 def check_delta_walk(where: Where) -> None:
-    """The row for Hopper; x whose rows the copy engine can't read is done by the one for all cards."""
-    if not on_hopper(where):
-        return  # it is Gluon, which the interpreter does not run
+    """x whose rows the copy engine can't read is done by the row for all cards."""
+    if not (dtypes := walk_dtypes(where)):
+        return
     from quire.kernels.triton import recurrent_walk
 
-    shapes = [
-        RecurrentShape(16, 32, 128, 128, 4),
-        RecurrentShape(4, 4, 128, 128, 3),
-        RecurrentShape(4, 64, 128, 128, 4),
-    ]
     steps = [[64, 1, 2, 300, 63, 1], [1, 65, 1, 128, 1, 7], [1, 1, 1, 1, 1, 1], [130, 1, 64, 1, 2, 1]]
-    dtypes = tuple(dtype for dtype in where.dtypes if dtype != torch.float32)  # that is not for this kernel
-    for pad, supported in ((0, True), (8, True), (5, False)):
+    for pad, shapes, supported in ((0, WALK_SHAPES, True), (8, WALK_SHAPES[:1], True), (5, WALK_SHAPES[:1], False)):
 
         def op(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any,
                supported: bool = supported) -> Tensor:  # fmt: skip
             assert recurrent_walk.supports(x, shape, state) == supported
             return recurrent_walk.gated_delta_net(x, weights, shape, state, plan)
 
-        check_recurrent(where, op, shapes if supported else shapes[:1], steps, True, dtypes, pad)
+        check_recurrent(where, op, shapes, steps if supported else steps[:1], True, dtypes, pad)
+
+
+def check_delta_walk_keeps_rows_apart(where: Where) -> None:
+    """A row's last chunk is read together with what lies behind it, which is another row's."""
+    if not (dtypes := walk_dtypes(where)):
+        return
+    from quire.kernels.triton import recurrent, recurrent_walk
+
+    shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [70, 64, 65]
+    weights = weights_of(where, shape, dtype, True)
+    x, positions, state = delta_inputs(where, shape, dtype, counts)
+    x[70:134] = torch.nan
+    plan = recurrent.plan_recurrent(torch.arange(3, device=where.device), positions, counts)
+    where.settle()
+    out = recurrent_walk.gated_delta_net(x, weights, shape, state, plan)
+    finite = [rows.isfinite().all().item() for rows in (*out.split(counts), *state)]
+    assert finite == [True, False, True] * 2, finite
 
 
 def check_delta_walk_repeats(where: Where) -> None:
     """The same again and again, to the bit: groups of warps that ran ahead of each other would show."""
-    if not on_hopper(where) or where.dtypes == (torch.float32,):
+    if not (dtypes := walk_dtypes(where)):
         return
     from quire.kernels.triton import recurrent, recurrent_walk
 
-    shape, dtype, counts = RecurrentShape(16, 32, 128, 128, 4), where.dtypes[-1], [1000, 1, 1024, 65, 700]
+    shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [1000, 1, 1024, 65, 700]
     weights = weights_of(where, shape, dtype, True)
-    x = where.normal(sum(counts), shape.channels + shape.values + 2 * shape.num_heads, dtype=dtype)
-    positions = torch.cat([torch.arange(count, device=where.device) for count in counts])
+    x, positions, state = delta_inputs(where, shape, dtype, counts)
     plan = recurrent.plan_recurrent(torch.arange(len(counts), device=where.device), positions, counts)
-    state = where.normal(len(counts), shape.slot_elements) * 0.1
     where.settle()
     found = []
     for _ in range(20):
@@ -156,7 +237,9 @@ def check_delta_walk_repeats(where: Where) -> None:
 CHECKS: dict[str, Callable[[Where], None]] = {
     "gated_delta_net": check_gated_delta_net,
     "mamba2": check_mamba2,
-    "solved_chunks": check_solved_chunks,
+    "prepared_chunks": check_prepared_chunks,
+    "ready_chunks": check_ready_chunks,
     "delta_walk": check_delta_walk,
+    "delta_walk_keeps_rows_apart": check_delta_walk_keeps_rows_apart,
     "delta_walk_repeats": check_delta_walk_repeats,
 }

@@ -4,10 +4,18 @@ Written in Gluon, because the walk is a chain of products and Triton waits for e
 one row. Two groups of four warps have 64 values of the head's matrix each, in registers: what one product yields is the
 left factor of the next one as it lies there, so nothing of the chain goes through shared memory. While one group is
 between products the other one has some under way. One warp copies chunks with the copy engine, and a third group norms
-and gates what comes out of them. `recurrent_walk` launches it, `trial_recurrent` decides whether it is used.
+and gates what comes out of them. `recurrent_ready` makes what the chunks are of, `recurrent_walk` launches it,
+`trial_recurrent` decides whether it is used.
 
 All that is in shared memory is there twice: chunk `i` has the places `i % 2`, which are filled for the `i // 2`th time.
-What comes out of a chunk goes one place further on, because something seems to come out before the first.
+What comes out of a chunk goes one place further on, because something seems to come out before the first. Barriers, two
+of each:
+    first_full    keys and values of a chunk are there (the copying warp to the groups that walk)
+    second_full   queries, T, scores and how it fades are there (likewise)
+    empty         both groups are done with a chunk's tiles (back to the copying warp)
+    result_full   both groups have stored what comes out of a chunk (to the group that finishes)
+    result_empty  the finishing group has read it, and its gate (to both groups and to the copying warp)
+    gate_full     the output's gate of a chunk is there (the copying warp to the finishing group)
 """
 
 from __future__ import annotations
@@ -21,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from quire.kernels.triton.hopper_math import doubled_silu, halved, joined, wide
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The groups that walk
@@ -36,8 +46,8 @@ def _tell(results, result_full, result_empty, i, result, X: gl.constexpr):
 
 @gluon.jit
 def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HEADS: gl.constexpr):
-    """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write
-    U = T (beta (V - exp(G) K S)) and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
+    """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write U = T (V - exp(G) K S),
+    where T has beta in it already, and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
     much it fades until the chunk's end. Everything has its values first: the matrix is [value, key], what is written
     and what comes out is [value, token]."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -64,26 +74,25 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
     for i in range(num_chunks):
         stage = i % 2
         full = i // 2 & 1
-        fade = gl.exp(last)
+        fade = last
         last = gl.load(last_ptr + gl.minimum(i + 1, num_chunks - 1).to(gl.int64) * (HEADS * 128))
         mbarrier.wait(first_full.index(stage), full)
         change = warpgroup_mma(old, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the chunk before is over, but for its results
-        _tell(results, result_full, result_empty, i, result, X)
         mbarrier.wait(second_full.index(stage), full)
         out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        _tell(results, result_full, result_empty, i, result, X)
         matrix = matrix * fade
+        v = v_tile.index(stage * 2 + X).permute((1, 0)).load(MMA)
         # For both: the other group has products under way meanwhile, and registers are short.
         change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
-        v = v_tile.index(stage * 2 + X).permute((1, 0)).load(MMA)
-        growth = lines.index(stage * 3).load(TOKEN)
-        beta = lines.index(stage * 3 + 2).load(TOKEN)
-        wanted = (v.to(gl.float32) - change * growth[None, :]) * beta[None, :]
+        growth = lines.index(stage * 2).load(TOKEN)
+        wanted = wide(v) - change * growth[None, :]
         wanted = gl.convert_layout(wanted.to(dtype), A)
         change = warpgroup_mma(wanted, t_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         out = out * growth[None, :]
         change, wanted = warpgroup_mma_wait(0, deps=[change, wanted])
-        decay = lines.index(stage * 3 + 1).load(TOKEN)
+        decay = lines.index(stage * 2 + 1).load(TOKEN)
         left = gl.convert_layout((change * decay[None, :]).to(dtype), A_WIDE)
         matrix = warpgroup_mma(left, k_tile.index(stage), matrix, is_async=True)
         update = gl.convert_layout(change.to(dtype), A)
@@ -117,42 +126,46 @@ def _copy_halves(desc, row, column, into, place, full):
 
 
 @gluon.jit
-def _fetch(descs, tiles, lines, gates, barriers, gates_ptr, first, first_tile, num_chunks, head, HEADS: gl.constexpr,
+def _fetch_gate(x_desc, gates, barriers, i, first, column):
+    """Of chunk i's output, where that of the chunk before the last one was."""
+    _first_full, _second_full, _empty, _result_full, result_empty, gate_full = barriers
+    turn = (i + 1) % 2
+    mbarrier.wait(result_empty.index(turn), ((i + 1) // 2 & 1) ^ 1)
+    mbarrier.expect(gate_full.index(turn), 64 * 256)
+    _copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn))
+
+
+@gluon.jit
+def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, HEADS: gl.constexpr,
            GROUPS: gl.constexpr):  # fmt: skip
     """Each chunk in three parts: what its first product and the change need, the other products' factors, and the
-    output's gate. Of a row's last chunk that may be another row's, too: nobody stores what comes of it."""
-    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    keys_desc, values_desc, t_desc, scores_desc, x_desc = descs
+    output's gate, which is asked for a chunk later: its place is free last. Of a row's last chunk that may be another
+    row's, too: nobody stores what comes of it."""
+    keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc = descs
     q_tile, k_tile, v_tile, t_tile, scores_tile = tiles
-    first_full, second_full, empty, _result_full, result_empty, gate_full = barriers
+    first_full, second_full, empty, _result_full, _result_empty, _gate_full = barriers
+    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    boxes = lines._reinterpret(gl.float32, [2, 2, 64], LINES)
     gate_column = (HEADS + 2 * GROUPS + head) * 128
-    n = gl.arange(0, 64, PAIRS)
     for i in range(num_chunks):
         stage = i % 2
         tile = first_tile + i
         place = tile * HEADS + head
         q_row = (tile * (2 * GROUPS) + head // (HEADS // GROUPS)) * 64
-        sums_ptr = gates_ptr + place.to(gl.int64) * 128
-        total = gl.load(sums_ptr + n)
-        last = gl.load(sums_ptr + 63)
         mbarrier.wait(empty.index(stage), (i // 2 & 1) ^ 1)
         full = first_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 256)
         _copy(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
         _copy_halves(values_desc, place * 64, 0, v_tile, stage, full)
         full = second_full.index(stage)
-        mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128)
+        mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128 + 2 * 256)
         _copy(keys_desc, q_row, q_tile.index(stage), full, 2)
+        tma.async_copy_global_to_shared(gates_desc, [place * 2, 0], full, boxes.index(stage))
         _copy(t_desc, place * 64, t_tile.index(stage), full, 1)
         _copy(scores_desc, place * 64, scores_tile.index(stage), full, 1)
-        lines.index(stage * 3 + 2).store(gl.load(sums_ptr + 64 + n))  # beta
-        lines.index(stage * 3).store(gl.exp(total))
-        lines.index(stage * 3 + 1).store(gl.exp(last - total))
-        mbarrier.arrive(full, count=1)
-        turn = (i + 1) % 2
-        mbarrier.wait(result_empty.index(turn), ((i + 1) // 2 & 1) ^ 1)
-        mbarrier.expect(gate_full.index(turn), 64 * 256)
-        _copy_halves(x_desc, first + i * 64, gate_column, gates, turn, gate_full.index(turn))
+        if i > 0:
+            _fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column)
+    _fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,26 +197,8 @@ def _write_rings(x_ptr, x_stride, ring_ptr, count, position, head, HEADS: gl.con
 
 @gluon.jit
 def _gated(part, scale, weight, gate):
-    """Of [tokens, 64] values. The gate's SiLU in five instructions; to the compiler's own exp and division belong as
-    many again for numbers that no gate has."""
-    silu = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 t;
-        mul.f32 t, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 t, t;
-        add.f32 t, t, 0f3F800000;
-        rcp.approx.ftz.f32 t, t;
-        mul.f32 $0, $1, t;
-        }
-        """,
-        "=f,f",
-        [gate.to(gl.float32)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    return part * scale[:, None] * weight[None, :] * silu
+    """Of [tokens, 64] values: normed, weighed and gated."""
+    return (wide(part) * scale[:, None]) * (doubled_silu(halved(gate)) * weight[None, :])
 
 
 @gluon.jit
@@ -224,13 +219,20 @@ def _finish(results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_p
     mbarrier.arrive(result_empty.index(0), count=1)
     for i in range(num_chunks):
         turn = (i + 1) % 2
-        mbarrier.wait(gate_full.index(turn), i // 2 & 1)
         mbarrier.wait(result_full.index(turn), (i + 1) // 2 & 1)
+        # All tokens' norms side by side: each of them alone is a chain of waits. Registers do not suffice to keep what
+        # is loaded for them.
+        scales = ()
+        for piece in gl.static_range(64 // ROWS):
+            low = wide(results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
+            high = wide(results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
+            scales = joined(scales, (gl.sum(gl.fma(low, low, high * high), 1),))
+        mbarrier.wait(gate_full.index(turn), i // 2 & 1)
         target = out_ptr + i.to(gl.int64) * (64 * HEADS * 128) + in_out  # type: ignore[attr-defined]
         for piece in gl.static_range(64 // ROWS):
-            low = results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
-            high = results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED).to(gl.float32)
-            scale = gl.rsqrt(gl.sum(low * low + high * high, 1) * (1.0 / 128) + eps)
+            low = results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED)
+            high = results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED)
+            scale = gl.rsqrt(scales[piece] * (1.0 / 128) + eps)
             low = _gated(low, scale, weight_low, gates.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
             high = _gated(high, scale, weight_high, gates.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
             inside = (rows < count - i * 64 - piece * ROWS)[:, None] & (columns < 64)[None, :]
@@ -252,11 +254,11 @@ def _make_barriers(COUNT: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
+@gluon.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _walk_hopper_kernel(
-    x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_ptr, norm_ptr, state_ptr, out_ptr, slots_ptr,
-    positions_ptr, rows_ptr, x_stride, slot_stride, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_desc, gates_ptr, norm_ptr, state_ptr, out_ptr,
+    slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr,
+    TAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One head over all chunks of one row of the step. A model needs this compiled once, whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -278,13 +280,13 @@ def _walk_hopper_kernel(
     scores_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     results = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
     gates = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
-    lines = gl.allocate_shared_memory(gl.float32, [6, 64], LINE)  # of a chunk: growth, decay, beta
-    # First and second part there, chunk over for both groups; results of both there, and done with; gate there.
-    barriers = (_make_barriers(1), _make_barriers(2), _make_barriers(2), _make_barriers(2), _make_barriers(1),
+    lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of a chunk: growth, decay
+    # first_full, second_full, empty, result_full, result_empty, gate_full
+    barriers = (_make_barriers(1), _make_barriers(1), _make_barriers(2), _make_barriers(2), _make_barriers(1),
                 _make_barriers(1))  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
-    descs = (keys_desc, values_desc, t_desc, scores_desc, x_desc)
+    descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)
     tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
     place = first_tile.to(gl.int64) * HEADS + head
     matrix_ptr = state_ptr + head * (128 * 128)
@@ -298,9 +300,9 @@ def _walk_hopper_kernel(
             (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, HEADS)),
             (_finish, (results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count,
                        num_chunks, head, eps, HEADS, GROUPS, TAPS)),
-            (_fetch, (descs, tiles, lines, gates, barriers, gates_ptr, first, first_tile, num_chunks, head, HEADS,
+            (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, HEADS,
                       GROUPS)),
         ],
         [4, 4, 1],
-        [192, 88, 40],
+        [200, 80, 32],  # registers of a thread: as many for the second group as the first one gets, of what there is
     )  # fmt: skip

@@ -95,28 +95,6 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _solve_kernel(
-    keys_ptr, gates_ptr, t_ptr, scores_ptr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same without its two products, for a walk that multiplies with T itself: this moves less than half the
-    bytes."""
-    let_next_start(PDL)
-    head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    keys, n = tl.arange(0, KEY_BLOCK), tl.arange(0, CHUNK)
-    in_keys = n[:, None] * KEY_BLOCK + keys[None, :]
-    q_ptr = keys_ptr + (tile * (2 * GROUPS) + head // (HEADS // GROUPS)) * (CHUNK * KEY_BLOCK)
-    place = tile * HEADS + head
-    wait_for_inputs(PDL)
-    total = tl.load(gates_ptr + place * (2 * CHUNK) + n)
-    beta = tl.load(gates_ptr + place * (2 * CHUNK) + CHUNK + n)
-    k = tl.load(q_ptr + GROUPS * CHUNK * KEY_BLOCK + in_keys)
-    q = tl.load(q_ptr + in_keys)
-    inverse = _solve(q, k, total, beta, scores_ptr + place * (CHUNK * CHUNK), CHUNK, LEVELS, PRECISION)
-    tl.store(t_ptr + place * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :], inverse)
-
-
-@triton.jit
 def _write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr,
                 TAPS: tl.constexpr):  # fmt: skip
     """The last inputs of these channels, for the next step's convolution."""
@@ -209,27 +187,21 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     gate."""
     chunks = convolve(x, weights.conv, None, weights.a_log, weights.dt_bias, 0.0, 0.0, shape, state, slots, positions,
                       tiles, chunk, delta=True)  # fmt: skip
-    num_tiles, heads = len(tiles), shape.num_heads
-    key_block = chunks.keys.shape[-1]
-    alone = x.new_empty(num_tiles, heads, chunk, key_block), x.new_empty(num_tiles, heads, chunk, chunk)  # w, scores
+    _walk(x, chunks, prepare_chunks(chunks, shape), None, shape, state, slots, positions, rows, out)
+
+
+def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
+    """All that chunks can work out alone: what they write into a state of zeros, in place of their values; how a state
+    changes that, [chunks, heads, chunk, key_block]; and their scores, [chunks, heads, chunk, chunk]."""
+    keys, heads = chunks.keys, shape.num_heads
+    num_tiles, _, chunk, key_block = keys.shape
+    alone = keys.new_empty(num_tiles, heads, chunk, key_block), keys.new_empty(num_tiles, heads, chunk, chunk)
     _prepare_kernel[(heads, num_tiles)](
-        chunks.keys, chunks.values, chunks.gates, *alone, HEADS=heads, GROUPS=shape.num_groups, CHUNK=chunk,
+        keys, chunks.values, chunks.gates, *alone, HEADS=heads, GROUPS=shape.num_groups, CHUNK=chunk,
         LEVELS=chunk.bit_length() - 1, KEY_BLOCK=key_block, VALUE_BLOCK=chunks.values.shape[-1],
-        PRECISION=dot_precision(x.dtype), **launch_options(x.device, PREPARE_WARPS),
+        PRECISION=dot_precision(keys.dtype), **launch_options(keys.device, PREPARE_WARPS),
     )  # fmt: skip
-    _walk(x, chunks, alone, None, shape, state, slots, positions, rows, out)
-
-
-def solve_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
-    """T and scores of all chunks, [chunks, heads, chunk, chunk] each."""
-    num_tiles, _, chunk, key_block = chunks.keys.shape
-    t, scores = (chunks.keys.new_empty(num_tiles, shape.num_heads, chunk, chunk) for _ in range(2))
-    _solve_kernel[(shape.num_heads, num_tiles)](
-        chunks.keys, chunks.gates, t, scores, HEADS=shape.num_heads, GROUPS=shape.num_groups, CHUNK=chunk,
-        LEVELS=chunk.bit_length() - 1, KEY_BLOCK=key_block, PRECISION=dot_precision(t.dtype),
-        **launch_options(t.device, PREPARE_WARPS),
-    )  # fmt: skip
-    return t, scores
+    return alone
 
 
 def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
@@ -278,11 +250,14 @@ def chunk_tokens(dtype: torch.dtype) -> int:
 
 
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's delta nets are for `recurrent_hopper`. Its rows of x must be whole units of 16 bytes,
-    which channels and gates are in any case, and each head adds two steps."""
+    """Whether such a model's delta nets are for `recurrent_walk`. Rows of x must be whole units of 16 bytes, which
+    channels and gates are in any case, and each head adds two elements. A thread of the convolution has four taps of a
+    channel."""
     return (
         (shape.key_dim, shape.value_dim) == (128, 128)
         and shape.num_heads % 4 == 0
+        and shape.num_heads % shape.num_groups == 0
+        and 2 <= shape.conv_len <= 4
         and dtype in (torch.bfloat16, torch.float16)
         and chunk_tokens(dtype) == 64
     )

@@ -1,27 +1,43 @@
-"""The gated delta net on Hopper: the row of the ops table whose catch-ups go through `recurrent_hopper`'s walk.
+"""The gated delta net on Hopper: the row of the ops table whose catch-ups go through `recurrent_ready`, which makes all
+chunks of all rows ready at once, and `recurrent_hopper`, which walks over them.
 
-What that kernel does not do (see `supports`) goes to `recurrent`, so this row can stand in the table in its place; rows
+What those kernels do not do (see `supports`) goes to `recurrent`, so this row can stand in the table in its place; rows
 of one token are the same kernel's in both.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+
+from torch import Tensor, float32
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.recurrent import DeltaWeights, RecurrentShape
 from quire.kernels.triton import recurrent
 from quire.kernels.triton.recurrent import TritonRecurrentPlan
-from quire.kernels.triton.recurrent_conv import convolve
 from quire.kernels.triton.recurrent_hopper import _walk_hopper_kernel
-from quire.kernels.triton.recurrent_scan import fits_walk, solve_chunks
+from quire.kernels.triton.recurrent_ready import _ready_kernel
+from quire.kernels.triton.recurrent_scan import fits_walk
 
 BOX = [64, 64]  # what the copy engine takes at a time: a chunk's tokens, as many columns as its swizzle allows
+READY_REGISTERS = 168  # of a thread: three programs of the ready kernel fit on a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyChunks:
+    """All that the walk needs of a catch-up's chunks."""
+
+    keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normed
+    values: Tensor  # [chunks, heads, 64, 128]
+    # [chunks, heads, 2, 64] float32: what a token sees of the state before the chunk, and what is left of it behind it.
+    gates: Tensor
+    t: Tensor  # [chunks, heads, 64, 64]: its columns times beta
+    scores: Tensor  # [chunks, heads, 64, 64]
 
 
 def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernel can do it; `recurrent` does the rest. The copy engine reads x where it lies: by 16 bytes."""
+    """Whether the kernels can do it; `recurrent` does the rest. The copy engine reads x where it lies: by 16 bytes."""
     return (
         fits_walk(shape, x.dtype)
         and x.stride(1) == 1
@@ -42,14 +58,39 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
 def scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
          rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """Like `recurrent_scan.delta_scan`, norm and gate included."""
-    chunks = convolve(x, weights.conv, None, weights.a_log, weights.dt_bias, 0.0, 0.0, shape, state, slots, positions,
-                      tiles, chunk, delta=True)  # fmt: skip
-    t, scores = solve_chunks(chunks, shape)
+    chunks = ready_chunks(x, weights, shape, state, slots, positions, tiles)
+    walk(x, weights, shape, state, slots, positions, rows, chunks, out)
+
+
+def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
+                 positions: Tensor, tiles: Tensor) -> ReadyChunks:  # fmt: skip
+    """Of all rows of the step that catch up. Tokens behind a row's end have nothing in them."""
+    num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
+    chunks = ReadyChunks(
+        x.new_empty(num_tiles, 2 * groups, 64, 128),
+        x.new_empty(num_tiles, heads, 64, 128),
+        x.new_empty(num_tiles, heads, 2, 64, dtype=float32),
+        x.new_empty(num_tiles, heads, 64, 64),
+        x.new_empty(num_tiles, heads, 64, 64),
+    )
+    sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
+    _ready_kernel[(heads // sharing, num_tiles)](
+        x, _strip(x, 64), _strip(x, 8), weights.conv, weights.a_log, weights.dt_bias, state, _boxes(chunks.keys),
+        chunks.values, chunks.gates, _boxes(chunks.t), _boxes(chunks.scores), slots, positions, tiles,
+        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, GROUPS=groups, SHARING=sharing,
+        TAPS=shape.conv_len, num_warps=4, maxnreg=READY_REGISTERS,
+    )  # fmt: skip
+    return chunks
+
+
+def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
+         rows: Tensor, chunks: ReadyChunks, out: Tensor) -> None:  # fmt: skip
+    """`chunks` are of the rows of `rows`, in their order."""
     # Not launched ahead of its turn: it needs a whole multiprocessor's shared memory, which is not free before.
     _walk_hopper_kernel[(shape.num_heads, len(rows))](
-        x, _boxes(x), _boxes(chunks.keys), _boxes(chunks.values), _boxes(t), _boxes(scores), chunks.gates, weights.norm,
-        state, out, slots, positions, rows, x.stride(0), state.stride(0), weights.eps, HEADS=shape.num_heads,
-        GROUPS=shape.num_groups, TAPS=shape.conv_len, num_warps=4,
+        x, _boxes(x), _boxes(chunks.keys), _boxes(chunks.values), _boxes(chunks.t), _boxes(chunks.scores),
+        _lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
+        state.stride(0), weights.eps, HEADS=shape.num_heads, GROUPS=shape.num_groups, TAPS=shape.conv_len, num_warps=4,
     )  # fmt: skip
 
 
@@ -58,3 +99,15 @@ def _boxes(part: Tensor) -> TensorDescriptor:
     width, stride = part.shape[-1], part.stride(-2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(part, [part.numel() // width, width], [stride, 1], BOX, layout)
+
+
+def _strip(x: Tensor, num_tokens: int) -> TensorDescriptor:
+    """Tokens of 128 channels, as they lie."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, 128], layout)
+
+
+def _lines(gates: Tensor) -> TensorDescriptor:
+    """Both lines of a head's chunk at a time."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

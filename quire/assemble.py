@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.ahead import Compilers
 from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
@@ -76,8 +77,11 @@ class Assembly:
     desk: GrammarDesk | None  # where requests wait while their grammars compile; None: no tokenizer, no grammars
 
 
-def assemble(config: Config, progress: Progress | None = None) -> Assembly:
+def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
+    """`compilers`: who compiles kernels meanwhile, see `quire.ahead`."""
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
+    if compilers is not None:
+        compilers.attach()
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
         select = select_fixed_ops if config.engine.deterministic else select_ops
@@ -273,11 +277,16 @@ def memory_report(config: Config) -> MemoryPlan:
         hf_config, dtype=config.model.dtype, device=device, page_tokens=resolve_page_tokens(config, device),
         quant=config.model.quant, kv_dtype=config.cache.kv_dtype, ops=select_ops(device.type, config.engine.kernels),
     )  # fmt: skip
-    weights = weights_bytes(model)
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
-    free = available_memory(device) - weights
-    return _memory(model, config, limits, device, free, weights, max_model_len)
+    return plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+
+
+def plan_cache(model: Model, config: Config, limits: Limits, device: torch.device, available: int,
+               max_model_len: int) -> MemoryPlan:  # fmt: skip
+    """The memory plan for a model that is not loaded, where so many bytes are available now."""
+    weights = weights_bytes(model)
+    return _memory(model, config, limits, device, available - weights, weights, max_model_len)
 
 
 def pick_device(name: str, *, strict: bool = False) -> torch.device:

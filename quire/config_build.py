@@ -60,6 +60,13 @@ def library_config(model: str | None, config: Config | None, knobs: Mapping[str,
     return override_config(base, {**knobs, **({} if model is None else {"model": model})})
 
 
+def engine_settings(config: Config) -> dict[str, Any]:
+    """The settings another process builds the same engine from: all that differ from their defaults, the server's own
+    not."""
+    values = {name: item.read(config) for name, item in knobs().items() if item.table != "server"}
+    return {name: value for name, value in values.items() if value != knobs()[name].default}
+
+
 def find_config_file(file: Path | None, env: Mapping[str, str]) -> Path | None:
     """The file named by flag or variable, which must exist; else ./quire.toml or the user's own, where there is one."""
     for named, source in ((file, "--config"), (env.get("QUIRE_CONFIG"), "QUIRE_CONFIG")):

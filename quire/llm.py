@@ -10,9 +10,9 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.assemble import Assembly, assemble, memory_report
+from quire.ahead import start_compilers
 from quire.async_llm import AsyncLLM
 from quire.cache.insight import Explanation, explain, pin
 from quire.config import Config
@@ -21,7 +21,10 @@ from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.files.progress import Progress
 from quire.types import QuireError, Request, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "Chunk", "Output", "memory_report"]
+if TYPE_CHECKING:
+    from quire.assemble import Assembly
+
+__all__ = ["LLM", "AsyncLLM", "Chunk", "Output"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -31,7 +34,10 @@ class LLM:
                  **knobs: Any):  # fmt: skip
         """`model` and `knobs` are leaves of the config tree: LLM("smollm2", dtype="float32", max_model_len=2048)."""
         self.config = library_config(model, config, knobs)
-        self._parts: Assembly = assemble(self.config, progress)
+        compilers = start_compilers(self.config)  # while torch is imported, which takes seconds
+        from quire.assemble import assemble
+
+        self._parts: Assembly = assemble(self.config, progress, compilers)
         self._engine = self._parts.engine
         self._lock = threading.RLock()
         self._replies: dict[str, _Open] = {}  # request id -> where its news go

@@ -89,6 +89,17 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
     return (root / "proc/driver/nvidia/version").exists()
 
 
+def may_have_gpu(root: Path = Path("/")) -> bool:
+    """Whether it is worth asking; in a container a device may be all there is of a driver."""
+    return has_nvidia_driver(root) or any((root / "dev" / name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
+
+
+def nvidia_card_names(root: Path = Path("/")) -> tuple[str, ...]:
+    """Such as NVIDIA H200, one for each card the driver has; none where there is no driver."""
+    told = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    return tuple(found.group(1).strip() for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.M)))
+
+
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
     """Such as 580.95.05; None where there is no driver, or it says something else."""
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _read(root / "proc/driver/nvidia/version"))

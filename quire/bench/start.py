@@ -21,8 +21,7 @@ import quire
 from quire.bench.offline import load_average
 from quire.bench.stats import Bar, Report
 from quire.config import Config
-from quire.config_build import knobs
-from quire.engine.supervisor import engine_settings
+from quire.config_build import engine_settings, knobs
 from quire.types import QuireError
 
 PHASES = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")

@@ -156,7 +156,7 @@ def doctor_model_plan(config: Config) -> dict[str, Any]:
     """The memory plan of the model in `config`, or why there is none; never from the network."""
     name = config.model.model
     try:
-        from quire.llm import memory_report
+        from quire.assemble import memory_report
 
         report = memory_report(override_config(config, {"offline": True}))
         return {"name": name, "ok": True, "lines": report.lines(), "plan": report.to_json()}

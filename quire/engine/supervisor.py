@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import Config, knobs
+from quire.config import Config
 from quire.engine import wire
 from quire.engine.client import EngineClient
 from quire.engine.error_queue import ErrorQueue
@@ -266,12 +266,6 @@ class Supervisor:
     def _moved(self, move: Move) -> None:
         level = LEVELS.get(move.name, "info")
         self._log(level, "engine state", transition=move.name, now=move.target, why=move.why or None)
-
-
-def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings the engine process builds itself from: all that differ from their defaults, the server's own not."""
-    values = {name: item.read(config) for name, item in knobs().items() if item.table != "server"}
-    return {name: value for name, value in values.items() if value != knobs()[name].default}
 
 
 def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, fewest: int = 2) -> dict[str, Any]:

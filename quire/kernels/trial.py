@@ -266,6 +266,8 @@ def finish_writes(device: torch.device) -> None:
 
 
 def compare(got: Tensor, expected: Tensor, dtype: torch.dtype, limit: float | None = None) -> None:
+    if got.is_meta:  # a rehearsal: kernels are only noted
+        return
     limit = limit or (FP8_TOLERANCE if got.dtype == torch.float8_e4m3fn else TOLERANCE[dtype])
     wide, true = got.float(), expected.float()
     error = ((wide - true).norm() / true.norm().clamp(min=1e-30)).item()

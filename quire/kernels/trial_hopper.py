@@ -22,8 +22,8 @@ KNOWN_TRITON = "3.6."
 
 
 def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
-    """Whether these are Triton's ops on such a card."""
-    return ops.captures and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """Whether these are Triton's ops on such a card, or on meta beside one."""
+    return ops.captures and device.type != "cpu" and torch.cuda.get_device_capability(device.index)[0] == 9
 
 
 def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callable[[Ops], None], *,

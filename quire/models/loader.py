@@ -63,22 +63,12 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
-    if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
-        what = "bfloat16 is not computed with on a CPU."
-        raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
-    if deterministic:
-        ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
-    else:
-        ops = select_ops(device.type, kernels, strict_kernels)
-    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device,
-                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
-    model, config = build(ops=ops)
+    model, config = settle_model(
+        hf_config, dtype=dtype, device=device, at=device, max_model_len=max_model_len, page_tokens=page_tokens,
+        quant=quant, kv_dtype=kv_dtype, kernels=kernels, strict_kernels=strict_kernels, deterministic=deterministic,
+    )  # fmt: skip
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
-    trials = Trials(model, DTYPES[dtype], device, max_model_len)
-    tried = settle_kernels(ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic)
-    if tried is not ops:
-        model, config = build(ops=tried)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     notes = list(getattr(model, "notes", ()))
     if file is None and text_part(files.config or {}) is not None:
@@ -110,14 +100,37 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
 
 
+def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, at: torch.device,
+                 max_model_len: int | None, page_tokens: int, quant: str, kv_dtype: str, kernels: str,
+                 strict_kernels: bool, deterministic: bool) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
+    tables are, the device; or meta, for who only wants to know what would be launched there (`quire.rehearsal`)."""
+    if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
+        what = "bfloat16 is not computed with on a CPU."
+        raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
+    if deterministic:
+        ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
+    else:
+        ops = select_ops(device.type, kernels, strict_kernels)
+    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device, at=at,
+                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
+    model, config = build(ops=ops)
+    trials = Trials(model, DTYPES[resolve_dtype(dtype, device, hf_config)], at,
+                    _resolve_len(max_model_len, model.max_positions))  # fmt: skip
+    tried = settle_kernels(ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic)
+    return (model, config) if tried is ops else build(ops=tried)
+
+
 def read_config(files: ModelFiles) -> dict[str, Any]:
     """The fields of a config.json: the folder's own, or what a GGUF's metadata amounts to."""
     return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
 
 
 def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
-                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None) -> tuple[Any, Any]:  # fmt: skip
-    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own."""
+                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None,
+                at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
+    tables of angles are, by default there, too."""
     method = (hf_config.get("quantization_config") or {}).get("quant_method", "an unknown method")
     if hf_config.get("quantization_config") and method != "mxfp4":  # that one is decoded while loading
         what = f"This checkpoint is quantized ({method}), which is not supported."
@@ -130,8 +143,8 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
         ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     model = family(
-        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops), device=device,
-        page_tokens=page_tokens, ops=ops, scheme=scheme,
+        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops),
+        device=at or device, page_tokens=page_tokens, ops=ops, scheme=scheme,
     )  # fmt: skip
     return model, config
 

@@ -232,9 +232,10 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
             ops = _settle_hopper(ops, trials, strict)
         if ops is not REFERENCE and ops is not FIXED and ops.native is None:
             ops = settle_ops(ops, trials.rows(), strict=strict or deterministic)
-        if not deterministic and device.type == "cuda":
+        if not deterministic and device.type != "cpu":
             if (gate_up := trials.largest_gate_up()) is not None:
                 ops = settle_gated(ops, gate_up, device, strict=strict)
+        if not deterministic and device.type == "cuda":
             ops = settle_library(ops, trials, kernels)
     finally:  # whoever asks next how much memory is free counts what torch keeps as used
         if device.type == "cuda":

@@ -108,14 +108,7 @@ class DecodeGraphs:
 
     def _decode(self, kind: tuple[int, bool]) -> _Outputs:
         size, choose = kind
-        rows = self._input[:size]
-        decode = self._rows.gather_decode(rows, self._ops)
-        logits = self._model.logits(self._model.forward(decode.step, self._caches))
-        chosen = None
-        if choose:
-            append_to = (rows, self._rows.tokens, self._rows.computed)
-            chosen = choose_tokens(self._ops, logits, decode.keys, decode.lengths, decode.scales, append_to)
-        return _Outputs(logits, chosen)
+        return decode_rows(self._model, self._caches, self._rows, self._ops, self._input[:size], choose)
 
     def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
         """Nothing has run yet when a capture fails, for want of memory say, or over a kernel that was to be compiled:
@@ -131,6 +124,18 @@ class DecodeGraphs:
     def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
         self._graphs[kind] = capture_graph(self.stream, self.pool, lambda: self._decode(kind))
         return self._graphs[kind]
+
+
+def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceRows, ops: RowOps, rows: Tensor,
+                choose: bool) -> _Outputs:  # fmt: skip
+    """One token for each of `rows` [n] int64, from the device alone; with `choose` the next one is sampled, too."""
+    decode = device_rows.gather_decode(rows, ops)
+    logits = model.logits(model.forward(decode.step, caches))
+    chosen = None
+    if choose:
+        append_to = (rows, device_rows.tokens, device_rows.computed)
+        chosen = choose_tokens(ops, logits, decode.keys, decode.lengths, decode.scales, append_to)
+    return _Outputs(logits, chosen)
 
 
 def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor,

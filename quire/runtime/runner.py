@@ -110,17 +110,17 @@ class Runner:
             return
         count = 1
         while count <= self._rows.padding_row:
-            self._rehearse(count, 32)
+            self.rehearse(count, 32)
             yield
             count *= 2
-        self._rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
+        self.rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
         yield
         yield from self._graphs.capture_missing()
         if self._mixed is not None:
             yield from self._mixed.capture_missing()
 
     @torch.inference_mode()
-    def _rehearse(self, num_decodes: int, num_tokens: int) -> None:
+    def rehearse(self, num_decodes: int, num_tokens: int) -> None:
         """A step of decodes and of prompts with so many tokens, in that order as in any step, all of them padding: it
         computes nothing anyone will read."""
         padding, most = self._rows.padding_row, self._rows.max_len

@@ -19,9 +19,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.config import Config
+from quire.config_build import engine_settings
 from quire.edge import Edge
 from quire.engine.client import EngineClient
-from quire.engine.supervisor import Budget, Supervisor, engine_settings, link_starter
+from quire.engine.supervisor import Budget, Supervisor, link_starter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts

@@ -52,6 +52,15 @@ def prefetch_l2(address, num_bytes, ON: tl.constexpr):
         )
 
 
+def fix_keys(names: dict[str, object]) -> None:
+    """For modules whose functions read constants, once all are defined. Triton finds a compiled kernel by a hash over
+    what it calls and reads; what a called function reads counts only if that function was hashed before, so that the
+    kernel would be compiled anew by a process that launches its kernels in another order."""
+    for function in names.values():
+        if isinstance(function, triton.JITFunction):
+            function.cache_key  # noqa: B018, hashed when it is asked for
+
+
 @functools.cache
 def has_dependent_launch(device_index: int | None) -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9

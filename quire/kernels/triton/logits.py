@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.launch import fix_keys
+
 GROUP = tl.constexpr(32)
 INF_BITS = tl.constexpr(0x7F800000)
 
@@ -87,3 +89,6 @@ def reach(distances, amounts, wanted):
 @triton.jit
 def bits_to_distance(bits):
     return tl.minimum(bits, INF_BITS).to(tl.float32, bitcast=True)
+
+
+fix_keys(globals())

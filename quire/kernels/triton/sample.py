@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import (
     INTERPRETED,
+    fix_keys,
     launch_options,
     let_next_start,
     num_multiprocessors,
@@ -205,3 +206,6 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
         **launch_options(device, num_warps=1),
     )  # fmt: skip
     return out
+
+
+fix_keys(globals())

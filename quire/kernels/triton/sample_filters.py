@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import INTERPRETED, launch_options, let_next_start, wait_for_inputs
+from quire.kernels.triton.launch import INTERPRETED, fix_keys, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.logits import (
     GROUP,
     bits_to_distance,
@@ -329,3 +329,6 @@ def sample_filtered(logits: Tensor, key: Tensor, positions: Tensor, inv_temperat
         TILES=tiles, BLOCK=VERIFY_BLOCK, FAST=not INTERPRETED, **launch_options(device, num_warps=16),
     )  # fmt: skip
     return tokens, bad
+
+
+fix_keys(globals())

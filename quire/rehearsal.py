@@ -1,0 +1,114 @@
+"""Which kernels a model's first request will need, found out without a device, weights or anything compiled: `python -m
+quire.rehearsal`, started by `quire.ahead` beside a start that finds nothing compiled.
+
+The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
+every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
+engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
+from quire.config import Config
+from quire.config_build import override_config
+from quire.kernels.table import select_row_ops, select_sampling
+from quire.models.fallback import FallbackModel
+from quire.models.loader import read_config, settle_model
+from quire.runtime.graphs import decode_rows
+from quire.runtime.rows import DeviceRows
+from quire.runtime.runner import Runner
+from quire.runtime.store import CacheStore
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.types import Plan, PlanRow, RowInit, SamplingParams
+
+META = torch.device("meta")
+CUDA = torch.device("cuda")
+# Prompts of few tokens and of more go through other products; most models are sampled from within the best few tokens.
+PROMPTS = (
+    (16, SamplingParams(temperature=0.0)),
+    (40, SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
+)
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    config = override_config(Config(), {**settings, "offline": True})
+
+    def tell(kernel: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(kernel) + "\n")
+        sys.stdout.flush()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say, the start itself says
+        note_launches(tell)
+        rehearse(config)
+
+
+def note_launches(tell: Tell) -> None:
+    """From now on kernels are told of, once each, and not launched in this process."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from quire.kernels.compile_worker import StandIn
+
+    major, minor = torch.cuda.get_device_capability()  # asks the driver, and opens nothing
+    target = ("cuda", 10 * major + minor, 32)
+    driver.set_active(StandIn(GPUTarget(*target)))
+    told: set[tuple[str, str, str]] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = (fn.module, fn.name, compile["specialization_data"])
+        if kernel not in told:
+            told.add(kernel)
+            tell({"module": fn.module, "name": fn.name, "data": kernel[2], "target": target})
+        return True  # seen to: neither compiled nor launched
+
+    knobs.runtime.jit_cache_hook = note
+
+
+@torch.inference_mode()
+def rehearse(config: Config) -> None:
+    """The trials and what stands before a first token, then what a server does before it is ready."""
+    limits = resolve_limits(config, CUDA)
+    model, _ = settle_model(
+        read_config(find_files(config, None)), dtype=config.model.dtype, device=CUDA, at=META,
+        max_model_len=config.model.max_model_len, page_tokens=resolve_page_tokens(config, CUDA),
+        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, kernels=config.engine.kernels, strict_kernels=False,
+        deterministic=config.engine.deterministic,
+    )  # fmt: skip
+    if isinstance(model, FallbackModel):
+        return
+    max_len = config.model.max_model_len or model.max_positions
+    free = torch.cuda.get_device_properties().total_memory
+    memory = plan_cache(model, config, limits, CUDA, free, max_len)
+    specs = list(model.specs)
+    store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
+    rows = DeviceRows(limits.max_rows, max_len, specs, META)
+    sampling = SamplingRows(limits.max_rows, model.vocab_size, META)
+    sampler = Sampler(model.vocab_size, META, select_sampling("cuda", config.engine.deterministic))
+    runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
+    for length, params in PROMPTS:
+        added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
+        plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
+        runner.sample(runner.forward(plan))
+    row_ops = select_row_ops("cuda")
+    if row_ops is not None and config.engine.graphs:
+        row = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)[:1]
+        decode_rows(model, store.tensors, rows, row_ops, row, choose=True)
+    runner.rehearse(1, 32)  # the first of the chores
+
+
+if __name__ == "__main__":
+    main()

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-import quire
 from quire.config import Config
 from quire.config_build import engine_settings
 from quire.machine import Machine, installed_version, may_have_gpu, nvidia_card_names, read_machine
@@ -29,6 +29,8 @@ FEWEST_CORES = 4
 MOST_WORKERS = 12
 WORKER_BYTES = 1 << 30  # what a worker may take of the host's memory: torch, a compiler
 PATIENCE_SECONDS = 60.0  # for a kernel that somebody else compiles
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "quire/kernels/triton"
 OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
 
 Key = tuple[str, str, str]  # of a kernel: its module, its name, what it is compiled for
@@ -62,8 +64,9 @@ def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
     """The file that says: a start such as this one has left its kernels here. It lies in Triton's cache, and goes when
     that goes."""
     settings = {name: value for name, value in engine_settings(config).items() if name not in OTHER_SETTINGS}
-    versions = [quire.__version__, sys.version, *(installed_version(name) for name in ("torch", "triton"))]
-    text = json.dumps([settings, versions, cards], sort_keys=True, default=str)
+    versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
+    sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(SOURCES.glob("*.py"))]
+    text = json.dumps([settings, versions, sources, cards], sort_keys=True, default=str)
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     return Path(folder, "quire", hashlib.sha256(text.encode()).hexdigest()[:32])
@@ -166,11 +169,9 @@ class Compilers:
             self._changed.notify_all()
 
     def _leave_stamp(self) -> None:
-        try:
+        with suppress(OSError):  # the next start rehearses again
             self._stamp.parent.mkdir(parents=True, exist_ok=True)
             self._stamp.touch()
-        except OSError:
-            pass  # the next start rehearses again
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,8 +179,8 @@ class Compilers:
 
 
 def _start(module: str, *options: str) -> subprocess.Popen[str]:
-    root = str(Path(quire.__file__).parents[1])  # a checkout need not be installed, nor be where we are
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    # A checkout need not be installed, nor be where we are.
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", module, *options], env=env, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
@@ -187,10 +188,8 @@ def _start(module: str, *options: str) -> subprocess.Popen[str]:
 
 def _run_thread(target: Any, *args: Any) -> None:
     def run() -> None:
-        try:
+        with suppress(OSError, ValueError, KeyError):  # a process that died: its share is left to the start itself
             target(*args)
-        except (OSError, ValueError, KeyError):
-            pass  # a process that died: its share is left to the others, or to the start itself
 
     threading.Thread(target=run, name="quire compilers", daemon=True).start()
 
@@ -208,9 +207,7 @@ def _lines(process: subprocess.Popen[str]) -> IO[str]:
 
 def _end(process: subprocess.Popen[str]) -> bool:
     """Whether it ended well."""
-    try:
+    with suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()
-    except OSError:
-        pass
     return process.wait() == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -282,7 +283,7 @@ def memory_report(config: Config) -> MemoryPlan:
     return plan_cache(model, config, limits, device, available_memory(device), max_model_len)
 
 
-def plan_cache(model: Model, config: Config, limits: Limits, device: torch.device, available: int,
+def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,
                max_model_len: int) -> MemoryPlan:  # fmt: skip
     """The memory plan for a model that is not loaded, where so many bytes are available now."""
     weights = weights_bytes(model)

@@ -1,9 +1,10 @@
 """Compiles the kernels of a start that finds none of them on disk, in processes beside it, while torch is imported and
 weights are read. `LLM`, `AsyncLLM` and the engine process start it before they import torch.
 
-One process rehearses the start and tells which kernels it will launch (`quire.rehearsal`); the others compile them
-(`quire.kernels.compile_worker`). The start finds each on disk when it comes to it, waits for one that is under way, and
-compiles one that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to the start.
+One process rehearses the start and tells which kernels it will launch (`quire.rehearsal`); those it has forked before
+compile them (`quire.kernels.compile_worker`). The start finds each on disk when it comes to it, waits for one that is
+under way, and compiles one that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to
+the start.
 """
 
 from __future__ import annotations
@@ -11,27 +12,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from quire.config import Config
-from quire.config_build import engine_settings
+from quire.config_build import engine_settings, knobs
 from quire.machine import Machine, installed_version, may_have_gpu, nvidia_card_names, read_machine
 
 FEWEST_CORES = 4
 MOST_WORKERS = 12
-WORKER_BYTES = 1 << 30  # what a worker may take of the host's memory: torch, a compiler
+WORKER_BYTES = 1 << 28  # what a worker and the compilers it runs take of the host's memory
+REHEARSAL_BYTES = 1 << 30
+LIST_PATIENCE_SECONDS = 3.0  # in all, for a rehearsal that has not come to the kernel yet: it is about as quick as we
 PATIENCE_SECONDS = 60.0  # for a kernel that somebody else compiles
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "quire/kernels/triton"
 OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
+END = "end"  # the rehearsal's last line
 
 Key = tuple[str, str, str]  # of a kernel: its module, its name, what it is compiled for
 
@@ -46,110 +53,145 @@ def start_compilers(config: Config) -> Compilers | None:
     """None where there is nothing to gain: no GPU, too few cores, or all of this has been compiled before."""
     if config.engine.device == "cpu" or config.engine.kernels == "torch" or not may_have_gpu():
         return None
-    num_workers, stamp = count_workers(read_machine()), stamp_path(config, nvidia_card_names())
-    if num_workers == 0 or stamp.exists() or find_spec("triton") is None:
-        return None
-    return Compilers(engine_settings(config), num_workers, stamp)
+    with suppress(OSError):
+        num_workers, stamp = count_workers(read_machine()), stamp_path(config, nvidia_card_names())
+        if num_workers > 0 and find_spec("triton") and not stamp.exists() and _may_create(stamp):
+            return Compilers(rehearsal_settings(config), num_workers, stamp)
+    return None
+
+
+def rehearsal_settings(config: Config) -> dict[str, Any]:
+    """All that may decide which kernels are launched, and how."""
+    return {name: value for name, value in engine_settings(config).items() if name not in OTHER_SETTINGS}
 
 
 def count_workers(machine: Machine) -> int:
     """The start itself and the rehearsal have a core each."""
     if machine.num_usable_cores < FEWEST_CORES:
         return 0
-    fitting = MOST_WORKERS if machine.memory_available is None else machine.memory_available // (2 * WORKER_BYTES)
-    return min(MOST_WORKERS, machine.num_usable_cores - 2, fitting)
+    most = min(MOST_WORKERS, machine.num_usable_cores - 2)
+    if machine.memory_available is None:
+        return most
+    spare = machine.memory_available // 2 - REHEARSAL_BYTES  # the start needs its share, too
+    return max(0, min(most, spare // WORKER_BYTES))
 
 
 def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
     """The file that says: a start such as this one has left its kernels here. It lies in Triton's cache, and goes when
     that goes."""
-    settings = {name: value for name, value in engine_settings(config).items() if name not in OTHER_SETTINGS}
     versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
     sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(SOURCES.glob("*.py"))]
-    text = json.dumps([settings, versions, sources, cards], sort_keys=True, default=str)
+    text = json.dumps([rehearsal_settings(config), versions, sources, cards], sort_keys=True, default=str)
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     return Path(folder, "quire", hashlib.sha256(text.encode()).hexdigest()[:32])
 
 
+def _may_create(stamp: Path) -> bool:
+    """Where nothing can be kept, there is no point in compiling for others."""
+    existing = next(folder for folder in stamp.parents if folder.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
 class Compilers:
-    def __init__(self, settings: dict[str, Any], num_workers: int, stamp: Path, *,
-                 rehearsal: str = "quire.rehearsal", worker: str = "quire.kernels.compile_worker"):  # fmt: skip
-        """`rehearsal`, `worker`: the modules that are run."""
+    def __init__(self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.rehearsal"):
+        """`rehearsal`: the module that is run, with a socket for each of the workers it is to fork."""
         self._stamp = stamp
         self._changed = threading.Condition()
         self._states: dict[Key, State] = {}
         self._queue: deque[tuple[Key, str]] = deque()  # kernels, and the line that asks for each
         self._listed = False  # no more will come
+        self._is_whole = True  # nobody was lost on the way
         self._num_working = num_workers
-        self._is_whole = True  # nothing has gone wrong
-        _run_thread(self._list_kernels, _start(rehearsal), settings)
-        for index in range(num_workers):
-            _run_thread(self._feed, _start(worker, *(["--driver"] if index == 0 else [])))
+        self._list_patience = LIST_PATIENCE_SECONDS
+        self._detach: Callable[[], None] | None = None
+        lines = [socket.socketpair() for _ in range(num_workers)]
+        self._process = _start(rehearsal, [theirs.fileno() for _, theirs in lines])
+        _run_thread(self._list_kernels, settings)
+        for ours, theirs in lines:
+            theirs.close()
+            _run_thread(self._feed, ours)
 
     def attach(self) -> None:
-        """From now on, whoever is about to compile one of these kernels in this process waits for it instead. Called
-        where Triton is imported anyway."""
-        from triton import knobs
+        """From now on, and for as long as there are any workers, whoever is about to compile one of these kernels in
+        this process waits for it instead. Called where Triton is imported anyway."""
+        try:
+            from triton import knobs
 
-        def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-            self.settle((fn.module, fn.name, compile["specialization_data"]))
-            return False  # go on: what was compiled is found on disk
+            before = knobs.runtime.jit_cache_hook
+        except (ImportError, AttributeError):  # a version without: all is compiled here, as ever
+            return
 
-        knobs.runtime.jit_cache_hook = hook
+        def hook(**told: Any) -> Any:
+            with suppress(KeyError, AttributeError):
+                self.settle((told["fn"].module, told["fn"].name, told["compile"]["specialization_data"]))
+            return before(**told) if before is not None else False  # go on: what was compiled is found on disk
+
+        def detach() -> None:
+            if knobs.runtime.jit_cache_hook is hook:
+                knobs.runtime.jit_cache_hook = before
+
+        with self._changed:
+            if self._num_working > 0:
+                knobs.runtime.jit_cache_hook, self._detach = hook, detach
 
     def settle(self, key: Key) -> None:
         """Returns when this kernel is compiled, or when the caller should do it."""
         with self._changed:
+            start = time.monotonic()
+            self._changed.wait_for(lambda: key in self._states or self._listed, self._list_patience)
+            self._list_patience = max(0.0, self._list_patience - (time.monotonic() - start))
             if self._states.get(key) is State.QUEUED:
-                self._states[key] = State.ENDED  # quicker than waiting for its turn
+                self._mark(key, State.ENDED)  # quicker than waiting for its turn
             self._changed.wait_for(lambda: self._states.get(key) is not State.RUNNING, PATIENCE_SECONDS)
 
     def wait(self) -> None:
         """Until all of it is done; for tests and measurements."""
         with self._changed:
-            self._changed.wait_for(lambda: self._listed and self._num_working == 0)
+            self._changed.wait_for(lambda: self._num_working == 0)
+        self._process.wait()
 
     # -- in threads of their own ------------------------------------------------------------------------------------
 
-    def _list_kernels(self, rehearsal: subprocess.Popen[str], settings: dict[str, Any]) -> None:
+    def _list_kernels(self, settings: dict[str, Any]) -> None:
+        told, said_end = self._process.stdout, False
+        assert told is not None
         try:
-            _say(rehearsal, json.dumps(settings))
-            for line in _lines(rehearsal):
+            _say(self._process, json.dumps(settings | {"offline": True}))
+            for line in told:
+                if said_end := line.strip() == END:
+                    break
                 kernel = json.loads(line)
                 key = (kernel["module"], kernel["name"], kernel["data"])
                 with self._changed:
                     if key not in self._states:
-                        self._states[key] = State.QUEUED
                         self._queue.append((key, line.strip()))
-                        self._changed.notify_all()
+                        self._mark(key, State.QUEUED)
         finally:
-            ended_well = _end(rehearsal)
             with self._changed:
                 self._listed = True
-                self._is_whole &= ended_well
+                self._is_whole &= said_end
+                self._leave_stamp()
                 self._changed.notify_all()
 
-    def _feed(self, worker: subprocess.Popen[str]) -> None:
+    def _feed(self, line: socket.socket) -> None:
+        """One of the workers, for as long as it answers."""
         try:
-            answers = _lines(worker)
-            while (job := self._next()) is not None:
-                key, line = job
-                try:
-                    _say(worker, line)
-                    answered = bool(answers.readline())
-                finally:
-                    self._mark(key, State.ENDED)
-                if not answered:
-                    break
+            with line, line.makefile("r") as answers:
+                while (job := self._next()) is not None:
+                    key, text = job
+                    answered = False
+                    try:
+                        line.sendall(text.encode() + b"\n")
+                        answered = bool(answers.readline())
+                    finally:
+                        with self._changed:
+                            self._is_whole &= answered
+                            self._mark(key, State.ENDED)
+                    if not answered:
+                        break
         finally:
-            ended_well = _end(worker)
-            with self._changed:
-                self._num_working -= 1
-                self._is_whole &= ended_well
-                if self._listed and self._num_working == 0 and self._is_whole:
-                    self._leave_stamp()
-                self._changed.notify_all()
+            self._end_worker()
 
     def _next(self) -> tuple[Key, str] | None:
         """The next kernel that nobody has begun; None: there will be none any more."""
@@ -158,37 +200,59 @@ class Compilers:
                 self._changed.wait_for(lambda: self._queue or self._listed)
                 if not self._queue:
                     return None
-                key, line = self._queue.popleft()
+                key, text = self._queue.popleft()
                 if self._states[key] is State.QUEUED:
-                    self._states[key] = State.RUNNING
-                    return key, line
+                    self._mark(key, State.RUNNING)
+                    return key, text
 
     def _mark(self, key: Key, state: State) -> None:
-        with self._changed:
-            self._states[key] = state
-            self._changed.notify_all()
+        """With the lock held."""
+        self._states[key] = state
+        self._leave_stamp()
+        self._changed.notify_all()
 
     def _leave_stamp(self) -> None:
-        with suppress(OSError):  # the next start rehearses again
-            self._stamp.parent.mkdir(parents=True, exist_ok=True)
-            self._stamp.touch()
+        if self._listed and self._is_whole and all(state is State.ENDED for state in self._states.values()):
+            with suppress(OSError):  # the next start rehearses again
+                self._stamp.parent.mkdir(parents=True, exist_ok=True)
+                self._stamp.touch()
+
+    def _end_worker(self) -> None:
+        with self._changed:
+            self._num_working -= 1
+            is_last, detach = self._num_working == 0, self._detach
+            if is_last:  # nobody is left to wait for
+                self._states = {key: State.ENDED for key in self._states}
+                self._listed = True
+            self._changed.notify_all()
+        if is_last:
+            if detach is not None:
+                detach()
+            with suppress(OSError):
+                if self._process.stdin is not None:
+                    self._process.stdin.close()
+            self._process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Processes. Each lives no longer than its parent: it reads to the end of its stdin, whose other end is ours alone.
+# The process. It and those it forks live no longer than we: it reads to the end of its stdin, whose other end is ours
+# alone.
 
 
-def _start(module: str, *options: str) -> subprocess.Popen[str]:
+def _start(module: str, sockets: Sequence[int]) -> subprocess.Popen[str]:
     # A checkout need not be installed, nor be where we are.
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", module, *options], env=env, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    secrets = {"HF_TOKEN", *(item.variable for item in knobs().values() if item.secret)}
+    env = {name: value for name, value in os.environ.items() if name not in secrets}
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", module, *map(str, sockets)], env=env, pass_fds=sockets,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                            text=True)  # fmt: skip
 
 
 def _run_thread(target: Any, *args: Any) -> None:
     def run() -> None:
-        with suppress(OSError, ValueError, KeyError):  # a process that died: its share is left to the start itself
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a process that died: its share is left to the start itself
             target(*args)
 
     threading.Thread(target=run, name="quire compilers", daemon=True).start()
@@ -198,16 +262,3 @@ def _say(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
-
-
-def _lines(process: subprocess.Popen[str]) -> IO[str]:
-    assert process.stdout is not None
-    return process.stdout
-
-
-def _end(process: subprocess.Popen[str]) -> bool:
-    """Whether it ended well."""
-    with suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-    return process.wait() == 0

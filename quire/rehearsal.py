@@ -3,23 +3,30 @@ quire.rehearsal`, started by `quire.ahead` beside a start that finds nothing com
 
 The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
 every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
-engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for.
+engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for. Those who
+will compile them are forked from it (`kernels.compile_worker`), before it begins.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from quire.ahead import END
 from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
 from quire.config import Config
 from quire.config_build import override_config
-from quire.kernels.table import select_row_ops, select_sampling
+from quire.kernels.compile_worker import StandIn, fork_workers
+from quire.kernels.table import select_ops, select_row_ops, select_sampling
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
 from quire.runtime.graphs import decode_rows
@@ -42,17 +49,40 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
+    """`argv`: the sockets of those that will compile."""
     settings = json.loads(sys.stdin.readline())
-    config = override_config(Config(), {**settings, "offline": True})
+    config = override_config(Config(), settings)
+    select_ops("cuda", config.engine.kernels)  # what is imported by now, the others need not import
+    workers = fork_workers([int(fd) for fd in sys.argv[1:]])
+    ending = threading.Thread(target=_end_with_parent, args=(workers,))
+    ending.start()
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed
 
-    def tell(kernel: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(kernel) + "\n")
-        sys.stdout.flush()
+    def tell(line: str) -> None:
+        told.write(line + "\n")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what there is to say, the start itself says
-        note_launches(tell)
-        rehearse(config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say, the start itself says
+            note_launches(lambda kernel: tell(json.dumps(kernel)))
+            rehearse(config)
+    except Exception as error:  # the same would happen the next time: what it has told so far is all
+        print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
+    tell(END)
+    ending.join()
+
+
+def _end_with_parent(workers: list[int]) -> None:
+    """Whatever they are at, the workers and this process live no longer than who has the other end of stdin."""
+    sys.stdin.read()
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in workers:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    os._exit(0)
 
 
 def note_launches(tell: Tell) -> None:
@@ -60,8 +90,6 @@ def note_launches(tell: Tell) -> None:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-
-    from quire.kernels.compile_worker import StandIn
 
     major, minor = torch.cuda.get_device_capability()  # asks the driver, and opens nothing
     target = ("cuda", 10 * major + minor, 32)

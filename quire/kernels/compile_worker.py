@@ -1,16 +1,20 @@
-"""A process that compiles kernels for another one, onto the disk where that one will look for them: `python -m
-quire.kernels.compile_worker`, started by `quire.ahead`.
+"""Processes that compile kernels for another one, onto the disk where that one will look for them. `quire.rehearsal`
+forks them once it has imported torch and Triton, so that they take neither time nor memory for that; `quire.ahead` is
+at the other end of their sockets.
 
-It is told a kernel a line, in JSON, and answers each with a line when the kernel lies in Triton's cache, with the
+Each is told a kernel a line, in JSON, and answers with a line when the kernel lies in Triton's cache, with the
 launcher that Triton has a C compiler make for it. It never opens a device: a compiler needs to know its name, no more.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
+import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -35,21 +39,60 @@ class StandIn:
         return 0
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers may say something
-    os.nice(NICE)
-    if "--driver" in sys.argv:
-        _build_driver()
+def fork_workers(fds: Sequence[int]) -> list[int]:
+    """The processes' ids; each has one of these sockets, and they are closed here. To be called before there are
+    threads, and before a device is opened."""
+    _prepare()
+    gc.freeze()  # else the collector would write into the pages that all of them share
+    pids = []
+    for index, fd in enumerate(fds):
+        pid = os.fork()
+        if pid == 0:
+            _run_worker(fd, [other for other in fds if other != fd], is_first=index == 0)
+        pids.append(pid)
+    for fd in fds:
+        os.close(fd)
+    return pids
 
-    importlib.import_module("quire.kernels.triton.launch")  # torch takes seconds; the first job should not
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            compile_kernel(job)
-        except Exception as error:  # whoever launches it will see for themselves
-            print(f"{job.get('name')}: {type(error).__name__}: {error}", file=sys.stderr)
-        answers.write("done\n")
+
+def _prepare() -> None:
+    """What the first kernel of a process costs besides: Triton hashes itself, hundreds of megabytes."""
+    try:
+        importlib.import_module("triton.compiler.code_generator")
+        importlib.import_module("triton.runtime.cache").triton_key()
+    except (ImportError, AttributeError):
+        pass  # another version: it is done later, by each
+
+
+def _run_worker(fd: int, others: Sequence[int], *, is_first: bool) -> None:
+    """Never returns: what it was forked from has another way to go."""
+    status = 1
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for own in (0, 1):  # the rehearsal's; and compilers may say something
+            os.dup2(nowhere, own)
+        for other in others:
+            os.close(other)
+        os.nice(NICE)
+        if is_first:
+            _build_driver()
+        with socket.socket(fileno=fd) as line:
+            serve(line)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def serve(line: socket.socket) -> None:
+    """Until the other end is closed, by whoever had it or with their death."""
+    with line.makefile("r") as jobs:
+        for text in jobs:
+            job = json.loads(text)
+            try:
+                compile_kernel(job)
+            except Exception as error:  # whoever launches it will see for themselves
+                print(f"{job.get('name')}: {type(error).__name__}: {error}", file=sys.stderr)
+            line.sendall(b"done\n")
 
 
 def compile_kernel(job: dict[str, Any]) -> Any:
@@ -74,7 +117,3 @@ def _build_driver() -> None:
         CudaUtils()
     except Exception as error:
         print(f"driver: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

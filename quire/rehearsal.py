@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from quire import light_meta
 from quire.ahead import END
 from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
 from quire.config import Config
@@ -52,6 +53,7 @@ def main() -> None:
     """`argv`: the sockets of those that will compile."""
     settings = json.loads(sys.stdin.readline())
     config = override_config(Config(), settings)
+    light_meta.install()
     select_ops("cuda", config.engine.kernels)  # what is imported by now, the others need not import
     workers = fork_workers([int(fd) for fd in sys.argv[1:]])
     ending = threading.Thread(target=_end_with_parent, args=(workers,))

@@ -2,7 +2,7 @@
 weights are read. `LLM`, `AsyncLLM` and the engine process start it before they import torch.
 
 One process rehearses the start and tells which kernels it will launch (`quire.rehearsal`); those it has forked before
-compile them (`quire.kernels.compile_worker`). The start finds each on disk when it comes to it, waits for one that is
+compile them (`quire.ahead_workers`). The start finds each on disk when it comes to it, waits for one that is
 under way, and compiles one that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to
 the start.
 """
@@ -222,7 +222,7 @@ class Compilers:
             self._num_working -= 1
             is_last, detach = self._num_working == 0, self._detach
             if is_last:  # nobody is left to wait for
-                self._states = {key: State.ENDED for key in self._states}
+                self._states = dict.fromkeys(self._states, State.ENDED)
                 self._listed = True
             self._changed.notify_all()
         if is_last:
@@ -252,7 +252,8 @@ def _start(module: str, sockets: Sequence[int]) -> subprocess.Popen[str]:
 
 def _run_thread(target: Any, *args: Any) -> None:
     def run() -> None:
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a process that died: its share is left to the start itself
+        # A process that died, or something else than it should say: its share is left to the start itself.
+        with suppress(OSError, ValueError, KeyError, TypeError):
             target(*args)
 
     threading.Thread(target=run, name="quire compilers", daemon=True).start()

@@ -1,5 +1,5 @@
 """Torch's meta device without what torch imports for it at first use: a compiler of Python code and an algebra of
-symbols, together about two seconds. `quire.rehearsal` installs it; sizes are plain numbers there, and nothing is traced.
+symbols, together about two seconds. `quire.rehearsal` installs it: sizes are plain numbers there, nothing is traced.
 
 The modules are stood in for by the few functions that such sizes need. Who asks for anything else gets the real one.
 """
@@ -15,7 +15,7 @@ ALGEBRA = "sympy"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 TRACER = "torch._dynamo"
 ANSWERS = ("guard_or_false", "guard_or_true", "guard_size_oblivious", "expect_true", "statically_known_true")
-OF_PLAIN_SIZES: dict[str, Any] = {name: bool for name in ANSWERS} | {
+OF_PLAIN_SIZES: dict[str, Any] = dict.fromkeys(ANSWERS, bool) | {
     "is_nested_int": lambda size: False,
     "sym_and": lambda *parts: all(parts),
     "sym_or": lambda *parts: any(parts),

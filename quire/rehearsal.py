@@ -4,29 +4,28 @@ quire.rehearsal`, started by `quire.ahead` beside a start that finds nothing com
 The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
 every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
 engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for. Those who
-will compile them are forked from it (`kernels.compile_worker`), before it begins.
+will compile them are forked from it before it begins (`ahead_workers`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from quire import light_meta
 from quire.ahead import END
+from quire.ahead_workers import end_with_parent, fork_workers
 from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
 from quire.config import Config
 from quire.config_build import override_config
-from quire.kernels.compile_worker import StandIn, fork_workers
+from quire.kernels import compile_worker
 from quire.kernels.table import select_ops, select_row_ops, select_sampling
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
@@ -55,8 +54,8 @@ def main() -> None:
     config = override_config(Config(), settings)
     light_meta.install()
     select_ops("cuda", config.engine.kernels)  # what is imported by now, the others need not import
-    workers = fork_workers([int(fd) for fd in sys.argv[1:]])
-    ending = threading.Thread(target=_end_with_parent, args=(workers,))
+    workers = fork_workers([int(fd) for fd in sys.argv[1:]], compile_worker.prepare, compile_worker.compile_kernel)
+    ending = threading.Thread(target=end_with_parent, args=(workers,))
     ending.start()
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed
@@ -75,18 +74,6 @@ def main() -> None:
     ending.join()
 
 
-def _end_with_parent(workers: list[int]) -> None:
-    """Whatever they are at, the workers and this process live no longer than who has the other end of stdin."""
-    sys.stdin.read()
-    for pid in workers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in workers:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-    os._exit(0)
-
-
 def note_launches(tell: Tell) -> None:
     """From now on kernels are told of, once each, and not launched in this process."""
     from triton import knobs
@@ -95,7 +82,7 @@ def note_launches(tell: Tell) -> None:
 
     major, minor = torch.cuda.get_device_capability()  # asks the driver, and opens nothing
     target = ("cuda", 10 * major + minor, 32)
-    driver.set_active(StandIn(GPUTarget(*target)))
+    driver.set_active(compile_worker.StandIn(GPUTarget(*target)))
     told: set[tuple[str, str, str]] = set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:

@@ -1,5 +1,5 @@
 """Compiles kernels as another process would launch them, onto the disk where that one will look for them, with the
-launcher that Triton has a C compiler make for each. `quire.rehearsal` hands it to the processes it forks.
+launcher that Triton has a C compiler make for each. `quire.ahead.rehearsal` hands it to the processes it forks.
 
 It never opens a device: a compiler needs to know its name, no more.
 """

@@ -104,7 +104,7 @@ def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devi
                  max_model_len: int | None, page_tokens: int, quant: str, kv_dtype: str, kernels: str,
                  strict_kernels: bool, deterministic: bool) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
-    tables are, the device; or meta, for who only wants to know what would be launched there (`quire.rehearsal`)."""
+    tables are, the device; or meta, for who only wants to know what would be launched there (`ahead.rehearsal`)."""
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import quire.rehearsal
+import quire.ahead.rehearsal
 from quire.config import Config
 from quire.config_build import override_config
 
@@ -37,11 +37,11 @@ def compile_all(settings: dict[str, Any]) -> dict[str, list[str]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    quire.rehearsal.note_launches(lambda kernel: None)
+    quire.ahead.rehearsal.note_launches(lambda kernel: None)
     knobs.runtime.jit_cache_hook = None
     knobs.compilation.listener = listen
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    quire.rehearsal.rehearse(override_config(Config(), settings))
+    quire.ahead.rehearsal.rehearse(override_config(Config(), settings))
     return found
 
 
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["compile"]:
         print(json.dumps(compile_all(json.loads(sys.stdin.readline()))))
     else:
-        quire.rehearsal.main()
+        quire.ahead.rehearsal.main()

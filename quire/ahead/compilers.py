@@ -1,10 +1,9 @@
 """Compiles the kernels of a start that finds none of them on disk, in processes beside it, while torch is imported and
 weights are read. `LLM`, `AsyncLLM` and the engine process start it before they import torch.
 
-One process rehearses the start and tells which kernels it will launch (`quire.rehearsal`); those it has forked before
-compile them (`quire.ahead_workers`). The start finds each on disk when it comes to it, waits for one that is
-under way, and compiles one that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to
-the start.
+One process rehearses the start and tells which kernels it will launch (`rehearsal`); those it has forked before compile
+them (`workers`). The start finds each on disk when it comes to it, waits for one that is under way, and compiles one
+that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to the start.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WORKER_BYTES = 1 << 28  # what a worker and the compilers it runs take of the ho
 REHEARSAL_BYTES = 1 << 30
 LIST_PATIENCE_SECONDS = 3.0  # in all, for a rehearsal that has not come to the kernel yet: it is about as quick as we
 PATIENCE_SECONDS = 60.0  # for a kernel that somebody else compiles
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "quire/kernels/triton"
 OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
 END = "end"  # the rehearsal's last line
@@ -94,7 +93,9 @@ def _may_create(stamp: Path) -> bool:
 
 
 class Compilers:
-    def __init__(self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.rehearsal"):
+    def __init__(
+        self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.ahead.rehearsal"
+    ):
         """`rehearsal`: the module that is run, with a socket for each of the workers it is to fork."""
         self._stamp = stamp
         self._changed = threading.Condition()
@@ -103,6 +104,7 @@ class Compilers:
         self._listed = False  # no more will come
         self._is_whole = True  # nobody was lost on the way
         self._num_working = num_workers
+        self._num_idle = 0  # of them: those that wait for a kernel
         self._list_patience = LIST_PATIENCE_SECONDS
         self._detach: Callable[[], None] | None = None
         lines = [socket.socketpair() for _ in range(num_workers)]
@@ -141,9 +143,16 @@ class Compilers:
             start = time.monotonic()
             self._changed.wait_for(lambda: key in self._states or self._listed, self._list_patience)
             self._list_patience = max(0.0, self._list_patience - (time.monotonic() - start))
-            if self._states.get(key) is State.QUEUED:
+            self._changed.wait_for(lambda: self._is_settled(key) or self._is_stuck(key), PATIENCE_SECONDS)
+            if self._is_stuck(key):
                 self._mark(key, State.ENDED)  # quicker than waiting for its turn
-            self._changed.wait_for(lambda: self._states.get(key) is not State.RUNNING, PATIENCE_SECONDS)
+
+    def _is_settled(self, key: Key) -> bool:
+        return self._states.get(key, State.ENDED) is State.ENDED
+
+    def _is_stuck(self, key: Key) -> bool:
+        """Nobody has begun it, nor will soon."""
+        return self._states.get(key) is State.QUEUED and self._num_idle == 0
 
     def wait(self) -> None:
         """Until all of it is done; for tests and measurements."""
@@ -197,7 +206,9 @@ class Compilers:
         """The next kernel that nobody has begun; None: there will be none any more."""
         with self._changed:
             while True:
+                self._num_idle += 1
                 self._changed.wait_for(lambda: self._queue or self._listed)
+                self._num_idle -= 1
                 if not self._queue:
                     return None
                 key, text = self._queue.popleft()

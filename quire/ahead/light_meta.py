@@ -1,5 +1,5 @@
 """Torch's meta device without what torch imports for it at first use: a compiler of Python code and an algebra of
-symbols, together about two seconds. `quire.rehearsal` installs it: sizes are plain numbers there, nothing is traced.
+symbols, together about two seconds. `rehearsal` installs it: sizes are plain numbers there, nothing is traced.
 
 The modules are stood in for by the few functions that such sizes need. Who asks for anything else gets the real one.
 """

@@ -1,6 +1,6 @@
 """The processes that compile for `quire.ahead`: forked once all is imported, so that they take neither time nor memory
-for that, told a job a line through a socket of their own, and gone when whoever started them is. `quire.rehearsal`
-forks them.
+for that, told a job a line through a socket of their own, and gone when whoever started them is. `rehearsal` forks
+them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which kernels a model's first request will need, found out without a device, weights or anything compiled: `python -m
-quire.rehearsal`, started by `quire.ahead` beside a start that finds nothing compiled.
+quire.ahead.rehearsal`, started by `quire.ahead` beside a start that finds nothing compiled.
 
 The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
 every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
 engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for. Those who
-will compile them are forked from it before it begins (`ahead_workers`).
+will compile them are forked from it before it begins (`workers`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from quire import light_meta
-from quire.ahead import END
-from quire.ahead_workers import end_with_parent, fork_workers
+from quire.ahead import light_meta
+from quire.ahead.compilers import END
+from quire.ahead.workers import end_with_parent, fork_workers
 from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
 from quire.config import Config
 from quire.config_build import override_config

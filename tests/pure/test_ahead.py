@@ -195,8 +195,10 @@ def test_what_does_not_compile_is_left_to_who_launches_it(start: Callable[..., C
 # What goes wrong
 
 
-def test_workers_that_die_are_not_waited_for(start: Callable[..., Compilers], tmp_path: Path) -> None:
-    compilers = start(tell=["one", "other", "third"], work="die")
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_workers_that_die_are_not_waited_for(num_workers: int, start: Callable[..., Compilers],
+                                             tmp_path: Path) -> None:  # fmt: skip
+    compilers = start(tell=["one", "other", "third"], work="die", num_workers=num_workers)
     for name in ("one", "other", "third", "fourth"):
         compilers.settle(key(name))
     compilers.wait()

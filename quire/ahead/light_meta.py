@@ -48,9 +48,9 @@ class _StandIn(ModuleType):
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__path__" and self.__name__ == SYMBOLS:
+        if self.__name__ == SYMBOLS and name == "__path__":
             raise AttributeError(name)  # every import asks, and this is no package
-        if name[0].islower():  # functions are often imported and seldom called
+        if self.__name__ == SYMBOLS and name[0].islower():  # functions are often imported and seldom called
             return lambda *args, **kwargs: getattr(self._real(), name)(*args, **kwargs)
         return getattr(self._real(), name)
 

@@ -29,6 +29,7 @@ from quire.kernels import compile_worker
 from quire.kernels.table import select_ops, select_row_ops, select_sampling
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
+from quire.models.registry import find_family, find_model_type
 from quire.runtime.graphs import decode_rows
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
@@ -99,14 +100,15 @@ def note_launches(tell: Tell) -> None:
 def rehearse(config: Config) -> None:
     """The trials and what stands before a first token, then what a server does before it is ready."""
     limits = resolve_limits(config, CUDA)
+    hf_config = read_config(find_files(config, None))
+    if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
+        return
     model, _ = settle_model(
-        read_config(find_files(config, None)), dtype=config.model.dtype, device=CUDA, at=META,
+        hf_config, dtype=config.model.dtype, device=CUDA, at=META,
         max_model_len=config.model.max_model_len, page_tokens=resolve_page_tokens(config, CUDA),
         quant=config.model.quant, kv_dtype=config.cache.kv_dtype, kernels=config.engine.kernels, strict_kernels=False,
         deterministic=config.engine.deterministic,
     )  # fmt: skip
-    if isinstance(model, FallbackModel):
-        return
     max_len = config.model.max_model_len or model.max_positions
     free = torch.cuda.get_device_properties().total_memory
     memory = plan_cache(model, config, limits, CUDA, free, max_len)

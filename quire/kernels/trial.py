@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def norm_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
     def attempt(ops: Ops) -> None:
         x, weight = normal(device, dtype, NUM_TOKENS, width), normal(device, weight_dtype, width)
         finish_writes(device)
-        compare(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x.float(), weight.float(), 1e-6), dtype)
+        compare(ops.rms_norm(x, weight, 1e-6), lambda: REFERENCE.rms_norm(x.float(), weight.float(), 1e-6), dtype)
 
     return Row("norm", attempt, _without_norm)
 
@@ -102,7 +103,7 @@ def silu_mul_row(inner_width: int, dtype: torch.dtype, device: torch.device) -> 
     def attempt(ops: Ops) -> None:
         x = normal(device, dtype, NUM_TOKENS, 2 * inner_width)
         finish_writes(device)
-        compare(ops.silu_mul(x), REFERENCE.silu_mul(x), dtype)
+        compare(ops.silu_mul(x), lambda: REFERENCE.silu_mul(x), dtype)
 
     return Row("silu_mul", attempt, reference_for("silu_mul", captured=True))
 
@@ -139,12 +140,18 @@ def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
         x = normal(device, dtype, num_rows, width)
         residual = normal(device, dtype, num_rows, product.out_features) if product.residual else None
         if ops.fused_linear.wins(num_rows, weight, product.silu_mul):
-            normed = x if norm is None else REFERENCE.rms_norm(x, norm, 1e-6)
-            expected = functional.linear(normed, weight, bias)
-            expected = REFERENCE.silu_mul(expected) if product.silu_mul else expected
-            expected = expected if residual is None else expected + residual  # before its memory may be taken
+            stream = None if residual is None else residual.clone()  # its memory may be taken
             finish_writes(device)
-            compare(ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.silu_mul, residual), expected, dtype)
+            got = ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.silu_mul, residual)
+            compare(got, partial(_plain_product, product, x, weight, bias, norm, stream), dtype)
+
+
+def _plain_product(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
+                   residual: Tensor | None) -> Tensor:  # fmt: skip
+    normed = x if norm is None else REFERENCE.rms_norm(x, norm, 1e-6)
+    out = functional.linear(normed, weight, bias)
+    out = REFERENCE.silu_mul(out) if product.silu_mul else out
+    return out if residual is None else out + residual
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,15 +210,15 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     frequencies = turning(shape.head_dim, device)
     boundary = (1 + FEW_TOKENS // shape.page_tokens) * shape.page_tokens
     slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)  # from one page on to the next
-    results = []
-    for table, cache_dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
+
+    def run(table: Ops, cache_dtype: torch.dtype) -> tuple[Tensor, ...]:
         k_cache, v_cache = (torch.zeros(_cache_shape(shape), dtype=cache_dtype, device=device) for _ in range(2))
         finish_writes(device)
         angles = table.plan_angles(positions, frequencies, 1.0, shape.dtype)
         q = table.qk_norm_rope_write(qkv, q_weight, k_weight, 1e-6, angles, k_cache, v_cache, slots, shape.num_heads)
-        results.append((q, k_cache, v_cache))
-    for got, expected in zip(*results, strict=True):
-        compare(got, expected, shape.dtype)
+        return q, k_cache, v_cache
+
+    compare(run(ops, shape.cache_dtype), lambda: run(REFERENCE, shape.dtype), shape.dtype)
 
 
 def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -222,17 +229,18 @@ def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     pages = torch.arange(1, _cache_shape(shape)[0], dtype=torch.int32, device=device)[: table.shape[1]]
     table[0, : len(pages)] = pages
     sinks = normal(device, shape.dtype, shape.num_heads) if shape.sinks else None
+
+    def run(rows: Ops, q: Tensor, dtype: torch.dtype) -> Tensor:
+        count = len(q)
+        positions = torch.arange(NUM_TOKENS - count, NUM_TOKENS, device=device)
+        plan = rows.plan_attention(table, positions, [count], [NUM_TOKENS], shape.page_tokens, shape.window, dtype)
+        k_cache, v_cache = (cache.to(dtype) for cache in caches)
+        finish_writes(device)
+        return rows.paged_attention(q, k_cache, v_cache, plan, shape.head_dim**-0.5, shape.softcap, sinks)
+
     for count in (NUM_TOKENS, 1):
         q = normal(device, shape.dtype, count, shape.num_heads, shape.head_dim)
-        positions = torch.arange(NUM_TOKENS - count, NUM_TOKENS, device=device)
-        results = []
-        for rows, dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
-            plan = rows.plan_attention(table, positions, [count], [NUM_TOKENS], shape.page_tokens, shape.window, dtype)
-            k_cache, v_cache = (cache.to(dtype) for cache in caches)
-            finish_writes(device)
-            scale = shape.head_dim**-0.5
-            results.append(rows.paged_attention(q, k_cache, v_cache, plan, scale, shape.softcap, sinks))
-        compare(results[0], results[1], shape.dtype)
+        compare(run(ops, q, shape.cache_dtype), partial(run, REFERENCE, q, shape.dtype), shape.dtype)
 
 
 def _cache_shape(shape: TrialShape) -> tuple[int, ...]:
@@ -265,10 +273,20 @@ def finish_writes(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def compare(got: Tensor, expected: Tensor, dtype: torch.dtype, limit: float | None = None) -> None:
-    if got.is_meta:  # a rehearsal: kernels are only noted
+Result = Tensor | tuple[Tensor, ...]
+
+
+def compare(got: Result, expected: Callable[[], Result], dtype: torch.dtype, limit: float | None = None) -> None:
+    """`expected`: what the reference makes of it. Nobody asks in a rehearsal, where kernels are only noted."""
+    parts = got if isinstance(got, tuple) else (got,)
+    if parts[0].is_meta:
         return
-    limit = limit or (FP8_TOLERANCE if got.dtype == torch.float8_e4m3fn else TOLERANCE[dtype])
+    told = expected()
+    for part, true in zip(parts, told if isinstance(told, tuple) else (told,), strict=True):
+        _compare_part(part, true, limit or (FP8_TOLERANCE if is_fp8(part.dtype) else TOLERANCE[dtype]))
+
+
+def _compare_part(got: Tensor, expected: Tensor, limit: float) -> None:
     wide, true = got.float(), expected.float()
     error = ((wide - true).norm() / true.norm().clamp(min=1e-30)).item()
     if not error <= limit:  # NaN too

@@ -105,21 +105,21 @@ def try_write(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
     slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)
     size = (2 + -(-NUM_TOKENS // shape.page_tokens), shape.page_tokens, 1, entry_width)
     frequencies = turning(shape.rope_dim, device)
-    results = []
-    for table, cache_dtype in ((ops, shape.cache_dtype), (REFERENCE, shape.dtype)):
+
+    def run(table: Ops, cache_dtype: torch.dtype) -> tuple[Tensor, ...]:
         cache = torch.zeros(size, dtype=cache_dtype, device=device)
         finish_writes(device)
         angles = table.plan_angles(positions, frequencies, 1.0, shape.dtype)
-        results.append((table.latent_write(q, entry, norm, 1e-6, angles, cache, slots, shape.interleaved), cache))
-    for got, expected in zip(*results, strict=True):
-        compare(got, expected, shape.dtype)
+        return table.latent_write(q, entry, norm, 1e-6, angles, cache, slots, shape.interleaved), cache
+
+    compare(run(ops, shape.cache_dtype), lambda: run(REFERENCE, shape.dtype), shape.dtype)
 
 
 def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, steps: Sequence[Rows] = MANY) -> None:
     """These steps; decodes go through a permanent page table, as captured steps have it. Raises."""
     for rows in steps:
         step = _Step.make(shape, device, rows)
-        compare(step.run(ops, decode=ops.captures and max(rows.counts) == 1), step.run_reference(), shape.dtype)
+        compare(step.run(ops, decode=ops.captures and max(rows.counts) == 1), step.run_reference, shape.dtype)
 
 
 @dataclass(frozen=True, slots=True)

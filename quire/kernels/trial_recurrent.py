@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,15 @@ def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, 
         x = _draw(device, sum(counts), num_inputs).to(dtype)
         finish_writes(device)
         got = op(ops)(x, weights, shape, state, ops.plan_recurrent(slots, positions, list(counts)))
-        plan = REFERENCE.plan_recurrent(slots, positions, list(counts))
-        compare(got, op(REFERENCE)(x.float(), wide, shape, exact, plan), dtype)
+        compare(got, partial(_exact, op, x, wide, shape, exact, (slots, positions, list(counts))), dtype)
         ends = [end + n for end, n in zip(ends, counts, strict=True)]
     for part in (shape.matrices, shape.rings):
-        compare(part(state), part(exact), dtype)
+        compare(part(state), partial(part, exact), dtype)
+
+
+def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: RecurrentShape, state: Tensor,
+           rows: tuple[Tensor, Tensor, list[int]]) -> Tensor:  # fmt: skip
+    return op(REFERENCE)(x.float(), weights, shape, state, REFERENCE.plan_recurrent(*rows))
 
 
 def _taps(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
 from quire.kernels.trial import (
@@ -140,7 +141,7 @@ class Trials:
         for num_rows in (FEW_TOKENS, 1):
             x = normal(self.device, self.dtype, num_rows, like.in_features)
             finish_writes(self.device)
-            compare(linear(x, norm=norm), norm(x) @ weight.t(), self.dtype, FP8_TOLERANCE)
+            compare(linear(x, norm=norm), partial(_plain, norm, x, weight), self.dtype, FP8_TOLERANCE)
 
     def _product(self) -> Product | None:
         """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
@@ -223,6 +224,10 @@ class Trials:
         return self.model.modules() if isinstance(self.model, nn.Module) else iter(())
 
 
+def _plain(norm: RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
+    return norm(x) @ weight.t()
+
+
 def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool) -> Ops:
     """The table that the model is to be built with. In the deterministic mode no other kernel may step in, be it right
     or quick."""
@@ -232,9 +237,8 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
             ops = _settle_hopper(ops, trials, strict)
         if ops is not REFERENCE and ops is not FIXED and ops.native is None:
             ops = settle_ops(ops, trials.rows(), strict=strict or deterministic)
-        if not deterministic and device.type != "cpu":
-            if (gate_up := trials.largest_gate_up()) is not None:
-                ops = settle_gated(ops, gate_up, device, strict=strict)
+        if not deterministic and device.type != "cpu" and (gate_up := trials.largest_gate_up()) is not None:
+            ops = settle_gated(ops, gate_up, device, strict=strict)
         if not deterministic and device.type == "cuda":
             ops = settle_library(ops, trials, kernels)
     finally:  # whoever asks next how much memory is free counts what torch keeps as used

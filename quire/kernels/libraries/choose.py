@@ -182,7 +182,7 @@ def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.
             plan = work.plan(table)
             launch = work.launch(table, plan)
             seconds = timer(launch)
-            compare(launch(), work.launch(ops)(), shape.dtype)  # some take nothing but prompts such as this one
+            compare(launch(), work.launch(ops), shape.dtype)  # some take nothing but prompts such as this one
             if not plan.fits:
                 yield Verdict(kernel.name, f"it does not attend for {work}", installed)
                 continue
@@ -215,7 +215,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 def _try(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     """A decode, a fresh prompt and one behind cached tokens, in one step, against the reference. Raises."""
     step = _Prompt.make(shape, device, counts=[1, 20, 9], lengths=[40, 20, 300])
-    compare(step.launch(ops)(), step.launch(REFERENCE)(), shape.dtype)
+    compare(step.launch(ops)(), step.launch(REFERENCE), shape.dtype)
 
 
 @dataclass(frozen=True, slots=True)

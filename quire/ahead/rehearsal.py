@@ -27,6 +27,7 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels import compile_worker
 from quire.kernels.table import select_ops, select_row_ops, select_sampling
+from quire.layers.linear import Linear
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
 from quire.models.registry import find_family, find_model_type
@@ -112,6 +113,9 @@ def rehearse(config: Config) -> None:
     max_len = config.model.max_model_len or model.max_positions
     free = torch.cuda.get_device_properties().total_memory
     memory = plan_cache(model, config, limits, CUDA, free, max_len)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.finish()  # as when weights have been read
     specs = list(model.specs)
     store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
     rows = DeviceRows(limits.max_rows, max_len, specs, META)

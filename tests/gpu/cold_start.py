@@ -1,0 +1,43 @@
+"""A start to its tenth token in a process of its own: `python -m tests.gpu.cold_start <folder>`. Prints in JSON the
+tokens, which kernels were compiled here and which were found on disk, and whether any were compiled beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import quire.llm
+from quire import LLM, SamplingParams
+from quire.ahead import Compilers
+
+
+def main(folder: str) -> None:
+    start_compilers = quire.llm.start_compilers
+    beside: list[Compilers | None] = []
+    compiled: list[str] = []
+    found: list[str] = []
+
+    def start(config: Any) -> Compilers | None:
+        from triton import knobs
+
+        beside.append(start_compilers(config))
+        knobs.compilation.listener = listen
+        return beside[0]
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        (found if cache_hit else compiled).append(src.name)
+
+    quire.llm.start_compilers = start
+    with LLM(folder, random_weights=True, num_pages=200) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+        (output,) = llm.generate([list(range(1, 17))], params)
+    if beside[0] is not None:
+        beside[0].wait()
+    told = {"tokens": output.token_ids, "compiled": compiled, "found": found, "beside": beside[0] is not None}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -24,7 +24,7 @@ from quire.config import Config
 from quire.config_build import engine_settings, knobs
 from quire.types import QuireError
 
-PHASES = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")
+PHASES = ("tried_s", "ready_s", "first_token_s", "tenth_token_s")
 KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 

@@ -167,8 +167,8 @@ def _latency(console: Console, report: Report) -> None:
 
 
 def _start(console: Console, report: Report) -> None:
-    phases = ("imported", "model loaded", "first token", "tenth token")
-    names = ("imported_s", "ready_s", "first_token_s", "tenth_token_s")
+    phases = ("kernels tried", "model loaded", "first token", "tenth token")
+    names = ("tried_s", "ready_s", "first_token_s", "tenth_token_s")
     runs = [("cold", report["cold"]), *((f"warm {i + 1}", run) for i, run in enumerate(report["warm_runs"]))]
     rows = [
         (name, *(_seconds(run[phase]) for phase in names)) for name, run in [*runs, ("warm, median", report["warm"])]

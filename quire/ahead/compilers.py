@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +33,10 @@ FEWEST_CORES = 4
 MOST_WORKERS = 12
 WORKER_BYTES = 1 << 28  # what a worker and the compilers it runs take of the host's memory
 REHEARSAL_BYTES = 1 << 30
-LIST_PATIENCE_SECONDS = 3.0  # in all, for a rehearsal that has not come to the kernel yet: it is about as quick as we
-PATIENCE_SECONDS = 60.0  # for a kernel that somebody else compiles
+# What a start waits in all: for a rehearsal that has not come to the kernel yet, about as quick as itself; and for
+# kernels that somebody else compiles.
+LIST_PATIENCE_SECONDS = 3.0
+PATIENCE_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "quire/kernels/triton"
 OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
@@ -92,6 +95,16 @@ def _may_create(stamp: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
+@dataclass(slots=True)
+class _Patience:
+    left: float  # seconds
+
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> None:
+        start = time.monotonic()
+        condition.wait_for(predicate, self.left)
+        self.left = max(0.0, self.left - (time.monotonic() - start))
+
+
 class Compilers:
     def __init__(
         self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.ahead.rehearsal"
@@ -105,7 +118,7 @@ class Compilers:
         self._is_whole = True  # nobody was lost on the way
         self._num_working = num_workers
         self._num_idle = 0  # of them: those that wait for a kernel
-        self._list_patience = LIST_PATIENCE_SECONDS
+        self._list_patience, self._patience = _Patience(LIST_PATIENCE_SECONDS), _Patience(PATIENCE_SECONDS)
         self._detach: Callable[[], None] | None = None
         lines = [socket.socketpair() for _ in range(num_workers)]
         self._process = _start(rehearsal, [theirs.fileno() for _, theirs in lines])
@@ -140,10 +153,8 @@ class Compilers:
     def settle(self, key: Key) -> None:
         """Returns when this kernel is compiled, or when the caller should do it."""
         with self._changed:
-            start = time.monotonic()
-            self._changed.wait_for(lambda: key in self._states or self._listed, self._list_patience)
-            self._list_patience = max(0.0, self._list_patience - (time.monotonic() - start))
-            self._changed.wait_for(lambda: self._is_settled(key) or self._is_stuck(key), PATIENCE_SECONDS)
+            self._list_patience.wait_for(self._changed, lambda: key in self._states or self._listed)
+            self._patience.wait_for(self._changed, lambda: self._is_settled(key) or self._is_stuck(key))
             if self._is_stuck(key):
                 self._mark(key, State.ENDED)  # quicker than waiting for its turn
 
@@ -177,6 +188,7 @@ class Compilers:
                         self._queue.append((key, line.strip()))
                         self._mark(key, State.QUEUED)
         finally:
+            told.close()
             with self._changed:
                 self._listed = True
                 self._is_whole &= said_end

@@ -229,7 +229,7 @@ def test_patience_with_a_rehearsal_is_spent_once(start: Callable[..., Compilers]
     compilers = start(end="hang")
     compilers.settle(key("kernel"))
     assert not compilers._listed
-    assert compilers._list_patience == 0
+    assert compilers._list_patience.left == 0
     compilers.settle(key("another"))
     end(compilers)
 
@@ -237,9 +237,11 @@ def test_patience_with_a_rehearsal_is_spent_once(start: Callable[..., Compilers]
 def test_a_worker_that_never_answers_is_given_up(start: Callable[..., Compilers],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(ahead, "PATIENCE_SECONDS", 0.05)
-    compilers = start(tell=["kernel"], work="hang")
-    compilers.settle(key("kernel"))
-    assert compilers._states[key("kernel")] is ahead.State.RUNNING
+    compilers = start(tell=["kernel", "another"], work="hang")
+    for name in ("kernel", "another"):
+        compilers.settle(key(name))
+    assert compilers._patience.left == 0
+    assert {*compilers._states.values()} == {ahead.State.RUNNING}
     end(compilers)
 
 

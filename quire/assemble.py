@@ -144,10 +144,9 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    sampling_ops = _sampling_ops(model, config, device)
+    sampling_ops = try_sampling_ops(model, config, device, device)
     # Where the sampler's kernels can't be used, those of captured steps, which sample too, can't either.
-    captures = sampling_ops is not None and config.engine.graphs and _can_capture(model)
-    row_ops = _row_ops(model, config, max_model_len, device) if captures else None
+    row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device)
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
@@ -198,14 +197,15 @@ def _can_capture(model: Model) -> bool:
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
-def _sampling_ops(model: Model, config: Config, device: torch.device) -> SamplingOps | None:
-    """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode."""
+def try_sampling_ops(model: Model, config: Config, device: torch.device, at: torch.device) -> SamplingOps | None:
+    """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
+    `settle_model`."""
     engine = config.engine
     ops = None if engine.kernels == "torch" else select_sampling(device.type, engine.deterministic)
     if ops is None:
         return None
     strict = engine.strict_kernels or engine.deterministic
-    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), device, strict=strict)
+    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), at, strict=strict)
 
 
 def _irreplaceable(config: Config) -> frozenset[str]:
@@ -215,13 +215,14 @@ def _irreplaceable(config: Config) -> frozenset[str]:
     return OTHER_BITS if config.engine.deterministic else frozenset()
 
 
-def _row_ops(model: Model, config: Config, max_model_len: int, device: torch.device) -> RowOps | None:
+def try_row_ops(model: Model, config: Config, max_model_len: int, device: torch.device,
+                at: torch.device) -> RowOps | None:  # fmt: skip
     """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
-    ops = select_row_ops(device.type)
+    ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     if ops is None:
         return None
     strict, dtype = config.engine.strict_kernels, _logits_dtype(model)
-    return settle_row_ops(ops, list(model.specs), max_model_len, model.vocab_size, dtype, device, strict=strict)
+    return settle_row_ops(ops, list(model.specs), max_model_len, model.vocab_size, dtype, at, strict=strict)
 
 
 def _logits_dtype(model: Model) -> torch.dtype:

@@ -22,11 +22,18 @@ import torch
 from quire.ahead import light_meta
 from quire.ahead.compilers import END
 from quire.ahead.workers import end_with_parent, fork_workers
-from quire.assemble import find_files, plan_cache, resolve_limits, resolve_page_tokens
+from quire.assemble import (
+    find_files,
+    plan_cache,
+    resolve_limits,
+    resolve_page_tokens,
+    try_row_ops,
+    try_sampling_ops,
+)
 from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels import compile_worker
-from quire.kernels.table import select_ops, select_row_ops, select_sampling
+from quire.kernels.table import select_ops
 from quire.layers.linear import Linear
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
@@ -120,14 +127,14 @@ def rehearse(config: Config) -> None:
     store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
     rows = DeviceRows(limits.max_rows, max_len, specs, META)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, META)
-    sampler = Sampler(model.vocab_size, META, select_sampling("cuda", config.engine.deterministic))
+    sampler = Sampler(model.vocab_size, META, try_sampling_ops(model, config, CUDA, META))
+    row_ops = try_row_ops(model, config, max_len, CUDA, META)
     runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
     for length, params in PROMPTS:
         added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
         plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
         runner.sample(runner.forward(plan))
-    row_ops = select_row_ops("cuda")
-    if row_ops is not None and config.engine.graphs:
+    if row_ops is not None:
         row = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)[:1]
         decode_rows(model, store.tensors, rows, row_ops, row, choose=True)
     runner.rehearse(1, 32)  # the first of the chores

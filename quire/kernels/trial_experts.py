@@ -72,7 +72,7 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     got = _by_expert(chosen, shares, routing.num_experts)
     exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
     true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
-    compare(x, lambda: true_x, dtype)
+    compare(x, true_x, dtype)
     right = torch.zeros(FEW_TOKENS, dtype=torch.bool, device=device)
     of_rounded = (REFERENCE.norm_route(x.to(each[0].dtype), None, 0.0, *each)[1:] for each in (exact, weights))
     for choice in (best, *of_rounded):

@@ -81,7 +81,7 @@ class Assembly:
 def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
     """`compilers`: who compiles kernels meanwhile, see `quire.ahead`."""
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
-    if compilers is not None:
+    if compilers is not None and device.type == "cuda":
         compilers.attach()
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,10 +72,8 @@ def main() -> None:
         told.write(line + "\n")
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say, the start itself says
-            note_launches(lambda kernel: tell(json.dumps(kernel)))
-            rehearse(config)
+        note_launches(lambda kernel: tell(json.dumps(kernel)))
+        rehearse(config)
     except Exception as error:  # the same would happen the next time: what it has told so far is all
         print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
     tell(END)

@@ -32,12 +32,12 @@ class StandIn:
 def prepare(index: int) -> None:
     """What Triton does once in a process, before there is anything to compile: it hashes itself, hundreds of megabytes.
     The first also builds what Triton needs before it can launch anything."""
+    importlib.import_module("triton.compiler.code_generator")
+    importlib.import_module("triton.runtime.cache").triton_key()
     if index == 0:
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
-    importlib.import_module("triton.compiler.code_generator")
-    importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def compile_kernel(job: dict[str, Any]) -> Any:

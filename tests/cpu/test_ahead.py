@@ -58,7 +58,7 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
     for name, start in starts.items():
         assert not start["trouble"], f"{name}: no kernel is given up on the way, nothing is refused: {start['trouble']}"
         assert not start["imported"], f"{name}: seconds for nothing: {start['imported']}"
-    assert {*FEW} <= {*starts["cohere"]["found"]}, "compiled beside another start, with its launcher, and found on disk"
+    assert {*FEW} <= {*starts["cohere"]["found"]}, "compiled beside another start, and found on disk"
 
     told = [kernel for start in starts.values() for kernel in start["told"]]  # each once: a process remembers
     assert len(told) > 200

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ class Compilers:
             return
 
         def hook(**told: Any) -> Any:
+            with suppress(ImportError, AttributeError):  # needed next, half a second, once: better before the wait
+                import_module("triton.runtime.cache").triton_key()
             with suppress(KeyError, AttributeError):
                 self.settle((told["fn"].module, told["fn"].name, told["compile"]["specialization_data"]))
             return before(**told) if before is not None else False  # go on: what was compiled is found on disk

@@ -66,7 +66,7 @@ def _attempt(what: Callable[..., object], *args: Any) -> None:
     try:
         what(*args)
     except Exception as error:  # whoever launches it will see for themselves
-        print(f"{str(args):.80}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{args!s:.80}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def end_with_parent(workers: Sequence[int]) -> None:

@@ -30,8 +30,7 @@ def check_skinny(where: Where) -> None:
                 residual = where.normal(rows, 2 * out_features, dtype=dtype)
                 normed = reference.rms_norm(x.double(), norm_weight.double(), 1e-6)
                 plain = normed @ weight.double().T + bias.double()
-                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual,
-                                    prefetch=weight)  # fmt: skip
+                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
                 close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
                 out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, silu_mul=True)
                 close(out, reference.silu_mul(plain), dtype, name + " with norm, bias and silu_mul")

@@ -1,4 +1,4 @@
-"""What every kernel's launch shares: dependent launch, prefetching into L2, and facts about the card.
+"""What every kernel's launch shares: dependent launch, and facts about the card.
 
 Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
 `wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can.
@@ -26,30 +26,6 @@ def let_next_start(PDL: tl.constexpr):
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def prefetch_l2(address, num_bytes, ON: tl.constexpr):
-    """Ask for `num_bytes` (a multiple of 16) at a 16-byte aligned address to be brought into L2. One thread asks; the
-    copy engine does the rest and nobody waits."""
-    if ON:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [address.to(tl.int64, bitcast=True), num_bytes.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @functools.cache

@@ -134,6 +134,24 @@ def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch
         assert kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
 
 
+def test_prompts_go_without_gluon_where_its_triton_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.12 and 2.13 bring 3.7, with which that kernel does not even compile: decodes must not suffer for it."""
+    import triton
+
+    from quire.kernels.triton.launch import takes_gluon
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert takes_gluon.__wrapped__(0)
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    with pytest.warns(UserWarning, match=r"for Hopper .*made for Triton 3\.6, this is 3\.7\.1.*for all cards"):
+        assert not takes_gluon.__wrapped__(0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not takes_gluon.__wrapped__(0)
+
+
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
 def test_the_deterministic_modes_delta_net_is_left_alone(kernel: Kernel, hopper: Any) -> None:
     """Its order of sums is the point of it. The loader does not even ask."""

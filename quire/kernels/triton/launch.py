@@ -7,6 +7,7 @@ Programmatic dependent launch lets a kernel start while the one before it still 
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 import triton
@@ -14,6 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Gluon is no settled language: elsewhere a kernel may not compile (3.7 took away what ours are made of), or compile to
+# something that waits forever.
+KNOWN_GLUON = "3.6."
 
 
 @triton.jit
@@ -34,8 +38,17 @@ def has_dependent_launch(device_index: int | None) -> bool:
 
 
 @functools.cache
-def is_hopper(device_index: int | None) -> bool:
-    return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
+def takes_gluon(device_index: int | None) -> bool:
+    """Whether this is a card for the kernels in Gluon (`prefill_hopper`), and this Triton one they are known to run
+    with. If only that is missing, a line says so."""
+    if INTERPRETED or torch.cuda.get_device_capability(device_index)[0] != 9:
+        return False
+    known = triton.__version__.startswith(KNOWN_GLUON)
+    if not known:
+        why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"
+        line = f"The prompt attention for Hopper can't be used here ({why})"
+        warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=2)
+    return known
 
 
 @functools.cache

@@ -32,8 +32,8 @@ slow:
 	$(PYTHON) -m pytest -m slow
 
 paths:
-	TEST_KERNELS=torch $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py tests/cpu/test_no_waits.py
-	TEST_KERNELS=portable $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py tests/cpu/test_no_waits.py
+	TEST_KERNELS=torch $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py
+	TEST_KERNELS=portable $(PYTHON) -m pytest tests/cpu/test_engine_*.py tests/cpu/test_grammar_engine.py
 
 fuzz:
 	$(PYTHON) -m tests.fuzz --cases $(or $(CASES),20000)

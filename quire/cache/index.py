@@ -103,12 +103,13 @@ class CacheIndex:
         if self._snapshots is not None:
             self._snapshots.note_fork(lease, match)
         for group in self.state:
+            snapshot = match.nodes[-1].units[group] if match.nodes else ABSENT
             slot = self.stock.take(group)
             lease.units[group] = [slot]
-            if match.nodes:
-                plan.copies.append(Copy(CopyKind.DEVICE, group, match.nodes[-1].units[group], slot))
-            else:
+            if snapshot == ABSENT:
                 plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
+            elif slot != snapshot:  # else the last slot to be had was the snapshot's own, which holds what is wanted
+                plan.copies.append(Copy(CopyKind.DEVICE, group, snapshot, slot))
         for group in self.paged:
             if group not in self.windowed:  # a window's pages are taken as it moves on
                 lease.units[group] += self.stock.take_all(group, self._num_missing(lease, group, request))

@@ -113,9 +113,10 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
         found["cuda"] = torch.version.cuda
         found["trouble"] = cuda_trouble()
         if found["trouble"] is None:
-            found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels)
+            found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels, config.engine.deterministic)
             if any(versions.values()) or config.engine.kernels in LIBRARY_NAMES:
                 found["libraries"] = explain_libraries(torch.device("cuda", 0), config.engine.kernels)
+            torch.cuda.empty_cache()  # the memory plan is made next, and counts what torch keeps as used
     except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found

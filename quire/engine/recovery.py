@@ -1,4 +1,5 @@
-"""Finding the one request that breaks a step: halve the suspects until the culprit is alone.
+"""Who has something to do with a step that failed, and finding the one request that breaks it: halve the suspects until
+the culprit is alone.
 
 After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
 a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
@@ -9,7 +10,23 @@ again in company; between two of these everyone else, the cleared ones included,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+
+from quire.types import CopyKind, Plan, Request, Status
+
+
+def touched_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
+    """Who has a row in one of these steps, or is in flight otherwise, or had bytes on their way to the host in them."""
+    rows = {row.request_id for plan in plans for row in plan.rows}
+    rows |= {row.request_id for plan in plans for row in plan.added}
+    moved = {(copy.group, copy.target) for plan in plans for copy in plan.copies if copy.kind is CopyKind.OUT}
+
+    def is_touched(request: Request) -> bool:
+        if request.status is Status.SWAPPED:
+            return any((group, unit) in moved for group, units in enumerate(request.lease.host) for unit in units)
+        return request.row >= 0 and (request.id in rows or request.inflight > 0)
+
+    return [request for request in requests if is_touched(request)]
 
 
 class AllBut:

@@ -17,6 +17,7 @@ from quire.engine.outcome import append_tokens, why_bad
 from quire.engine.pacing import Chunking, choose_chunking
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, Refusal
+from quire.engine.recovery import touched_by
 from quire.engine.roster import Roster
 from quire.types import (
     Delta,
@@ -361,17 +362,9 @@ class Scheduler:
         touched, and how many tokens of theirs would have been computed.
         """
         reached: dict[str, int] = {}
-        touched = {row.request_id for plan in plans for row in plan.rows}
-        touched |= {row.request_id for plan in plans for row in plan.added}
-        moved = {(c.group, c.target) for plan in plans for c in plan.copies if c.kind.value == "out"}
-        for request in list(self.requests.values()):
-            lost_swap = request.status is Status.SWAPPED and any(
-                (group, unit) in moved for group, units in enumerate(request.lease.host) for unit in units
-            )
-            if lost_swap:
+        for request in touched_by(plans, self.requests.values()):
+            if request.status is Status.SWAPPED:
                 self.waiting.remove(request)
-            elif request.row < 0 or (request.id not in touched and request.inflight == 0):
-                continue
             reached[request.id] = min(request.planned, len(request.tokens))
             self.roster.leave_row(request)
             self.roster.drop_state(request)

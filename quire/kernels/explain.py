@@ -2,30 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.table import REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape, dense_rows, failure
+from quire.kernels.trial_gated import GatedTrialShape, settle_gated
+from quire.kernels.trial_latent import LatentTrialShape, settle_latent
+from quire.kernels.trial_recurrent import settle_delta_net
+from quire.types import QuireError
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
 TYPICAL = TrialShape(num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
                      window=None, qk_norm=True, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
 
 
-def explain_ops(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class HopperKernel:
+    """A kernel that only some models have, and only on Hopper cards; on others the one for all cards does its work."""
+
+    op: str
+    needs: str  # of the model
+    settle: Callable[[Ops, torch.device], Ops]  # into the table of such a model; raises where it fails
+
+
+def _settle_prompts(ops: Ops, device: torch.device) -> Ops:
+    """No row of its own: where it is for the card and the model, attention has just been tried with it."""
+    import triton
+
+    from quire.kernels.triton.launch import KNOWN_GLUON
+
+    if not triton.__version__.startswith(KNOWN_GLUON):
+        what = f"Its own kernel is made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}."
+        raise QuireError("kernel_failed", what)
+    return replace(ops)
+
+
+HOPPER = (
+    HopperKernel(
+        "attention of prompts",
+        "heads of 128 in bf16 or fp16, the cache in the same type, no soft caps, no sinks",
+        _settle_prompts,
+    ),
+    HopperKernel(
+        "gate and up, 1024 rows and more",
+        "plain bf16 or fp16 weights, and to be quicker than cuBLAS",
+        lambda ops, device: settle_gated(ops, GatedTrialShape(4096, 24576, torch.bfloat16), device, strict=True),
+    ),
+    HopperKernel(
+        "latents, 32 heads and more",
+        "latents of 512 + 64 in bf16 or fp16, the cache in the same type, a power of two for pages",
+        lambda ops, device: settle_latent(
+            ops, LatentTrialShape(128, 512, 64, 64, torch.bfloat16, torch.bfloat16), device, strict=True
+        ),
+    ),
+    HopperKernel(
+        "gated delta net, catch-ups",
+        "heads of 128 × 128, a multiple of four of them, in bf16 or fp16",
+        lambda ops, device: settle_delta_net(
+            ops, RecurrentShape(16, 32, 128, 128, 4), torch.bfloat16, device, strict=True
+        ),
+    ),
+)
+
+
+def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool = False) -> list[Mapping[str, Any]]:
     """One entry per row of the table: op, implementation, reason. On a GPU each kernel is tried."""
     names = [row.name for row in dense_rows(TYPICAL, device)]
     try:
-        ops = select_ops(device.type, kernels, strict=True)
+        ops = select_fixed_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict=True)
     except Exception as error:
         return [_entry(name, "torch", str(error)) for name in names]
     if device.type == "cpu" or ops is REFERENCE:
         why = "as asked for" if kernels == "torch" else "the one for a CPU"
         return [_entry(name, "torch" if ops.native is None else ops.native.isa, why) for name in names]
-    return try_all(ops, TYPICAL, device)
+    return try_all(ops, TYPICAL, device) + [explain_hopper(each, ops, device, deterministic) for each in HOPPER]
+
+
+def explain_hopper(kernel: HopperKernel, ops: Ops, device: torch.device, deterministic: bool) -> Mapping[str, Any]:
+    """Tried on a typical model of those it is for, if this is a card for it."""
+    capability = torch.cuda.get_device_capability(device)
+    if deterministic:
+        return _entry(kernel.op, "triton", "the deterministic mode's own")
+    if capability[0] != 9:
+        return _entry(kernel.op, "triton", f"its own kernel is for compute capability 9, this is {capability[0]}")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            taken = kernel.settle(ops, device) is not ops
+        except QuireError as error:
+            return _entry(kernel.op, "triton", error.what)
+    if taken:
+        return _entry(kernel.op, "hopper", f"tried just now, right; a model needs {kernel.needs}")
+    return _entry(kernel.op, "triton", str(said[0].message) if said else "right, but no quicker here just now")
 
 
 def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[str, Any]]:

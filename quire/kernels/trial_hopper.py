@@ -16,10 +16,6 @@ from quire.kernels.failures import reason
 from quire.kernels.table import Ops
 from quire.types import QuireError
 
-# Gluon is no settled language: elsewhere a kernel might compile to something that waits forever, and no trial comes
-# back from that.
-KNOWN_TRITON = "3.6."
-
 
 def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
     """Whether these are Triton's ops on such a card, or on meta beside one."""
@@ -32,8 +28,10 @@ def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callab
     does); else as it is, and a line says so. `strict`: refuse a kernel that fails instead."""
     import triton
 
-    if not triton.__version__.startswith(KNOWN_TRITON):
-        _say(name, f"made for Triton {KNOWN_TRITON[:-1]}, this is {triton.__version__}")
+    from quire.kernels.triton.launch import KNOWN_GLUON
+
+    if not triton.__version__.startswith(KNOWN_GLUON):  # from a kernel that waits forever no trial comes back
+        _say(name, f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}")
         return ops
     try:
         faster = exchange()

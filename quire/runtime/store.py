@@ -52,7 +52,7 @@ class CacheStore:
         device = self._device[group]
         targets = torch.tensor([c.target for c in run], device="cpu")
         if kind is CopyKind.ZERO:
-            _as_bytes(device).index_fill_(dim, targets.to(device.device), 0)
+            _as_bytes(device).index_fill_(dim, send(targets, device.device), 0)
             return
         source = self._host_of(group) if kind is CopyKind.IN else device
         target = self._host_of(group) if kind is CopyKind.OUT else device

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.cli.main import main
 from tests.cpu.tiny_llm import make_tiny_llm
+from tests.cpu.tiny_models import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,40 @@ def test_unsupported_architecture(capsys: pytest.CaptureFixture[str], model: Pat
     (broken / "config.json").write_text(json.dumps({**config, "model_type": "spiral"}))
     line = one_line(capsys, "hi", "--model", str(broken))
     assert "spiral" in line and "llama" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"hidden_act": "spiral"}, "spiral"),
+        ({"layer_types": ["full_attention", "spiral"], "num_hidden_layers": 2}, "spiral"),
+        ({"num_attention_heads": 7, "head_dim": None}, "7 heads"),
+        ({"num_key_value_heads": 3}, "3 key-value heads"),
+    ],
+    ids=str,
+)
+def test_a_config_that_can_not_be(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
+    """`test_models_bad_config` has the same for every model type."""
+    broken = copy_of(model, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, **changes}))
+    assert word in one_line(capsys, "hi", "--model", str(broken))
+
+
+def test_a_missing_expert_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_tiny("qwen3_moe", tmp_path)
+    capsys.readouterr()
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.5." not in name}
+    assert len(tensors) - len(kept) == 3
+    save_file(kept, tmp_path / "model.safetensors")
+    line = one_line(capsys, "hi", "--raw", "--model", str(tmp_path))
+    assert "expert 5" in line and "layers.1" in line
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,60 @@ def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch
         assert kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
 
 
+def test_prompts_go_without_gluon_where_its_triton_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.12 and 2.13 bring 3.7, with which that kernel does not even compile: decodes must not suffer for it."""
+    import triton
+
+    from quire.kernels.triton.launch import takes_gluon
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert takes_gluon.__wrapped__(0)
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    with pytest.warns(UserWarning, match=r"for Hopper .*made for Triton 3\.6, this is 3\.7\.1.*for all cards"):
+        assert not takes_gluon.__wrapped__(0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not takes_gluon.__wrapped__(0)
+
+
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
 def test_the_deterministic_modes_delta_net_is_left_alone(kernel: Kernel, hopper: Any) -> None:
     """Its order of sums is the point of it. The loader does not even ask."""
     ops = select_fixed_ops("cuda")
     assert ops.captures and kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:1], ids=["all"])
+def test_the_doctor_lists_them_with_what_each_needs(
+    kernel: Kernel, hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a card is one for them, whether they are right and quick there, and for which models."""
+    import triton
+
+    from quire.kernels import explain, trial_gated, trial_recurrent
+
+    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent}
+    for name, module in right.items():
+        monkeypatch.setattr(module, name, lambda *args: None)
+    monkeypatch.setattr(trial_gated, "is_quicker", lambda *args: False)
+    ops = table()
+
+    def told(deterministic: bool = False) -> dict[str, tuple[str, str]]:
+        entries = [explain.explain_hopper(each, ops, CUDA, deterministic) for each in explain.HOPPER]
+        return {str(entry["op"]).partition(",")[0]: (entry["implementation"], entry["why"]) for entry in entries}
+
+    found = told()
+    assert [where for where, _ in found.values()] == ["hopper", "triton", "hopper", "hopper"]
+    assert "heads of 128 × 128" in found["gated delta net"][1] and "no quicker" in found["gate and up"][1]
+    hopper(lambda *args: (_ for _ in ()).throw(RuntimeError("PassManager::run failed")))
+    assert "PassManager::run failed" in told()["latents"][1]
+    assert {where for where, _ in told(deterministic=True).values()} == {"triton"}
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert all(where == "triton" and "this is 3.7.1" in why for where, why in told().values())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert all(where == "triton" and "this is 8" in why for where, why in told().values())
 
 
 def test_the_latents_trial_sees_what_is_wrong() -> None:

@@ -5,6 +5,7 @@ checkpoint, configs that can't be, and the recurrence itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quire.kernels import reference_recurrent as reference
+from quire.layers.step import Step
 from quire.models.loader import build_model
 from quire.models.registry import find_family
 from quire.types import QuireError, SamplingParams
@@ -97,6 +100,37 @@ def test_every_turn_costs_its_new_tokens_and_at_most_an_interval(
         conversation += answer
     assert stats.preemptions == (0 if preemption == "none" else 2)
     assert (stats.swaps, stats.recomputes) == (2 * (preemption == "swap"), 2 * (preemption == "recompute"))
+
+
+class Interrupted:
+    """A model some of whose steps fail when all is computed: states have moved on, and nobody may build on them."""
+
+    def __init__(self, model: Any, every: int):
+        self._model, self._every, self.num_steps, self.num_failed = model, every, 0, 0
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        hidden = self._model.forward(step, caches)
+        self.num_steps += 1
+        if self.num_steps % self._every == 0:
+            self.num_failed += 1
+            raise RuntimeError("the device says no")
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mamba2"])
+def test_who_is_rolled_back_goes_on_from_the_right_state(name: str, depth: int, folders: dict[str, Path]) -> None:
+    model: Any = load(folders[name])
+    model.specs[:] = [replace(s, snapshot_tokens=INTERVAL) if s.kind == "state" else s for s in model.specs]
+    prompts = ragged_prompts()[2:6]
+    expected = run(make_engine(model, prefix_cache=False), prompts, greedy(30), check=False)
+    faulty = Interrupted(model, every=7)
+    engine = make_engine(faulty, depth=depth, late=depth == 2, chunk_tokens=7)
+    assert run(engine, prompts, greedy(30)) == expected
+    assert faulty.num_failed >= 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Between two steps nothing may read a value back: on a GPU every such read waits for the device.
 
 A machine without one can still tell: forward and sampling run under a dispatcher that knows the operations whose
-result's shape or value the host needs, and with `tolist` watched. Kernels are left out, a GPU has its own.
+result's shape or value the host needs, and with `tolist` watched. Kernels are left out, a GPU has its own; the layers
+around them are those of a GPU (`kernels="torch"`), of every kind of model. `tests/gpu/test_syncs.py` asks CUDA itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quire
-from quire.types import Plan, SamplingParams
+from quire.engine.grammar import GrammarCompiler
+from quire.types import GrammarSpec, Plan, SamplingParams
+from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.rig import load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
 
@@ -32,7 +35,7 @@ READS = (
     "_unique2",
     "bincount",
 )
-REFERENCE = ("reference.py", "reference_attention.py", "dequant.py")  # other code runs on a GPU
+KINDS = ("gemma3", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "nemotron_h experts", "mamba2")
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.6, "seed": 3},
@@ -63,7 +66,8 @@ class Reads(TorchDispatchMode):
 
     def note(self, name: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(OURS)]
-        if frames and Path(frames[-1].filename).name not in REFERENCE:
+        is_kernel = bool(frames) and Path(frames[-1].filename).name.startswith("reference")  # a GPU runs other code
+        if frames and not is_kernel:
             self.found.append(f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}")
 
 
@@ -90,19 +94,44 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load(make_tiny("qwen3", Path(tmp_path_factory.mktemp("qwen3")))[1])
+    return load(make_tiny("qwen3", Path(tmp_path_factory.mktemp("qwen3")))[1], kernels="torch")
+
+
+def reads_of(model: Any, params: SamplingParams, patch: pytest.MonkeyPatch, grammar: Any = None) -> list[str]:
+    """Where four requests, in chunks and decodes mixed, read something back."""
+    engine = make_engine(model, depth=2, chunk_tokens=16)
+    reads = Reads()
+    engine.workers = Watched(engine.workers, reads, patch)
+    for index in range(4):
+        request = make_request(f"r{index}", [(9 * index + j) % 250 for j in range(8 + 11 * index)], params)
+        request.grammar = grammar() if grammar is not None and index % 2 else None
+        engine.add(request)
+    assert all(delta.error is None for delta in engine.run_until_idle())
+    assert engine.scheduler.stats.sampled_tokens == 48
+    return sorted(set(reads.found))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_reads_a_value_back(tiny: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(tiny, depth=2, chunk_tokens=16)
-    reads = Reads()
-    engine.workers = Watched(engine.workers, reads, monkeypatch)
-    params = SamplingParams(**CASES[case], max_tokens=12, ignore_eos=True)
-    for index in range(4):
-        engine.add(make_request(f"r{index}", [(9 * index + j) % 250 for j in range(8 + 11 * index)], params))
-    assert all(delta.error is None for delta in engine.run_until_idle())
-    assert engine.scheduler.stats.sampled_tokens == 48 and not reads.found, sorted(set(reads.found))
+    assert not reads_of(tiny, SamplingParams(**CASES[case], max_tokens=12, ignore_eos=True), monkeypatch)
+
+
+def test_nor_does_one_under_a_grammar(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [bytes([byte]) for byte in range(255)] + [b"<eos>"]
+    compiler = GrammarCompiler(tokens, (255,), special_ids=(255,), vocab_size=256)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, ignore_eos=True)
+    spec = GrammarSpec("regex", "[a-z]{40}")
+    try:
+        assert not reads_of(tiny, params, monkeypatch, lambda: compiler.compile(spec))
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_does_a_model_of_another_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(next(family for family in all_families() if family.name == kind), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert not reads_of(load(tmp_path, kernels="torch"), params, monkeypatch)
 
 
 def test_the_watch_sees_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu.compiled"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    wanted = {"_qk_norm_rope_write_kernel", "_decode_kernel", "_prefill_hopper_kernel", "_choose_kernel",
+    wanted = {"_qk_norm_rope_write_kernel", "_decode_kernel", "_prefill_kernel", "_prefill_hopper_kernel",
+              "_choose_kernel",
               "_survey_kernel", "_narrow_kernel", "_verify_kernel", "_penalties_kernel", "_score_rows_kernel",
               "_one_row_kernel", "_few_rows_kernel", "_norm_router_kernel", "_route_kernel", "_count_kernel",
               "_place_kernel", "_grouped_kernel", "_combine_kernel", "_one_row_gate_up_kernel",

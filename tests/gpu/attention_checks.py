@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels import reference_latent
 from quire.kernels.angles import Angles, angle_tables
-from tests.gpu.paged_checks import Paged
+from tests.gpu.paged_checks import PAGES, Paged
 from tests.gpu.where import Where, close
 
 
@@ -62,7 +62,7 @@ def check_latent(where: Where) -> None:
     from quire.kernels.triton import attention
     from quire.kernels.triton.latent import latent_attention
 
-    page = where.random.choice((16, 64))
+    page = where.random.choice(PAGES)
     shapes = [(128, 512, 64), (16, 512, 64), (40, 256, 32)] if where.large else [(5, 32, 8), (66, 16, 16)]
     lens = [3000, 1, 700, 129, 64] if where.large else [130, 1, 9]
     mixes = [
@@ -109,7 +109,7 @@ def check_captured_work(where: Where) -> None:
 
     shapes = [(32, 8, 128), (8, 2, 64)] if where.large else [(4, 2, 16)]
     size, singles = (300, 6) if where.large else (20, 4)
-    page = where.random.choice((16, 64))
+    page = where.random.choice(PAGES)
     steps = [([100, 1, 1, 33], [3000, 700, 5, 33]), ([1, 1, 1], [4000, 1, 64]), ([250], [2100])]
     if not where.large:
         steps = [([7, 1, 1, 9], [40, 30, 1, 9]), ([1, 1, 1], [50, 1, 16]), ([18], [21])]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.cpu.bits import as_bits
-from tests.gpu.paged_checks import Paged
+from tests.gpu.paged_checks import PAGES, Paged
 from tests.gpu.where import Where, close
 
 
@@ -51,22 +51,23 @@ def check_fixed_attention(where: Where) -> None:
     from quire.kernels.triton import attention, fixed_tiles
 
     lens = [3000, 3, 700, 513, 5000] if where.large else [140, 3]
+    rng = where.random
     for dtype in where.dtypes:
         for heads, kv_heads, head_dim, window, softcap, has_sinks in SHAPES if where.large else SMALL_SHAPES:
             counts = [min(length, 70 if where.large else 9) for length in lens]
-            batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, 16)
+            page = rng.choice(PAGES)
+            batch = Paged.make(where, dtype, counts, lens, heads, kv_heads, head_dim, page)
             sinks = where.normal(heads, dtype=dtype) * 2 if has_sinks else None
-            name = f"{heads}/{kv_heads} heads of {head_dim}, window {window}, softcap {softcap} in {dtype}"
+            name = f"{heads}/{kv_heads} heads of {head_dim}, page {page}, window {window}, softcap {softcap} in {dtype}"
 
             def attend(rows: list[int], tokens: list[slice], ends: list[int], batch: Paged = batch,
                        window: int | None = window, softcap: float | None = softcap, sinks: Tensor | None = sinks,
                        dtype: torch.dtype = dtype) -> Tensor:  # fmt: skip
                 positions = torch.cat([batch.positions[part] for part in tokens])
                 q = torch.cat([batch.q[part] for part in tokens])
-                plan = attention.plan_attention(
-                    batch.page_table[rows], positions, [part.stop - part.start for part in tokens], ends, 16, window,
-                    dtype,
-                )  # fmt: skip
+                sizes = [part.stop - part.start for part in tokens]
+                table = batch.page_table[rows]
+                plan = attention.plan_attention(table, positions, sizes, ends, batch.page, window, dtype)
                 where.poison()
                 return fixed_tiles.paged_attention(q, batch.k_cache, batch.v_cache, plan, 0.1, softcap, sinks)
 
@@ -95,20 +96,22 @@ def check_captured_tiles(where: Where) -> None:
 
     shape = (32, 8, 128) if where.large else (4, 2, 16)
     steps = [([1, 40, 1], [900, 2000, 3]), ([7, 1], [20, 4000]), ([1], [17])] if where.large else [([1, 5], [150, 9])]
+    rng = where.random
     for dtype in where.dtypes:
         for window in (None, 600 if where.large else 80):
+            page = rng.choice(PAGES)
             work = fixed_tiles.CapturedTiles(64, 4, 2)
             for step, (counts, lens) in enumerate(steps):
-                batch = Paged.make(where, dtype, counts, lens, *shape, 16)
+                batch = Paged.make(where, dtype, counts, lens, *shape, page)
                 missing = 64 - sum(counts)  # tokens that only pad the step
                 q = torch.cat((batch.q, where.normal(missing, *shape[::2], dtype=dtype)))
-                table = torch.zeros(len(counts), 300, dtype=torch.int32, device=where.device)
+                table = torch.zeros(len(counts), 4096 // page + 1, dtype=torch.int32, device=where.device)
                 table[:, : batch.page_table.shape[1]] = batch.page_table
                 positions = torch.cat((batch.positions, torch.zeros_like(batch.positions[:1]).expand(missing)))
                 results = []
                 for made, tokens in ((work, 64), (None, sum(counts))):
                     plan = attention.plan_attention(
-                        table, positions[:tokens], counts, lens, 16, window, dtype, work=made
+                        table, positions[:tokens], counts, lens, page, window, dtype, work=made
                     )
                     if made is not None:
                         if not step:  # the first run sizes the lists; later ones must not read those of another step
@@ -118,7 +121,7 @@ def check_captured_tiles(where: Where) -> None:
                     out = fixed_tiles.paged_attention(q[:tokens], batch.k_cache, batch.v_cache, plan, 0.1)
                     results.append(out)
                 assert not results[0][sum(counts) :].any()
-                equal(results[0][: sum(counts)], results[1], f"step {step}, window {window} in {dtype}")
+                equal(results[0][: sum(counts)], results[1], f"step {step}, page {page}, window {window} in {dtype}")
 
 
 def check_fixed_sampling(where: Where) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.paged_checks import Paged
-from tests.gpu.where import Where, close, on_hopper
+from tests.gpu.where import Where, close, need_hopper
 
 RANK, ROPE = 512, 64
 
@@ -42,8 +42,7 @@ def check_latent_many(where: Where) -> None:
     """Heads that fill programs and that do not, pages of several sizes; decodes whole and in shares, catch-ups."""
     from quire.kernels.triton import attention, latent_many
 
-    if not on_hopper(where):
-        return
+    need_hopper(where)
     rng = where.random
     for dtype in where.dtypes:
         if dtype == torch.float32:
@@ -71,8 +70,7 @@ def check_latent_many_rows(where: Where) -> None:
     """Rows found by number in a table of all rows, and rows that only pad the step."""
     from quire.kernels.triton import attention, latent_many
 
-    if not on_hopper(where):
-        return
+    need_hopper(where)
     dtype, lens = where.dtypes[-1], [37, 2600, 5, 90]
     batch, q_latent, q_rope, want = make_latents(where, dtype, [1] * 4, lens, 128, 16)
     table = torch.empty(9, batch.page_table.shape[1], dtype=torch.int32, device=where.device).fill_(2**30)

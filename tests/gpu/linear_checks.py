@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from quire.kernels import reference
-from tests.gpu.where import Where, close, on_hopper
+from tests.gpu.where import NotHere, Where, close, need_hopper
 
 
 def check_skinny(where: Where) -> None:
@@ -30,8 +30,7 @@ def check_skinny(where: Where) -> None:
                 residual = where.normal(rows, 2 * out_features, dtype=dtype)
                 normed = reference.rms_norm(x.double(), norm_weight.double(), 1e-6)
                 plain = normed @ weight.double().T + bias.double()
-                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual,
-                                    prefetch=weight)  # fmt: skip
+                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
                 close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
                 out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, silu_mul=True)
                 close(out, reference.silu_mul(plain), dtype, name + " with norm, bias and silu_mul")
@@ -39,8 +38,7 @@ def check_skinny(where: Where) -> None:
 
 def check_gated(where: Where) -> None:
     """Rows and weights of random sizes, less and more than fill the card once, and rows with something in between."""
-    if not on_hopper(where):
-        return
+    need_hopper(where)
     from quire.kernels.triton.gated_hopper import gated_linear
 
     rng = where.random
@@ -61,8 +59,7 @@ def check_gated(where: Where) -> None:
 
 def check_gated_row(where: Where) -> None:
     """As the table has it: with norm, bias and residual, one after the other, and the same again bit by bit."""
-    if not on_hopper(where):
-        return
+    need_hopper(where)
     from quire.kernels.triton import norm
     from quire.kernels.triton.gated_hopper import GatedLinear
 
@@ -139,7 +136,7 @@ def check_fp8_scheme(where: Where) -> None:
     from quire.layers.weights import own_weights, put_weight
 
     if not where.large:
-        return  # torch's scaled product needs a GPU
+        raise NotHere("torch's scaled product needs a GPU")
     for dtype, (in_features, out_features) in itertools.product(
         where.dtypes, [(1024, 512), (1000, 512), (1024, 498), (100, 37), (5, 3)]
     ):

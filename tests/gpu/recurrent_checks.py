@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import reference_recurrent as reference
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
-from tests.gpu.where import Where, close, on_hopper
+from tests.gpu.where import Where, close, need_hopper
 
 # A chunk's products are rounded to the type they are computed in before the state sums them up.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -120,7 +120,8 @@ WALK_SHAPES = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(4, 12, 128, 1
 
 
 def walk_dtypes(where: Where) -> tuple[torch.dtype, ...]:
-    return tuple(dtype for dtype in where.dtypes if dtype != torch.float32) if on_hopper(where) else ()
+    need_hopper(where)
+    return tuple(dtype for dtype in where.dtypes if dtype != torch.float32)
 
 
 def delta_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int]
@@ -183,8 +184,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
 
 def check_delta_walk(where: Where) -> None:
     """x whose rows the copy engine can't read is done by the row for all cards."""
-    if not (dtypes := walk_dtypes(where)):
-        return
+    dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent_walk
 
     steps = [[64, 1, 2, 300, 63, 1], [1, 65, 1, 128, 1, 7], [1, 1, 1, 1, 1, 1], [130, 1, 64, 1, 2, 1]]
@@ -200,8 +200,7 @@ def check_delta_walk(where: Where) -> None:
 
 def check_delta_walk_keeps_rows_apart(where: Where) -> None:
     """A row's last chunk is read together with what lies behind it, which is another row's."""
-    if not (dtypes := walk_dtypes(where)):
-        return
+    dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent, recurrent_walk
 
     shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [70, 64, 65]
@@ -217,8 +216,7 @@ def check_delta_walk_keeps_rows_apart(where: Where) -> None:
 
 def check_delta_walk_repeats(where: Where) -> None:
     """The same again and again, to the bit: groups of warps that ran ahead of each other would show."""
-    if not (dtypes := walk_dtypes(where)):
-        return
+    dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent, recurrent_walk
 
     shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [1000, 1, 1024, 65, 700]

@@ -45,7 +45,7 @@ NUM_ALONE = 12  # the rest are there to surround them
 
 
 @functools.cache
-def model(shape: str, dtype: str) -> Any:
+def model(shape: str, dtype: str, page: int) -> Any:
     """`shape`: one of those above, or the name of a family of `tests/cpu/families`."""
     path = Path(tempfile.mkdtemp(prefix="quire-gpu-test-"))
     if shape in SHAPES:
@@ -54,7 +54,7 @@ def model(shape: str, dtype: str) -> Any:
     else:
         save_checkpoint(next(family for family in all_families() if family.name == shape), path)
     how = {"quant": "q8_0"} if shape == "gpt_oss" and not ON_GPU else {}  # sinks want the native kernels
-    return load(path, 16, DEVICE, dtype if ON_GPU else "auto", deterministic=True, **how)
+    return load(path, page, DEVICE, dtype if ON_GPU else "auto", deterministic=True, **how)
 
 
 def make_requests(count: int, longest: int, max_tokens: int, vocab: int, logprobs: int | None) -> list[Request]:
@@ -73,15 +73,16 @@ def make_requests(count: int, longest: int, max_tokens: int, vocab: int, logprob
 
 
 def compare(shape: str, dtype: str, variants: dict[str, dict[str, Any]], *, count: int, longest: int, max_tokens: int,
-            **common: Any) -> None:  # fmt: skip
-    vocab = model(shape, dtype).vocab_size
-    keeps_states = any(spec.kind == "state" for spec in model(shape, dtype).specs)  # nobody's prompt is that long here
-    common = {"device": DEVICE, "page_tokens": 16, "deterministic": True, **common}
+            page: int = 16, **common: Any) -> None:  # fmt: skip
+    tried = model(shape, dtype, page)
+    vocab = tried.vocab_size
+    keeps_states = any(spec.kind == "state" for spec in tried.specs)  # nobody's prompt is that long here
+    common = {"device": DEVICE, "page_tokens": page, "deterministic": True, **common}
 
     def requests(logprobs: int | None = 2) -> list[Request]:
         return make_requests(count, longest, max_tokens, vocab, logprobs)
 
-    engine, alone = spied(model(shape, dtype), **{**common, "prefix_cache": False, "graphs": False, "depth": 1})
+    engine, alone = spied(tried, **{**common, "prefix_cache": False, "graphs": False, "depth": 1})
     outputs: dict[str, list[int]] = {}
     for request in requests()[:NUM_ALONE]:
         outputs |= run(engine, [request])
@@ -90,12 +91,12 @@ def compare(shape: str, dtype: str, variants: dict[str, dict[str, Any]], *, coun
         places = [place for place in alone if place in seen]
         same({place: seen[place] for place in places}, {place: alone[place] for place in places}, what)
         assert {name: found[name] for name in outputs} == outputs, what
-        print(f"{shape}, {dtype}: {what}: {len(places)} of {len(alone)} logits compared")
+        print(f"{shape}, {dtype}, pages of {page}: {what}: {len(places)} of {len(alone)} logits compared")
 
     for name, knobs in variants.items():
         knobs = dict(knobs)
         prepared, is_plain = knobs.pop("prepared", False), knobs.pop("plain", False)
-        engine, seen = spied(model(shape, dtype), **{**common, "depth": 2, **knobs})
+        engine, seen = spied(tried, **{**common, "depth": 2, **knobs})
         if prepared:
             engine.prepare()
         logprobs = None if is_plain else 2
@@ -184,6 +185,18 @@ def test_hybrid_with_scales_in_bfloat16() -> None:
     tiny("granitemoehybrid", "bfloat16")
 
 
+def test_pages_of_the_default_size() -> None:
+    """64 tokens; prompts are several of them long. `LONG` has requests pushed out, with such pages too."""
+    variants: dict[str, dict[str, Any]] = {
+        "all at once, plain": {"plain": True},
+        "chunks of 23": {"max_batch_tokens": 150, "chunk_tokens": 23},
+        "prepared": {"prepared": True},
+    }
+    for shape in ("qwen3", "mistral", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text"):
+        compare(shape, "bfloat16", variants, page=64, count=32, longest=288, max_tokens=12, max_len=400, max_rows=32,
+                max_batch_tokens=512)  # fmt: skip
+
+
 def prepared(shape: str, dtype: str) -> None:
     variants = {"prepared": {"prepared": True}, "prepared, plain": {"prepared": True, "plain": True}}
     compare(shape, dtype, variants, count=32, longest=72, max_tokens=12, max_rows=32, max_batch_tokens=512)
@@ -203,7 +216,7 @@ def test_hybrid_prepared() -> None:
     prepared("qwen3_next", "bfloat16")
 
 
-LONG = {"count": 20, "longest": 3400, "max_tokens": 12, "max_len": 4096, "max_rows": 20}
+LONG = {"page": 64, "count": 20, "longest": 3400, "max_tokens": 12, "max_len": 4096, "max_rows": 20}
 LONG_VARIANTS: dict[str, dict[str, Any]] = {
     "all at once": {"max_batch_tokens": 8192},
     "chunks of 700, no graphs": {"max_batch_tokens": 1024, "chunk_tokens": 700, "graphs": False},
@@ -211,21 +224,21 @@ LONG_VARIANTS: dict[str, dict[str, Any]] = {
     "chunks of 33, plain": {"max_batch_tokens": 100, "chunk_tokens": 33, "plain": True, "depth": 1},
 }
 LONG_PUSHED_OUT: dict[str, dict[str, Any]] = {
-    "swap": {"num_pages": 300, "host_memory": 1 << 30, "preemption": "swap", "max_batch_tokens": 2048},
-    "recompute": {"num_pages": 300, "preemption": "recompute", "max_batch_tokens": 2048},
+    "swap": {"num_pages": 80, "host_memory": 1 << 30, "preemption": "swap", "max_batch_tokens": 2048},
+    "recompute": {"num_pages": 80, "preemption": "recompute", "max_batch_tokens": 2048},
     "prepared, plain": {"prepared": True, "plain": True, "max_batch_tokens": 2048},
 }
 
 
 def test_real_widths() -> None:
     if ON_GPU:
-        compare("real widths", "bfloat16", LONG_VARIANTS, num_pages=5000, **LONG)
+        compare("real widths", "bfloat16", LONG_VARIANTS, num_pages=1250, **LONG)
 
 
 def test_mixture_of_real_widths() -> None:
     if ON_GPU:
         few = {name: LONG_VARIANTS[name] for name in ("all at once", "chunks of 256", "chunks of 33, plain")}
-        compare("real mixture", "bfloat16", few, num_pages=5000, **LONG)
+        compare("real mixture", "bfloat16", few, num_pages=1250, **LONG)
 
 
 def test_real_widths_pushed_out() -> None:
@@ -239,7 +252,7 @@ def test_real_widths_in_float32() -> None:
             "all at once": {"max_batch_tokens": 8192},
             "chunks of 256": {"max_batch_tokens": 600, "chunk_tokens": 256},
         }
-        compare("real widths", "float32", few, num_pages=5000, **{**LONG, "longest": 1500})
+        compare("real widths", "float32", few, num_pages=5000, **{**LONG, "page": 16, "longest": 1500})
 
 
 def test_what_it_can_not_do_is_refused() -> None:

@@ -4,6 +4,8 @@ come. Shared by all files of checks."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +41,30 @@ class Where:
 
     def poison(self) -> None:
         """Fill the memory that the next outputs will be made in with NaN: the allocator hands out again what was just
-        freed, so an element that a kernel leaves unwritten is found."""
+        freed, so an element that a kernel leaves unwritten is found, also where `poisoned` is not around."""
         if self.device == "cuda":
             blocks = [torch.full((2**size,), -1, dtype=torch.int8, device="cuda") for size in range(9, 24)]
             del blocks
 
 
-def on_hopper(where: Where) -> bool:
-    return where.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Meanwhile whatever torch makes without filling it is full of NaN, of True, or of the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # one of the things that this does
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class NotHere(Exception):
+    """A check of what can't run in this place: it is skipped and not passed."""
+
+
+def need_hopper(where: Where) -> None:
+    """For kernels in Gluon, which the interpreter does not run either."""
+    if where.device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        raise NotHere("needs a Hopper GPU")
 
 
 def close(out: Tensor, expected: Tensor, dtype: torch.dtype, what: str, bound: float | None = None) -> None:

@@ -61,7 +61,12 @@ class Row:
 
 
 class Poisoned(Exception):
-    pass
+    """A step that fails."""
+
+
+class Lie(BaseException):
+    """What a step was told, or what it read, is not so. No `Exception`: the engine would take it for a step that
+    failed, let everyone fall back, and so mend what a test is to find."""
 
 
 class ShadowDevice:
@@ -108,6 +113,8 @@ class ShadowDevice:
             ticket = self.queue.pop(0)
             try:
                 ticket.output = self._run(ticket.plan, ticket.masks)
+            except AssertionError as error:
+                raise Lie(str(error)) from error
             except Exception:
                 self.queue.clear()
                 raise
@@ -172,8 +179,9 @@ class ShadowDevice:
         if kind is CopyKind.ZERO:
             device[target] = EMPTY
             return
+        assert source > 0 and target > 0, "no unit that anyone can hold"
         content = (host if kind is CopyKind.IN else device)[source]
-        assert content is not None
+        assert content is not None, "nothing was ever written there"
         content = list(content) if isinstance(content, list) else content
         (host if kind is CopyKind.OUT else device)[target] = content
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 
 import pytest
 
 from quire.cache.insight import pin
-from tests.pure.shadow import MIXES, Rig, random_prompt, reference_output
+from quire.types import CopyKind, Plan, StepOutput
+from tests.pure.shadow import MIXES, Poisoned, Rig, random_prompt, reference_output
 
 SEED = int(os.environ.get("TEST_SEED", "7"))
 MOVES = 600  # for each of the combinations below: more than ten thousand in all
@@ -88,3 +90,47 @@ def test_random_failures(depth: int) -> None:
             assert (rig.reasons[name] == "error") == poisoned, name
             assert rig.outputs[name] == tokens[: len(rig.outputs[name])]
             assert poisoned or rig.outputs[name] == tokens
+
+
+class Moody:
+    """A device whose steps fail now and then, through nobody's fault: before anything of them is done, or after all."""
+
+    def __init__(self, rig: Rig, rng: random.Random):
+        self._run, self._rng = rig.device._run, rng
+        self.num_failed = self.num_lost_swaps = 0
+        rig.device._run = self.run  # type: ignore[method-assign]
+
+    def run(self, plan: Plan, masks: Mapping[int, bytes] | None) -> StepOutput:
+        swaps = any(copy.kind is CopyKind.OUT for copy in plan.copies)
+        fails = self._rng.random() < (0.5 if swaps else 0.1) and len(plan.rows) > 1  # who fails alone twice is blamed
+        early = swaps or self._rng.random() < 0.5
+        output = None if fails and early else self._run(plan, masks)
+        self.num_failed += fails
+        self.num_lost_swaps += fails and swaps
+        if fails or output is None:
+            raise Poisoned
+        return output
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_steps_that_fail_cost_nobody_anything(mix: str, depth: int) -> None:
+    """Not even those whose bytes were on their way to the host."""
+    print(f"seed {SEED}")
+    rng = random.Random(f"{SEED}/moody/{mix}/{depth}")
+    rig = Rig(mix, depth=depth, late=depth == 2, prefix_cache=depth == 2)
+    moody = Moody(rig, rng)
+    pool: list[list[int]] = []
+    expected = {}
+    for _ in range(60):
+        prompt, seed = random_prompt(rng, pool), rng.randrange(100)
+        name = rig.add(prompt, seed=seed, max_tokens=20, priority=rng.choice([0, 0, 1]))
+        expected[name] = reference_output(prompt, seed, 20, frozenset())
+        for _ in range(rng.randint(0, 4)):
+            rig.turn()
+            rig.scheduler.check()
+    rig.finish()
+    assert set(rig.reasons.values()) == {"length"} and rig.outputs == expected
+    assert moody.num_failed > 5
+    if mix == "full" and depth == 1:
+        assert moody.num_lost_swaps > 0

@@ -57,6 +57,23 @@ def test_the_third_with_the_same_beginning_starts_where_the_second_left_it(mix: 
 
 
 @pytest.mark.parametrize("mix", MIXES)
+def test_the_last_slot_to_be_had_may_be_the_snapshot_that_is_wanted(mix: str) -> None:
+    """It becomes the request's own state, as it is: nothing else could be evicted for it."""
+    rig = roomy(mix, num_slots=3, max_rows=2)  # the scratch slot and two more
+    first = words(18, seed=1)
+    run(rig, first)
+    rig.add(words(3, seed=2), max_tokens=30)  # too short for a snapshot of its own
+    rig.turn()
+    assert rig.cache.available(rig.cache.state[0]) == 1, "the snapshot's alone"
+    before = rig.device.computed_tokens
+    prompt = first[:16] + words(3, seed=3)
+    name = rig.add(prompt, max_tokens=5)
+    rig.finish()
+    assert rig.outputs[name] == reference_output(prompt, 0, 5, frozenset())
+    assert rig.cached[name] == 16 and rig.device.computed_tokens - before <= 30 + 3 + 5
+
+
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_long_prompt_does_not_push_out_the_last_snapshots_of_others(mix: str) -> None:
     """Eleven slots: short conversations keep theirs while one of thirty intervals comes by."""
     rig = roomy(mix, num_slots=12, max_rows=2)

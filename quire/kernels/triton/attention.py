@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton import decode, fp8, prefill, prefill_hopper, prefill_shares
-from quire.kernels.triton.launch import is_hopper, num_multiprocessors
+from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
 from quire.kernels.upload import send
 
 MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
@@ -149,7 +149,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
-    hopper = is_hopper(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
+    hopper = takes_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)

@@ -1,4 +1,4 @@
-"""What every kernel's launch shares: dependent launch, prefetching into L2, and facts about the card.
+"""What every kernel's launch shares: dependent launch, and facts about the card.
 
 Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
 `wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can.
@@ -7,6 +7,7 @@ Programmatic dependent launch lets a kernel start while the one before it still 
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 import triton
@@ -14,6 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Gluon is no settled language: elsewhere a kernel may not compile (3.7 took away what ours are made of), or compile to
+# something that waits forever.
+KNOWN_GLUON = "3.6."
 
 
 @triton.jit
@@ -26,30 +30,6 @@ def let_next_start(PDL: tl.constexpr):
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def prefetch_l2(address, num_bytes, ON: tl.constexpr):
-    """Ask for `num_bytes` (a multiple of 16) at a 16-byte aligned address to be brought into L2. One thread asks; the
-    copy engine does the rest and nobody waits."""
-    if ON:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [address.to(tl.int64, bitcast=True), num_bytes.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 def fix_keys(names: dict[str, object]) -> None:
@@ -67,8 +47,17 @@ def has_dependent_launch(device_index: int | None) -> bool:
 
 
 @functools.cache
-def is_hopper(device_index: int | None) -> bool:
-    return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
+def takes_gluon(device_index: int | None) -> bool:
+    """Whether this is a card for the kernels in Gluon (`prefill_hopper`), and this Triton one they are known to run
+    with. If only that is missing, a line says so."""
+    if INTERPRETED or torch.cuda.get_device_capability(device_index)[0] != 9:
+        return False
+    known = triton.__version__.startswith(KNOWN_GLUON)
+    if not known:
+        why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"
+        line = f"The prompt attention for Hopper can't be used here ({why})"
+        warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=2)
+    return known
 
 
 @functools.cache

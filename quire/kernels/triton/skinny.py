@@ -2,8 +2,7 @@
 
 x [rows, in] times weight [out, in], with optional RMS norm before, bias, and SiLU-mul or residual addition behind, so
 that a layer of a one-token step is a handful of launches. One row multiplies on the plain units; up to 32 go through
-the matrix units with the weight as their left operand. A kernel can also have the next product's weight
-brought into L2 while it runs, which keeps memory busy through the gaps between kernels.
+the matrix units with the weight as their left operand.
 """
 
 from __future__ import annotations
@@ -15,26 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import (
-    INTERPRETED,
-    dot_precision,
-    launch_options,
-    let_next_start,
-    prefetch_l2,
-    wait_for_inputs,
-)
+from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.norm import rms_norm
-
-
-@triton.jit
-def _prefetch_share(ptr, num_bytes, program, num_programs, ON: tl.constexpr):
-    """This program's share of a tensor's bytes, asked for in pieces."""
-    if ON:
-        share = tl.cdiv(tl.cdiv(num_bytes, num_programs), 128) * 128
-        begin = program.to(tl.int64) * share
-        size = tl.minimum(share, num_bytes - begin)
-        if size > 0:
-            prefetch_l2(ptr.to(tl.pointer_type(tl.int8)) + begin, size, True)
 
 
 @triton.jit
@@ -66,10 +47,10 @@ def _add_products(acc, weight, x, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexp
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, next_ptr, next_bytes,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     in_features, out_features, eps,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, LOOP: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -83,7 +64,6 @@ def _one_row_kernel(
     other = weight
     if SILU:
         other = _weight_tile(up_ptr, outs, columns, in_features, out_features, EVEN)
-    _prefetch_share(next_ptr, next_bytes, program, tl.num_programs(0), PREFETCH)
     acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
     squares = tl.zeros([1, BLOCK_IN], tl.float32)
@@ -129,10 +109,10 @@ def _one_row_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])  # or sixteen rows would get a kernel of their own
 def _few_rows_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr, next_bytes,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr,
     num_rows, in_features, out_features, x_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, SILU: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -140,7 +120,6 @@ def _few_rows_kernel(
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
     live = rows < num_rows
-    _prefetch_share(next_ptr, next_bytes, program, tl.num_programs(0), PREFETCH)
     acc = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     up = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     wait_for_inputs(PDL)
@@ -211,11 +190,11 @@ def _tune_few(num_rows: int, out_features: int, element_size: int, silu_mul: boo
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
                   eps: float = 0.0, silu_mul: bool = False, residual: Tensor | None = None,
-                  weight_scale: Tensor | None = None, prefetch: Tensor | None = None,
+                  weight_scale: Tensor | None = None,
                   tuning: SkinnyTuning | None = None) -> Tensor:  # fmt: skip
     """x [rows <= 32, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
     float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, silu_mul of the two halves of the output,
-    + residual. `prefetch`: a tensor to bring into L2 meanwhile. Returns [rows, out], or [rows, out / 2] with silu_mul.
+    + residual. Returns [rows, out], or [rows, out / 2] with silu_mul.
     """
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // 2 if silu_mul else weight.shape[0]
@@ -227,7 +206,6 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm
     block_in = min(tuning.block_in, triton.next_power_of_2(in_features))
     if x.dtype == torch.float32:
         block_in = max(16, block_in // 4)
-    next_bytes = 0 if prefetch is None or INTERPRETED else prefetch.numel() * prefetch.element_size() // 16 * 16
     constants = {
         "BLOCK_OUT": tuning.block_out,
         "BLOCK_IN": block_in,
@@ -236,18 +214,17 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm
         "SCALED": weight_scale is not None,
         "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
-        "PREFETCH": next_bytes > 0,
         **launch_options(x.device, tuning.num_warps, tuning.num_stages),
     }
     grid = (triton.cdiv(out_features, tuning.block_out),)
     if num_rows == 1:
         _one_row_kernel[grid](
-            x, weight, weight_scale, bias, norm_weight, residual, out, prefetch, next_bytes, in_features, out_features,
+            x, weight, weight_scale, bias, norm_weight, residual, out, in_features, out_features,
             eps, NORM=norm_weight is not None, LOOP=in_features > block_in, **constants,
         )  # fmt: skip
     else:
         _few_rows_kernel[grid](
-            x, weight, weight_scale, bias, residual, out, prefetch, next_bytes, num_rows, in_features, out_features,
+            x, weight, weight_scale, bias, residual, out, num_rows, in_features, out_features,
             x.stride(0), ROWS=max(16, triton.next_power_of_2(num_rows)), PRECISION=dot_precision(x.dtype),
             STAGES=tuning.num_stages, **constants,
         )  # fmt: skip

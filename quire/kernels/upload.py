@@ -1,4 +1,5 @@
-"""Many small host arrays to the device in one copy. The runtime and the sampler pack what a step needs with it.
+"""Many small host arrays to the device in one copy, and large ones back. The runtime and the sampler pack what a step
+needs with it; the cache's store moves units.
 
 On CUDA the copy leaves from pinned memory and returns at once; torch's pinned allocator does not hand a buffer out
 again before the copy that reads it is done, so nothing in flight is ever rewritten.
@@ -40,6 +41,30 @@ def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str
 def send(host: Tensor, device: torch.device) -> Tensor:
     """One tensor that the caller does not touch again; on CUDA without waiting for the copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class Fetch:
+    """One tensor on its way to the host; on CUDA to pinned memory of its own, and the host goes on at once. It leaves
+    when its turn in the current stream comes: later work there may do with the tensor, and its memory, what it likes.
+    On a CPU it is there already, and the caller does not touch it again."""
+
+    def __init__(self, tensor: Tensor):
+        self.num_bytes = tensor.nbytes
+        self._copied: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def is_there(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Tensor:
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return self._host
 
 
 class Landing:

@@ -1,25 +1,41 @@
 """The cache's bytes on one device, with the host space beside them, and the copies a plan asks for.
 
 `CacheIndex` decides which unit belongs to whom; this only holds the units. A device tensor is allocated zeroed and
-only ever receives finite values, so that what attention masks out can't be NaN.
+only ever receives finite values, so that what attention masks out can't be NaN. No copy makes the host wait for the
+device: what leaves for the host is placed there by a later call, when it has arrived.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from quire.kernels.upload import send
+from quire.kernels.upload import Fetch, send
 from quire.types import CacheSpec, Copy, CopyKind
+
+MAX_RUN_BYTES = 64 << 20  # moved in one go: so much memory, on both sides, is needed for a moment
+MAX_PENDING_BYTES = 512 << 20  # on their way to the host, in pinned memory; the host waits before there are more
 
 
 class CorruptUnits(Exception):
-    """What came back from the host is not what went there. Raised before anything is written: the step fails, whoever
+    """What came back from the host is not what went there. Raised before any of it is written: the step fails, whoever
     it belonged to falls back to what is committed, and computes it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingOut:
+    """Units that have left the device and are not in the host space yet."""
+
+    group: int
+    targets: list[int]
+    moved: Fetch
 
 
 class CacheStore:
@@ -31,15 +47,18 @@ class CacheStore:
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
         self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
-        self._host: dict[int, Tensor] = {}  # allocated when first needed: pinning gigabytes takes seconds
+        self._host: dict[int, Tensor] = {}  # mapped when first needed
+        self._pending: deque[_PendingOut] = deque()  # as they left
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
 
     def apply(self, copies: list[Copy]) -> None:
         """Run copies in order. Neighbours of one kind and group go together unless one reads what another wrote."""
+        self._place()
         run: list[Copy] = []
         for copy in copies:
             follows = run and (copy.kind, copy.group) == (run[0].kind, run[0].group)
-            if run and (not follows or any(copy.source == earlier.target for earlier in run)):
+            full = len(run) * _unit_bytes(self.specs[copy.group]) >= MAX_RUN_BYTES
+            if run and (not follows or full or any(copy.source == earlier.target for earlier in run)):
                 self._apply_run(run)
                 run = []
             run.append(copy)
@@ -48,32 +67,63 @@ class CacheStore:
 
     def _apply_run(self, run: list[Copy]) -> None:
         kind, group = run[0].kind, run[0].group
-        dim = 2 if self.specs[group].kind == "paged" else 1  # where units are counted
-        device = self._device[group]
+        dim = _unit_dim(self.specs[group])
+        device = _as_bytes(self._device[group])
         targets = torch.tensor([c.target for c in run], device="cpu")
         if kind is CopyKind.ZERO:
-            _as_bytes(device).index_fill_(dim, send(targets, device.device), 0)
+            device.index_fill_(dim, send(targets, device.device), 0)
             return
-        source = self._host_of(group) if kind is CopyKind.IN else device
-        target = self._host_of(group) if kind is CopyKind.OUT else device
         sources = torch.tensor([c.source for c in run], device="cpu")
-        source, target = _as_bytes(source), _as_bytes(target)
-        moved = source.index_select(dim, send(sources, source.device)).to(target.device)
-        if self._checksums is not None and kind is CopyKind.OUT:
-            for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
-                self._checksums[group, copy.target] = checksum
-        elif self._checksums is not None and kind is CopyKind.IN:
+        if kind is CopyKind.IN:
+            moved = self._from_host(run, sources).to(device.device, non_blocking=True)
+        else:
+            moved = device.index_select(dim, send(sources, device.device))
+        if kind is CopyKind.OUT:
+            self._host_of(group)  # if there is no memory for it, this step is the one to fail
+            while self._pending and _num_bytes(self._pending) + moved.nbytes > MAX_PENDING_BYTES:
+                self._place(1)
+            self._pending.append(_PendingOut(group, [c.target for c in run], Fetch(moved)))
+            self._place()
+        else:
+            device.index_copy_(dim, send(targets, device.device), moved)
+
+    def _place(self, num_needed: int = 0) -> None:
+        """Bring what has arrived from the device to its place in the host space, in the order in which it left, so that
+        the last to leave for a unit has it. The first `num_needed` are waited for; nothing else here waits."""
+        while self._pending and (num_needed > 0 or self._pending[0].moved.is_there()):
+            out = self._pending[0]
+            moved, dim = out.moved.wait(), _unit_dim(self.specs[out.group])
+            if self._checksums is not None:
+                for unit, checksum in zip(out.targets, _checksums_of(moved, dim), strict=True):
+                    self._checksums[out.group, unit] = checksum
+            self._host_of(out.group).index_copy_(dim, torch.tensor(out.targets, device="cpu"), moved)
+            self._pending.popleft()
+            num_needed -= 1
+
+    def _from_host(self, run: list[Copy], sources: Tensor) -> Tensor:
+        """The units of a run that goes in, in memory of their own, which the device can read in its own time."""
+        group, dim = run[0].group, _unit_dim(self.specs[run[0].group])
+        wanted = {copy.source for copy in run}
+        holding = (
+            i for i, out in enumerate(self._pending) if out.group == group and not wanted.isdisjoint(out.targets)
+        )
+        self._place(max(holding, default=-1) + 1)
+        host = self._host_of(group)
+        shape = (*host.shape[:dim], len(run), *host.shape[dim + 1 :])
+        moved = torch.empty(shape, dtype=host.dtype, device="cpu", pin_memory=self._pin)
+        torch.index_select(host, dim, sources, out=moved)
+        if self._checksums is not None:
             for copy, checksum in zip(run, _checksums_of(moved, dim), strict=True):
                 if self._checksums.get((group, copy.source)) != checksum:
                     raise CorruptUnits(f"host unit {copy.source} of group {group} does not match its checksum")
-        target.index_copy_(dim, send(targets, target.device), moved)
+        return moved
 
     def _host_of(self, group: int) -> Tensor:
+        """Not pinned: that takes seconds for gigabytes, and copies go through memory of their own anyway."""
         if group not in self._host:
             spec = self.specs[group]
-            shape = unit_shape(spec, self._num_host_units[group])
-            self._host[group] = torch.zeros(shape, dtype=_dtype(spec), pin_memory=self._pin)
-        return self._host[group]
+            self._host[group] = _zeros(unit_shape(spec, self._num_host_units[group]), _dtype(spec), torch.device("cpu"))
+        return _as_bytes(self._host[group])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -92,13 +142,26 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def _checksums_of(moved: Tensor, dim: int) -> list[int]:
     """One for each unit; units are counted along `dim`."""
-    return [crc32(unit.contiguous().view(torch.uint8).numpy().data) for unit in moved.cpu().unbind(dim)]
+    return [crc32(unit.contiguous().view(torch.uint8).numpy().data) for unit in moved.unbind(dim)]
 
 
 def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:
     if spec.kind == "paged":
         return (len(spec.layers), spec.planes, num_units, spec.page_tokens, *spec.shape)
     return (len(spec.layers), num_units, *spec.shape)
+
+
+def _unit_dim(spec: CacheSpec) -> int:
+    """Where units are counted."""
+    return 2 if spec.kind == "paged" else 1
+
+
+def _unit_bytes(spec: CacheSpec) -> int:
+    return spec.unit_elements * _dtype(spec).itemsize
+
+
+def _num_bytes(pending: Iterable[_PendingOut]) -> int:
+    return sum(out.moved.num_bytes for out in pending)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -33,18 +33,21 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "seed": 3},
     "logprobs": {"temperature": 0.7, "logprobs": 3, "seed": 3},
 }
+SWAPS = {"num_pages": 26, "preemption": "swap", "host_memory": 1 << 26, "prefix_cache": False}
 # Mixed steps of the last four are launched kernel by kernel.
 KINDS = ("gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h experts", "mamba2")
 
 
 @contextmanager
 def watched() -> Iterator[Counter[str]]:
-    """Counts waits: "event" are those of `torch.cuda.Event.synchronize`, all others are named by their source line."""
+    """Counts waits: "event" are those of a step's ticket for its tokens, all others are named by their source line."""
     waits: Counter[str] = Counter()
     wait_for_event, wait_for_stream = torch.cuda.Event.synchronize, torch.cuda.Stream.synchronize
 
     def event(self: Any) -> None:
-        waits["event"] += 1
+        caller = sys._getframe(1)
+        file = Path(caller.f_code.co_filename).name
+        waits["event" if file == "runner.py" else f"{file}:{caller.f_lineno}"] += 1
         wait_for_event(self)
 
     def stream(self: Any) -> None:
@@ -105,19 +108,34 @@ def test_so_it_does_for_models_of_other_kinds() -> None:
     assert not any(trouble.values()), f"the host waited elsewhere: {trouble}"
 
 
-def other_waits(model: Any, what: str, **fields: Any) -> dict[str, int]:
+def test_nor_does_it_wait_for_units_that_are_swapped_out_and_in() -> None:
+    """What leaves is there long before its owner comes back."""
+    if not ON_GPU:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="quire-gpu-test-"))
+    make_tiny("qwen3", folder, head_dim=64)
+    trouble = other_waits(load(folder, 16, DEVICE, dtype="bfloat16"), "swaps", SWAPS, temperature=0.0)
+    assert not trouble, f"the host waited elsewhere: {trouble}"
+
+
+def other_waits(model: Any, what: str, knobs: dict[str, Any] | None = None, **fields: Any) -> dict[str, int]:
     """Those that are not for the tokens of the step before, or are more than one of these a step."""
     params = SamplingParams(**fields, max_tokens=40, ignore_eos=True)
-    engine = make_engine(model, device=DEVICE, page_tokens=16, depth=2, chunk_tokens=32, max_batch_tokens=64)
+    knobs = {"page_tokens": 16, "depth": 2, "chunk_tokens": 32, "max_batch_tokens": 64, **(knobs or {})}
+    engine = make_engine(model, device=DEVICE, **knobs)
     engine.prepare()
     work(engine, params, salt=0)
-    before = engine.scheduler.stats.steps
+    stats, units = engine.scheduler.stats, engine.scheduler.cache.stats
+    before, out_before, in_before = stats.steps, units.swapped_out, units.swapped_in
     with watched() as waits:
         steps, mixed = work(engine, params, salt=100)
     steps -= before
+    moved = units.swapped_out - out_before, units.swapped_in - in_before
     events = waits.pop("event", 0)
-    print(f"{what}: {steps} steps, {mixed} of them mixed; {events} waits for tokens, others: {dict(waits) or 'none'}")
+    print(f"{what}: {steps} steps, {mixed} of them mixed; {moved[0]} units out, {moved[1]} in; "
+          f"{events} waits for tokens, others: {dict(waits) or 'none'}")  # fmt: skip
     assert mixed >= 4, "prompts joined running decodes"
+    assert all(moved) or knobs.get("preemption") != "swap", "requests were swapped out and in"
     return dict(waits) if events <= steps else dict(waits, events=events, steps=steps)
 
 

@@ -120,7 +120,10 @@ class ShadowDevice:
                 raise
 
     def _run(self, plan: Plan, masks: Mapping[int, bytes] | None) -> StepOutput:
+        for freed in plan.freed:
+            self.rows.pop(freed, None)  # told twice if the step that said so failed
         for init in plan.added:
+            assert init.row not in self.rows, "the row was never said to be free again: something of its owner is left"
             tables: list[list[int]] = [[] for _ in self.specs]
             self.rows[init.row] = Row(init.request_id, list(init.tokens), init.computed, init.seed, tables)
         for copy in plan.copies:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.loop import EngineBroken
-from quire.types import Delta
+from quire.engine.recovery import touched_by
+from quire.types import Delta, Plan, PlanRow, Request, RowInit, SamplingParams, Status
 from tests.pure.shadow import VOCAB, Rig, reference_output
 
 PROMPT = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6, 11]
@@ -194,6 +195,16 @@ def test_a_failed_step_leaves_no_lie() -> None:
     assert rig.reasons == {"r1": "length", "r2": "error", "r3": "length"}
     assert rig.outputs["r1"] == reference_output(good, 0, 4, frozenset())
     assert rig.outputs["r3"] == reference_output(good[::-1], 0, 4, frozenset())
+
+
+def test_who_only_got_its_row_in_a_failed_step_starts_over_too() -> None:
+    """There was a row for it, and no page yet for a token of its own: the device never heard of it."""
+    params = SamplingParams().resolve()
+    seated, running, idle = (Request(name, [1, 2], 2, params, 9) for name in ("seated", "running", "idle"))
+    for row, request in enumerate((seated, running, idle)):
+        request.row, request.status = row, Status.RUNNING
+    plan = Plan(1, [PlanRow("running", 1, 0, 2, 0, True)], [RowInit("seated", 0, [1, 2], 2, 0, params, (), 0, 0)])
+    assert touched_by([plan], [seated, running, idle]) == [seated, running]
 
 
 def test_committed_tokens_survive_a_later_failure() -> None:

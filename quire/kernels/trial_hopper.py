@@ -25,27 +25,23 @@ def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
 def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callable[[Ops], None], *,
                strict: bool) -> Ops:  # fmt: skip
     """The table with the kernel that `exchange` puts in, if `attempt` finds nothing wrong with it (it raises if it
-    does); else as it is, and a line says so. `strict`: refuse a kernel that fails instead."""
+    does); else as it is, and a line says so. `strict`: refuse instead."""
     import triton
 
     from quire.kernels.triton.launch import KNOWN_GLUON
 
-    if not triton.__version__.startswith(KNOWN_GLUON):  # from a kernel that waits forever no trial comes back
-        _say(name, f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}")
-        return ops
-    try:
-        faster = exchange()
-        attempt(faster)
-    except Exception as error:  # whatever a compiler, a driver or a kernel may say
-        why = reason(error)
-        if strict:
-            what = f"The {name} can't be used here ({why})."
-            raise QuireError("kernel_failed", what, "Leave strict_kernels out, or see `quire doctor`.") from error
-        _say(name, why)
-        return ops
-    return faster
-
-
-def _say(name: str, why: str) -> None:
+    cause = None
+    if triton.__version__.startswith(KNOWN_GLUON):
+        try:
+            faster = exchange()
+            attempt(faster)
+            return faster
+        except Exception as error:  # whatever a compiler, a driver or a kernel may say
+            cause, why = error, reason(error)
+    else:  # from a kernel that waits forever no trial comes back
+        why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"
     line = f"The {name} can't be used here ({why})"
-    warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=4)
+    if strict:
+        raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels out, or see `quire doctor`.") from cause
+    warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=3)
+    return ops

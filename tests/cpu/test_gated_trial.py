@@ -106,7 +106,9 @@ def test_an_unknown_triton_is_not_tried(hopper: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton, "__version__", "3.7.1")
     hopper(lambda *args: pytest.fail("it might never come back"))
     with pytest.warns(UserWarning, match=r"made for Triton 3\.6, this is 3\.7\.1"):
-        assert settle_gated(TABLE, SHAPE, CUDA, strict=True) is TABLE
+        assert settle_gated(TABLE, SHAPE, CUDA, strict=False) is TABLE
+    with pytest.raises(QuireError, match=r"made for Triton 3\.6, this is 3\.7\.1"):
+        settle_gated(TABLE, SHAPE, CUDA, strict=True)
 
 
 def test_the_trial_sees_what_is_wrong() -> None:

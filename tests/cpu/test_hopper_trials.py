@@ -131,7 +131,10 @@ def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch
     hopper(lambda *args: pytest.fail("it might never come back"))
     ops = table()
     with pytest.warns(UserWarning, match=r"made for Triton 3\.6, this is 3\.7\.1"):
-        assert kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
+        assert kernel.settle(ops, kernel.shape, CUDA, strict=False) is ops
+    with pytest.raises(QuireError, match=r"made for Triton 3\.6, this is 3\.7\.1") as refused:
+        kernel.settle(ops, kernel.shape, CUDA, strict=True)
+    assert refused.value.code == "kernel_failed"
 
 
 def test_prompts_go_without_gluon_where_its_triton_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from quire.kernels.table import REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.trial import TrialShape, dense_rows, failure
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
+from quire.kernels.trial_prompts import settle_prompts
 from quire.kernels.trial_recurrent import settle_delta_net
 from quire.types import QuireError
 
@@ -32,15 +33,8 @@ class HopperKernel:
 
 
 def _settle_prompts(ops: Ops, device: torch.device) -> Ops:
-    """No row of its own: where it is for the card and the model, attention has just been tried with it."""
-    import triton
-
-    from quire.kernels.triton.launch import KNOWN_GLUON
-
-    if not triton.__version__.startswith(KNOWN_GLUON):
-        what = f"Its own kernel is made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}."
-        raise QuireError("kernel_failed", what)
-    return replace(ops)
+    """It is in the table already, and stays there if it is right."""
+    return replace(settle_prompts(ops, [TYPICAL], device, strict=True))
 
 
 HOPPER = (

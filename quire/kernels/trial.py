@@ -198,7 +198,7 @@ def attention_row(shape: TrialShape, device: torch.device) -> Row:
     # Latents go by the same plan.
     rows = ("plan_attention", "paged_attention", "latent_attention")
     give_up = None if is_fp8(shape.cache_dtype) else reference_for(*rows)
-    return Row("attention", lambda ops: _try_attention(ops, shape, device), give_up)
+    return Row("attention", lambda ops: try_attention(ops, shape, device), give_up)
 
 
 def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -221,8 +221,8 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     compare(run(ops, shape.cache_dtype), lambda: run(REFERENCE, shape.dtype), shape.dtype)
 
 
-def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
-    """A prompt and a decode, each alone: the kernels that the first request needs."""
+def try_attention(ops: Ops, shape: TrialShape, device: torch.device, counts: Iterable[int] = (NUM_TOKENS, 1)) -> None:
+    """A prompt and a decode, each alone: the kernels that the first request needs. Raises."""
     caches = [normal(device, shape.dtype, *_cache_shape(shape)).to(shape.cache_dtype) for _ in range(2)]
     num_pages = -(-max(shape.max_len, NUM_TOKENS) // shape.page_tokens) + 1
     table = torch.zeros(1, num_pages, dtype=torch.int32, device=device)
@@ -238,7 +238,7 @@ def _try_attention(ops: Ops, shape: TrialShape, device: torch.device) -> None:
         finish_writes(device)
         return rows.paged_attention(q, k_cache, v_cache, plan, shape.head_dim**-0.5, shape.softcap, sinks)
 
-    for count in (NUM_TOKENS, 1):
+    for count in counts:
         q = normal(device, shape.dtype, count, shape.num_heads, shape.head_dim)
         compare(run(ops, q, shape.cache_dtype), partial(run, REFERENCE, q, shape.dtype), shape.dtype)
 

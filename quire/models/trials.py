@@ -35,6 +35,7 @@ from quire.kernels.trial import (
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_latent
+from quire.kernels.trial_prompts import settle_prompts
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, settle_delta_net
 from quire.layers.attention import AttentionShape
 from quire.layers.latent import LatentAttention
@@ -63,8 +64,8 @@ class Trials:
     def rows(self) -> Iterator[Row]:
         """What the first request will launch."""
         if isinstance(self.model, FallbackModel):  # all else is torch's
-            for spec in self.model.specs:
-                yield attention_row(self._foreign_shape(spec), self.device)
+            for shape in self.attention():
+                yield attention_row(shape, self.device)
             return
         yield from self._norms_and_products()
         for shape in self.attention():
@@ -81,6 +82,8 @@ class Trials:
 
     def attention(self) -> list[TrialShape]:
         """One of each cache group whose layers attend to keys and values."""
+        if isinstance(self.model, FallbackModel):
+            return [self._foreign_shape(spec) for spec in self.model.specs]
         layers = [module for module in self._modules() if isinstance(getattr(module, "shape", None), AttentionShape)]
         found = []
         for spec in self.model.specs:
@@ -249,6 +252,7 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
 
 def _settle_hopper(ops: Ops, trials: Trials, strict: bool) -> Ops:
     latent, net = trials.latent(), trials.delta_net()
+    ops = settle_prompts(ops, trials.attention(), trials.device, strict=strict)
     if latent is not None:
         ops = settle_latent(ops, latent, trials.device, strict=strict)
     if net is not None:

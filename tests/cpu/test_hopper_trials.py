@@ -1,5 +1,5 @@
-"""Which kernel a model with latents or with gated delta nets gets: Hopper's own if it is right there, else the one for
-all cards, in one line. No GPU is needed to decide that."""
+"""Which kernel prompts, latents and gated delta nets get: Hopper's own if it is right there, else the one for all
+cards, in one line. No GPU is needed to decide that."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from quire.kernels import trial_latent, trial_recurrent
+from quire.kernels import trial_latent, trial_prompts, trial_recurrent
+from quire.kernels.explain import TYPICAL
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
+from quire.kernels.trial import TrialShape, try_attention
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
+from quire.kernels.trial_prompts import settle_prompts, try_prompts
 from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net
 from quire.types import QuireError
 
@@ -137,22 +141,109 @@ def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch
     assert refused.value.code == "kernel_failed"
 
 
-def test_prompts_go_without_gluon_where_its_triton_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.12 and 2.13 bring 3.7, with which that kernel does not even compile: decodes must not suffer for it."""
+def with_prompts(**rows: Any) -> tuple[Ops, list[bool]]:
+    """Triton's table, as far as prompts are concerned: whether its plans may take the kernel for Hopper is noted."""
+    asked: list[bool] = []
+
+    def plan(*args: Any, row_index: Any = None, hopper: bool = True) -> Any:
+        asked.append(hopper)
+        return REFERENCE.plan_attention(*args)
+
+    return replace(table(), plan_attention=plan, **rows), asked
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A Hopper card with Triton 3.6; returns a way to get another one."""
     import triton
 
+    def put(version: str = "3.6.0", capability: int = 9) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
+        monkeypatch.setattr(triton, "__version__", version)
+
+    put()
+    return put
+
+
+def test_prompts_go_without_their_kernel_where_it_fails_and_decodes_stay(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all attention is tried with next is the kernel for all cards, not torch."""
+    ops, asked = with_prompts()
+    tried: list[list[TrialShape]] = []
+    monkeypatch.setattr(trial_prompts, "try_prompts", lambda ops, shapes, device: tried.append(shapes))
+    shapes = [TYPICAL, replace(TYPICAL, head_dim=64), replace(TYPICAL, window=64, cache_dtype=torch.float8_e4m3fn)]
+    assert settle_prompts(ops, shapes, CUDA, strict=True) is ops and tried == [[shapes[0], shapes[2]]]
+    unfit = [replace(TYPICAL, **change) for change in (
+        {"head_dim": 64}, {"softcap": 30.0}, {"sinks": True}, {"page_tokens": 4}, {"cache_dtype": torch.float16},
+        {"dtype": torch.float32, "cache_dtype": torch.float32})]  # fmt: skip
+    assert settle_prompts(ops, unfit, CUDA, strict=True) is ops and len(tried) == 1
+    monkeypatch.setattr(trial_prompts, "try_prompts", lambda *args: (_ for _ in ()).throw(RuntimeError("no good")))
+    with pytest.warns(UserWarning, match=r"prompt attention for Hopper .*no good.* the one for all cards") as said:
+        found = settle_prompts(ops, shapes, CUDA, strict=False)
+    assert len(said) == 1 and found == replace(ops, plan_attention=found.plan_attention)
+    try_attention(found, replace(TYPICAL, dtype=torch.float32, cache_dtype=torch.float32), CPU)
+    assert asked == [False, False], "a prompt and a decode, neither on that kernel"
+    with pytest.raises(QuireError, match="no good"):
+        settle_prompts(ops, shapes, CUDA, strict=True)
+
+
+def test_the_prompts_trial_sees_what_is_wrong() -> None:
+    shape = replace(TYPICAL, dtype=torch.float32, cache_dtype=torch.float32)
+    ops, asked = with_prompts()
+    try_prompts(ops, [shape, shape], CPU)
+    assert asked == [True, True], "prompts alone"
+    off, _ = with_prompts(paged_attention=lambda *args: REFERENCE.paged_attention(*args) * 1.1)
+    with pytest.raises(ArithmeticError):
+        try_prompts(off, [shape], CPU)
+
+
+def test_every_model_that_attends_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.models import trials
+    from tests.cpu.rig import load
+    from tests.cpu.tiny_models import make_tiny
+
+    asked: list[TrialShape] = []
+    monkeypatch.setattr(trials, "settle_prompts", lambda ops, shapes, *_, **__: asked.extend(shapes) or ops)
+    load(make_tiny("qwen3", tmp_path)[1])
+    assert len(asked) == 1 and asked[0].qk_norm
+
+
+def test_a_plan_without_it_lists_tiles_for_all_cards(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps that are launched and in those that are captured."""
+    from quire.kernels.triton import attention, captured_work
+
+    for module in (attention, captured_work):
+        monkeypatch.setattr(module, "takes_gluon", lambda index: True)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda index: 4)
+    q = torch.zeros(8, 4, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
+    pages, positions = torch.ones(1, 2, dtype=torch.int32), torch.arange(8)
+    for hopper in (True, False):
+        plan = attention.plan_attention(pages, positions, [8], [8], 16, None, q.dtype, hopper=hopper)
+        assert (attention._prepare(plan, q, cache, True).items is not None) is hopper
+        work = captured_work.CapturedWork(8, 0, 1)
+        assert (work.prepare(plan, q, cache, True).items is not None) is hopper
+
+
+def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any) -> None:
+    """Torch 2.12 and 2.13 bring 3.7, with which that kernel does not even compile: decodes must not suffer for it."""
     from quire.kernels.triton.launch import takes_gluon
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    ops, _ = with_prompts()
     assert takes_gluon.__wrapped__(0)
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    card("3.7.1")
+    assert not takes_gluon.__wrapped__(0)
     with pytest.warns(UserWarning, match=r"for Hopper .*made for Triton 3\.6, this is 3\.7\.1.*for all cards"):
-        assert not takes_gluon.__wrapped__(0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not takes_gluon.__wrapped__(0)
+        assert settle_prompts(ops, [TYPICAL], CUDA, strict=False) is not ops
+    with pytest.raises(QuireError, match=r"for Hopper .*made for Triton 3\.6, this is 3\.7\.1") as refused:
+        settle_prompts(ops, [TYPICAL], CUDA, strict=True)
+    assert refused.value.code == "kernel_failed"
+    for version in ("3.6.0", "3.7.1"):
+        card(version, 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not takes_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
@@ -171,7 +262,7 @@ def test_the_doctor_lists_them_with_what_each_needs(
 
     from quire.kernels import explain, trial_gated, trial_recurrent
 
-    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent}
+    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_prompts": trial_prompts}
     for name, module in right.items():
         monkeypatch.setattr(module, name, lambda *args: None)
     monkeypatch.setattr(trial_gated, "is_quicker", lambda *args: False)

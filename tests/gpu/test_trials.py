@@ -96,6 +96,38 @@ def check(family: str, module: str, kernel: str, said: str, device: torch.device
     assert refused.value.code == "kernel_failed"
 
 
+def test_prompts_go_to_the_kernel_for_all_cards_where_hoppers_own_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured as ever, with chunks among them: torch has no part in it."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper")
+    from quire.kernels.triton import prefill, prefill_hopper
+    from tests.cpu.rig import load, make_engine, run
+    from tests.cpu.tiny_models import make_tiny
+
+    device, folder = torch.device("cuda", 0), Path(mkdtemp(prefix="quire-trials-"))
+    make_tiny("qwen3", folder, head_dim=128)
+    launches: list[int] = []
+    launch = prefill.prefill_attention
+    monkeypatch.setattr(prefill, "prefill_attention", lambda *args, **how: launches.append(1) or launch(*args, **how))
+    load(folder, 16, device, dtype="bfloat16", strict_kernels=True)
+    assert not launches, "Hopper's own did it"
+    monkeypatch.setattr(prefill_hopper, "prefill_attention", lambda *args, **how: 1 / 0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model: Any = load(folder, 16, device, dtype="bfloat16")
+    lines = [str(each.message) for each in told if "can't be used here" in str(each.message)]
+    assert len(lines) == 1 and lines[0].startswith("The prompt attention for Hopper") and "all cards" in lines[0], lines
+    assert model.ops.captures and launches
+    engine = make_engine(model, device=device, **PAGED)
+    engine.prepare()
+    assert [len(tokens) for tokens in run(engine, PROMPTS, GREEDY)] == [12, 12, 12]
+    runner: Any = engine.workers
+    assert runner._inner._graphs is not None and runner._inner._mixed is not None
+    with pytest.raises(QuireError, match="prompt attention for Hopper") as refused:
+        load(folder, 16, device, dtype="bfloat16", strict_kernels=True)
+    assert refused.value.code == "kernel_failed"
+
+
 SAMPLED = [  # asked for, module, kernel, what is said of it, whether steps are still captured
     (GREEDY, "sample", "_choose_kernel", "sampling", False),
     (GREEDY, "rows", "_gather_kernel", "rows", False),

@@ -70,6 +70,7 @@ class TritonPlan:
     window: int | None
     row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
     early: bool = False  # see `decode_attention`
+    hopper: bool = True  # prompts may go to `prefill_hopper`, where that is for the card and the shape
     work: Any = None  # the `CapturedWork` of a step that is captured
     prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.TileWork`
     latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
@@ -77,11 +78,11 @@ class TritonPlan:
 
 def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
                    window: int | None, dtype: torch.dtype, row_index: Tensor | None = None, early: bool = False,
-                   work: Any = None) -> TritonPlan:  # fmt: skip
+                   work: Any = None, hopper: bool = True) -> TritonPlan:  # fmt: skip
     """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
     permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
-    whenever its owner fills `work`, a `CapturedWork`."""
-    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, work)
+    whenever its owner fills `work`, a `CapturedWork`. Without `hopper` prompts do without Hopper's own kernel."""
+    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, hopper, work)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
@@ -149,7 +150,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
-    hopper = takes_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
+    hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
     tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)

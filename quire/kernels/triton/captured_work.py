@@ -78,7 +78,7 @@ class CapturedWork:
                 "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
             )
         work = Prepared()
-        hopper = takes_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
+        hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
         work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
         per_tile = prefill.tile_tokens(work.prefill_tuning, q.shape[1], num_kv_heads)
         work.num_tiles = -(-self._num_tokens // per_tile) + self._num_catch_ups

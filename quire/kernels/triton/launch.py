@@ -7,7 +7,6 @@ Programmatic dependent launch lets a kernel start while the one before it still 
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 import triton
@@ -49,15 +48,9 @@ def has_dependent_launch(device_index: int | None) -> bool:
 @functools.cache
 def takes_gluon(device_index: int | None) -> bool:
     """Whether this is a card for the kernels in Gluon (`prefill_hopper`), and this Triton one they are known to run
-    with. If only that is missing, a line says so."""
-    if INTERPRETED or torch.cuda.get_device_capability(device_index)[0] != 9:
-        return False
+    with. Where only that is missing, `trial_prompts` says so."""
     known = triton.__version__.startswith(KNOWN_GLUON)
-    if not known:
-        why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"
-        line = f"The prompt attention for Hopper can't be used here ({why})"
-        warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=2)
-    return known
+    return known and not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
 
 
 @functools.cache

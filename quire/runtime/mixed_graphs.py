@@ -89,7 +89,8 @@ class MixedGraphs:
         captured.landing.send(arrays)
         counts, bounds = [row.count for row in plan.rows], [row.start + row.count for row in plan.rows]
         for work in captured.works.values():
-            work.fill(counts, bounds)
+            if work.is_used:
+                work.fill(counts, bounds)
         captured.graph.replay()
         count, outputs = sum(row.wants_sample for row in plan.rows), captured.outputs
         chosen = fetch_chosen(outputs.chosen, count) if choose and count else None

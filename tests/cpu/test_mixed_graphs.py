@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from quire.kernels.upload import Landing
 from quire.layers.step import PagedInputs
-from quire.runtime.mixed_graphs import MAX_CATCH_UPS, Size, fitting_size, pad_step, step_sizes
+from quire.runtime.mixed_graphs import MAX_CATCH_UPS, MixedGraphs, Size, _Outputs, fitting_size, pad_step, step_sizes
 from quire.runtime.rows import DeviceRows, list_step
 from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams
 
@@ -74,3 +77,40 @@ def test_too_many_prompts_at_once_are_not_padded() -> None:
     rows = [(row, 0, 4, True) for row in range(MAX_CATCH_UPS)]
     assert fitting_size(plan_of(*rows), sizes) is not None
     assert fitting_size(plan_of(*rows, (50, 0, 4, True)), sizes) is None
+
+
+class Replayed:
+    """In place of a graph."""
+
+    def replay(self) -> None:
+        pass
+
+
+class Listed:
+    """In place of a group's work, by which some layer has attended."""
+
+    is_used = True
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[list[int], list[int]]] = []
+
+    def fill(self, counts: list[int], bounds: list[int]) -> None:
+        self.filled.append((counts, bounds))
+
+
+@pytest.mark.parametrize("kind", ["captured_work.CapturedWork", "fixed_tiles.CapturedTiles"])
+def test_a_group_whose_only_layer_is_the_last_has_nothing_to_list(kind: str) -> None:
+    """That layer attends for sampled tokens alone, by a plan of its own."""
+    pytest.importorskip("triton")
+    module, name = kind.split(".")
+    unused = getattr(__import__(f"quire.kernels.triton.{module}", fromlist=[name]), name)(32, 4, MAX_CATCH_UPS)
+    rows, size, nothing = make_rows(), Size(32, 4), torch.zeros(0)
+    graphs = MixedGraphs(None, {}, rows, None, lambda *_: Listed(), 4, None, None)  # type: ignore[arg-type]
+    made: Any = graphs.make(size)
+    made.works["windowed"] = unused
+    made.graph, made.outputs = Replayed(), _Outputs(torch.zeros(size.samples, 8), nothing)
+    graphs._graphs[size] = made
+    computed = graphs.run(plan_of((1, 5, 6, False), (3, 15, 1, True)), choose=False)
+    assert computed is not None
+    assert computed.rows.tolist() == [3]
+    assert made.works["full"].filled == [([6, 1], [11, 16])]

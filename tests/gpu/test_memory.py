@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from quire.assemble import assemble, memory_report
+from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.config_build import override_config
+from quire.models.memory import available_memory
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
 
@@ -21,6 +23,8 @@ pytestmark = marks()
 
 KINDS = ("llama", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "gpt2")
 FRACTION = 0.02  # of what is free: pages of such small models are many
+QUIET = 0.01  # of what is free: others took or gave back no more meanwhile
+TRIES = 20
 
 
 def test_the_pool_is_as_the_doctor_says() -> None:
@@ -30,16 +34,35 @@ def test_the_pool_is_as_the_doctor_says() -> None:
         save_checkpoint(families[name], folder)
         knobs = {"model": str(folder), "device": DEVICE.type, "memory_fraction": FRACTION, "max_rows": 16}
         config = override_config(Config(), knobs)
-        said = memory_report(config)
-        parts = assemble(config)
-        caches = sum(tensor.nbytes for tensor in parts.engine.workers._inner._store.tensors.values())
+        for _ in range(TRIES):
+            free = _free_memory()
+            said, had, caches = _compare(config)
+            if abs(_free_memory() - free) <= QUIET * free:
+                break
+        else:
+            import pytest
+
+            pytest.skip("other processes took and gave back memory of this device all the while")
         print(f"{name}: {said.cache / caches - 1:+.2%} of {caches / 2**20:.0f} MiB")
-        assert abs(said.cache - caches) <= 0.02 * caches and parts.memory.cache == caches
-        assert abs(said.weights - parts.memory.weights) <= 0.02 * said.weights
-        del parts
-        gc.collect()
-        if ON_GPU:
-            torch.cuda.empty_cache()
+        assert abs(said.cache - caches) <= 0.02 * caches and had.cache == caches
+        assert abs(said.weights - had.weights) <= 0.02 * said.weights
+
+
+def _compare(config: Config) -> tuple[MemoryPlan, MemoryPlan, int]:
+    """What is said, what is planned when the model is loaded, and the bytes that are then allocated."""
+    said = memory_report(config)
+    parts = assemble(config)
+    caches = sum(tensor.nbytes for tensor in parts.engine.workers._inner._store.tensors.values())
+    return said, parts.memory, caches
+
+
+def _free_memory() -> int:
+    """Once nothing of ours is left: what changes between two looks is what others do."""
+    gc.collect()
+    if not ON_GPU:
+        return available_memory(DEVICE)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(DEVICE)[0]
 
 
 if __name__ == "__main__":

@@ -42,6 +42,12 @@ class CapturedWork:
         self._lists: _Lists | None = None
         self._prepared: Prepared | None = None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer has attended by it. A model's last one goes by a plan of its own, and may be its group's only
+        one."""
+        return self._prepared is not None
+
     def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
         """As `attention` prepares a plan, but once for all steps; nothing is listed yet."""
         if self._prepared is None:

@@ -149,6 +149,10 @@ class CapturedTiles:
         self._window: int | None = None
         self._max_slots = 0
 
+    @property
+    def is_used(self) -> bool:
+        return self._work is not None
+
     def prepare(self, plan: TritonPlan, shape: _Shape) -> TileWork:
         if self._work is None:
             num_tiles = -(-self._num_tokens // shape.tile_tokens) + self._num_rows

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.failures import reason
+from quire.kernels.failures import is_out_of_memory, reason
 from quire.kernels.table import Ops
 from quire.types import QuireError
 
@@ -37,6 +37,8 @@ def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callab
             attempt(faster)
             return faster
         except Exception as error:  # whatever a compiler, a driver or a kernel may say
+            if is_out_of_memory(error):  # no fault of the kernel's, and whoever needs the memory next will say so
+                return ops
             cause, why = error, reason(error)
     else:  # from a kernel that waits forever no trial comes back
         why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"

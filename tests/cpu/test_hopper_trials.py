@@ -128,6 +128,15 @@ def test_a_kernel_that_fails_gives_way_in_one_line(kernel: Kernel, hopper: Any) 
     assert refused.value.code == "kernel_failed"
 
 
+def test_memory_that_runs_out_is_not_the_kernels_fault(kernel: Kernel, hopper: Any) -> None:
+    def attempt(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    hopper(attempt)
+    assert not settled(kernel, kernel.shape), "it was not tried, so it is not used; nobody is blamed"
+    assert not settled(kernel, kernel.shape, strict=True)
+
+
 def test_an_unknown_triton_is_not_tried(kernel: Kernel, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 

@@ -73,6 +73,7 @@ def check_gated_delta_net(where: Where) -> None:
     from quire.kernels.triton import recurrent
 
     large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
+    large += [RecurrentShape(2, 4, 8, 12, 4), RecurrentShape(1, 2, 128, 32, 4), RecurrentShape(2, 2, 32, 64, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 16, 40, 4)]
     steps = STEPS if where.large else STEPS_SMALL
     check_recurrent(where, recurrent.gated_delta_net, shapes, steps, True, where.dtypes)
@@ -81,7 +82,7 @@ def check_gated_delta_net(where: Where) -> None:
 def check_mamba2(where: Where) -> None:
     from quire.kernels.triton import recurrent
 
-    large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4)]
+    large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4), RecurrentShape(2, 4, 24, 16, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
     check_recurrent(where, recurrent.mamba2, shapes, STEPS if where.large else STEPS_SMALL, False, where.dtypes)
 
@@ -94,7 +95,7 @@ def check_prepared_chunks(where: Where) -> None:
     shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
     heads, groups = shape.num_heads, shape.num_groups
     for dtype in where.dtypes:
-        chunk = chunk_tokens(dtype)
+        chunk = chunk_tokens(shape, dtype)
         keys = where.normal(3, 2 * groups, chunk, shape.key_dim) + 0.5 * where.normal(3, 2 * groups, 1, shape.key_dim)
         keys = torch.nn.functional.normalize(keys, dim=-1).to(dtype)
         values = where.normal(3, heads, chunk, shape.value_dim, dtype=dtype)

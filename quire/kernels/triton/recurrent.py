@@ -52,7 +52,7 @@ def run_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state
                   scan: Callable[..., None]) -> Tensor:  # fmt: skip
     """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.delta_scan`, norm and gate
     included."""
-    work = _prepare(plan, x.dtype)
+    work = _prepare(plan, shape, x.dtype)
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
@@ -74,7 +74,7 @@ def _scan_and_norm(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, stat
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
            plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
-    work = _prepare(plan, x.dtype)
+    work = _prepare(plan, shape, x.dtype)
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
@@ -131,9 +131,9 @@ def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: 
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _prepare(plan: TritonRecurrentPlan, dtype: torch.dtype) -> _Prepared:
+def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtype) -> _Prepared:
     if plan.prepared is None:
-        plan.prepared = _list_work(plan, recurrent_scan.chunk_tokens(dtype))
+        plan.prepared = _list_work(plan, recurrent_scan.chunk_tokens(shape, dtype))
     return plan.prepared
 
 

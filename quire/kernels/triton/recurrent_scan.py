@@ -25,12 +25,12 @@ from quire.kernels.triton.launch import (
 )
 from quire.kernels.triton.recurrent_conv import Chunks, block, convolve
 
-CHUNK = 64  # tokens
+CHUNK, SMALL_CHUNK = 64, 32  # tokens
 PREPARE_WARPS = 4
 CHIP_BYTES = 220_000  # of a multiprocessor's shared memory
-# Rows of a matrix that a program of the walk takes. With 16 or 32, products of 64 tokens read memory that
-# is not theirs on Hopper (Triton 3.6; products of 32 tokens are right).
-MIN_VALUES = 64
+# Columns that products of 64 tokens have at least: with 16 or 32 they read memory that is not theirs on Hopper (Triton
+# 3.6), while products of 32 tokens are right.
+MIN_COLUMNS = 64
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def tune_walk(num_matrices: int, shape: RecurrentShape, chunk: int, element_size
               ) -> tuple[int, int, int]:  # fmt: skip
     """Rows of a matrix a program takes, warps, and chunks on the way into the chip: none for Mamba2 where several
     programs share a multiprocessor and wait for each other's anyway."""
-    key_block, value_block = block(shape.key_dim), min(block(shape.value_dim), MIN_VALUES)
+    key_block, value_block = block(shape.key_dim), min(block(shape.value_dim), MIN_COLUMNS)
     chunk_bytes = element_size * chunk * ((3 if delta else 2) * key_block + value_block + (chunk if delta else 0))
     if not delta and num_matrices * block(shape.value_dim) // value_block >= 2 * num_processors:
         return value_block, 4, 1
@@ -244,9 +244,10 @@ def _processors(x: Tensor) -> int:
     return 1 if INTERPRETED else num_multiprocessors(x.device.index)
 
 
-def chunk_tokens(dtype: torch.dtype) -> int:
+def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
     """float32 needs twice the room on the chip, and is for checking only."""
-    return CHUNK if dtype != torch.float32 else 32
+    narrow = min(block(shape.key_dim), block(shape.value_dim)) < MIN_COLUMNS
+    return SMALL_CHUNK if narrow or dtype == torch.float32 else CHUNK
 
 
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
@@ -259,5 +260,5 @@ def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
         and shape.num_heads % shape.num_groups == 0
         and 2 <= shape.conv_len <= 4
         and dtype in (torch.bfloat16, torch.float16)
-        and chunk_tokens(dtype) == 64
+        and chunk_tokens(shape, dtype) == CHUNK
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.types import PageWrite, Plan, PlanRow, RowInit, SamplingParams
 from tests.cpu.rig import load, make_engine
 from tests.gpu.kl_pack import unpack
-from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
+from tests.gpu.script import DEVICE, ON_GPU, marks, run_file, skip
 
 pytestmark = marks()
 
@@ -87,8 +87,7 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
 
 def test_divergence_from_float32_is_no_larger_than_that_of_transformers() -> None:
     if not PACK.exists():
-        print(f"skipped: there is no {PACK}; see tests/gpu/kl_pack.py")
-        return
+        return skip(f"there is no {PACK}; see tests/gpu/kl_pack.py")
     length = checkpoint()[1].shape[1]
     half = length // 2
     ours = quire_logprobs(half, dtype="float32")

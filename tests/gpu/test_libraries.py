@@ -15,7 +15,7 @@ from quire.kernels.libraries.choose import LIBRARIES
 from quire.kernels.libraries.cudnn import CudnnAttention
 from quire.kernels.table import select_ops
 from tests.gpu.library_checks import check_fresh, check_kernel
-from tests.gpu.script import DEVICE, marks, run_file
+from tests.gpu.script import DEVICE, marks, run_file, skip
 from tests.gpu.where import Where
 
 pytestmark = marks()
@@ -35,15 +35,6 @@ def check_library(
     for kernel in kernels:
         where = Where("cuda", True, (torch.bfloat16,), seed)
         check_kernel(select_ops("cuda", strict=True), kernel, where, head_dims, windowed)
-
-
-def skip(why: str) -> None:
-    try:
-        import pytest
-    except ImportError:
-        print(f"skipped: {why}")
-    else:
-        pytest.skip(why)
 
 
 def test_flash_attention_3() -> None:

@@ -1,5 +1,5 @@
 """Compiles kernels as another process would launch them, onto the disk where that one will look for them, with the
-launcher that Triton has a C compiler make for each. `quire.ahead.rehearsal` hands it to the processes it forks.
+launcher that Triton 3.6 has a C compiler make for each. `quire.ahead.rehearsal` hands it to the processes it forks.
 
 It never opens a device: a compiler needs to know its name, no more.
 """
@@ -48,7 +48,8 @@ def compile_kernel(job: dict[str, Any]) -> Any:
         kernel = getattr(kernel, part)
     compiled = kernel.preload(job["data"])
     if job["target"][0] == "cuda":
-        from triton.backends.nvidia.driver import CudaLauncher
+        from triton.backends.nvidia import driver as nvidia
 
-        CudaLauncher(compiled.src, compiled.metadata)
+        if hasattr(nvidia, "make_launcher"):  # from 3.7 on all kernels have one in common, which `prepare` builds
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
     return compiled

@@ -41,7 +41,8 @@ def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callab
                 return ops
             cause, why = error, reason(error)
     else:  # from a kernel that waits forever no trial comes back
-        why = f"made for Triton {KNOWN_GLUON[:-1]}, this is {triton.__version__}"
+        known = " and ".join(version[:-1] for version in KNOWN_GLUON)
+        why = f"made for Triton {known}, this is {triton.__version__}"
     line = f"The {name} can't be used here ({why})"
     if strict:
         raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels out, or see `quire doctor`.") from cause

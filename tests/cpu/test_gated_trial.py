@@ -103,11 +103,11 @@ def test_a_kernel_that_fails_gives_way_in_one_line(hopper: Any, monkeypatch: pyt
 def test_an_unknown_triton_is_not_tried(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    monkeypatch.setattr(triton, "__version__", "3.8.0")
     hopper(lambda *args: pytest.fail("it might never come back"))
-    with pytest.warns(UserWarning, match=r"made for Triton 3\.6, this is 3\.7\.1"):
+    with pytest.warns(UserWarning, match=r"made for Triton 3\.6 and 3\.7, this is 3\.8\.0"):
         assert settle_gated(TABLE, SHAPE, CUDA, strict=False) is TABLE
-    with pytest.raises(QuireError, match=r"made for Triton 3\.6, this is 3\.7\.1"):
+    with pytest.raises(QuireError, match=r"made for Triton 3\.6 and 3\.7, this is 3\.8\.0"):
         settle_gated(TABLE, SHAPE, CUDA, strict=True)
 
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.launch import num_multiprocessors
 
 STAGES = 4
@@ -205,7 +206,7 @@ def _gated_hopper_kernel(
         mbarrier.init(barriers.index(stage), count=1)
         mbarrier.init(barriers.index(STAGES + stage), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     num_row_tiles = gl.cdiv(num_rows, 128)
     x_halves = x_tiles._reinterpret(dtype, [2 * STAGES, 64, 64], SHARED)
     weight_halves = weight_tiles._reinterpret(dtype, [2 * STAGES, 128, 64], SHARED)

@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.triton.gluon_names import thread_barrier
+
 
 @gluon.jit
 def _find(tile, tokens_ptr, token_stride, rows_ptr, row_stride, positions_ptr, split, num_splits,
@@ -110,7 +112,7 @@ def _get_queries(q_halves, q_turned, q_full, q_ptr, q_rope_ptr, q_head_stride, f
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(q_full, count=1)
     mbarrier.wait(q_full, 0)
 
@@ -290,7 +292,7 @@ def _latent_hopper_kernel(
     barriers = (_make_barriers(4, 1), _make_barriers(4, 1), _make_barriers(2, 1), _make_barriers(2, 1))
     meetings = (_make_barriers(1, 2).index(0), _make_barriers(2, 1), _make_barriers(1, 2).index(0))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     first_head = head_block * 64
     cell = ((tile.to(gl.int64) * gl.num_programs(0) + head_block) * gl.num_programs(1) + split) * 64
     queries, told = (q_halves, q_turned), (weights_buf, best_buf, fade_buf)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.prefill import PrefillTuning
 from quire.kernels.triton.prefill_shares import BLOCK, LANES, RECORD, Partials
 
@@ -172,7 +173,7 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
     for turn in range(turns):
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         # The next item's queries, its position, and where the one after it stands: all there when their turn comes.
         if turn + 1 < turns:
             other = (turn + 1) % 2
@@ -293,7 +294,7 @@ def _prefill_hopper_kernel(
         mbarrier.init(k_empty.index(s), count=2)
         mbarrier.init(v_empty.index(s), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (_attend_half, (q_low_0, q_high_0, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr,

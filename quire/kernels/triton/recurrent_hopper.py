@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import doubled_silu, halved, joined, wide
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def _walk_hopper_kernel(
     barriers = (_make_barriers(1), _make_barriers(1), _make_barriers(2), _make_barriers(2), _make_barriers(1),
                 _make_barriers(1))  # fmt: skip
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)
     tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
     place = first_tile.to(gl.int64) * HEADS + head

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import exp2, joined
 from quire.kernels.triton.recurrent_ready_conv import UNITS, await_part, convolve, fetch, load_taps
 from quire.kernels.triton.recurrent_ready_solve import MMA, invert_blocks, join_blocks
@@ -139,14 +140,14 @@ def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place,
     asked = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     tma.store_wait(0)
     alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
-    gl.thread_barrier()  # 3
+    thread_barrier()  # 3
     scores = k_tile._reinterpret(dtype, [2, 64, 64], SHARED)
     _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING)
-    gl.thread_barrier()  # 4
+    thread_barrier()  # 4
     blocks = invert_blocks(diagonals._reinterpret(gl.float32, [16, 4 * SHARING, 16], PLANE), SHARING)
     q_tile._reinterpret(gl.float16, [128, 64], SHARED).slice(0, 64 * SHARING).store(blocks)
     fence_async_shared()
-    gl.thread_barrier()  # 5
+    thread_barrier()  # 5
     _store_squares(scores_desc, place, scores, SHARING)
     outers, factors = join_blocks(q_tile._reinterpret(gl.float16, [2, 64, 64], SHARED), lowers, SHARING)  # 6 is within
     wholes = ()
@@ -154,12 +155,12 @@ def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place,
         whole, _factor = warpgroup_mma_wait(SHARING - 1 - h, deps=[outers[h], factors[h]])
         beta = lines.index(SHARING + h).load(gl.SliceLayout(0, MMA))[None, :]
         wholes = joined(wholes, ((whole * beta).to(dtype),))
-    gl.thread_barrier()  # 7
+    thread_barrier()  # 7
     t = q_tile._reinterpret(dtype, [2, 64, 64], SHARED)
     for h in gl.static_range(SHARING):
         t.index(h).store(wholes[h])
     fence_async_shared()
-    gl.thread_barrier()  # 7
+    thread_barrier()  # 7
     _store_squares(t_desc, place, t, SHARING)
     tma.store_wait(0)
 
@@ -191,7 +192,7 @@ def _ready_kernel(
     for part in gl.static_range(PARTS):
         mbarrier.init(full.index(part), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     x_row = first.to(gl.int32) + start
     for h in gl.static_range(SHARING):
         fetch(x_desc, before_desc, x_row, v_channel + h * 128, raw, h, full.index(h))
@@ -219,12 +220,12 @@ def _ready_kernel(
     q_tile = raw.index(UNITS)._reinterpret(dtype, [64, 128], SHARED)  # B
     await_part(raw, KEY, full.index(KEY), num_tokens)
     k = convolve(raw, KEY, taps, where, k_channel, 1.0, CHANNELS, TAPS, True)
-    gl.thread_barrier()  # 1
+    thread_barrier()  # 1
     k_tile.store(k)
     await_part(raw, QUERY, full.index(QUERY), num_tokens)
     q_tile.store(convolve(raw, QUERY, taps_ahead, where, q_channel, query_scale, CHANNELS, TAPS, True))
     fence_async_shared()
-    gl.thread_barrier()  # 2
+    thread_barrier()  # 2
     key_row = (tile * (2 * GROUPS) + group) * 64
     if head % (HEADS // GROUPS) == 0:  # the others that share them work out the same
         _store_boxes(keys_desc, key_row + GROUPS * 64, k_tile)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import doubled_silu, joined, wide
 from quire.kernels.triton.recurrent_step import L2_EPS as _L2_EPS
 
@@ -40,7 +41,7 @@ def await_part(raw, part: gl.constexpr, full, num_tokens):
         own = raw.index(part * UNITS + 2)._reinterpret(raw.dtype, [64, 128], PLAIN)
         x = own.load(CONV)  # [64, 128]
         own.store(gl.where(gl.arange(0, 64, gl.SliceLayout(1, CONV))[:, None] < num_tokens, x, 0.0))
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit

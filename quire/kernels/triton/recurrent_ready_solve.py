@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import joined
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -147,9 +148,9 @@ def join_blocks(inverse, lowers, SHARING: gl.constexpr):
         half = gl.convert_layout(half.to(gl.float16), LEFT)
         inners = joined(inners, (warpgroup_mma(half, lowers.index(h), nothing, use_acc=False, is_async=True),))
         halves = joined(halves, (half,))
-    gl.thread_barrier()  # blocks of 16 are read
+    thread_barrier()  # blocks of 16 are read
     for h in gl.static_range(SHARING):
         inverse.index(h).store(halves[h])
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return _add_below(inners, halves, inverse, columns < (rows & 32), SHARING)

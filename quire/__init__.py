@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.llm import LLM, AsyncLLM
+    from quire.async_llm import AsyncLLM
+    from quire.llm import LLM
     from quire.types import GrammarSpec, QuireError, SamplingParams
 
 __version__ = "0.1.0"
@@ -16,7 +17,7 @@ __all__ = ["LLM", "AsyncLLM", "GrammarSpec", "QuireError", "SamplingParams", "__
 
 _HOMES = {
     "LLM": "quire.llm",
-    "AsyncLLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
     "GrammarSpec": "quire.types",
     "QuireError": "quire.types",
     "SamplingParams": "quire.types",

@@ -7,12 +7,14 @@ are decided here and nowhere else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.ahead import Compilers
+from quire.ahead.notes import find_note
 from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
@@ -26,6 +28,7 @@ from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.failures import is_out_of_memory
+from quire.kernels.findings import Findings
 from quire.kernels.selftest import check_ops
 from quire.kernels.table import (
     Ops,
@@ -90,6 +93,8 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
+    note = find_note(config, files, describe_card(device)) if device.type == "cuda" else None
+    findings = Findings(note.read() if note is not None else None)
     loaded = load_model(
         files,
         dtype=config.model.dtype,
@@ -102,10 +107,16 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         deterministic=config.engine.deterministic,
         kernels=config.engine.kernels,
         strict_kernels=config.engine.strict_kernels,
+        findings=findings,
         progress=progress or QuietProgress(),
     )
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
-    engine, memory = build_engine(loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes)
+    engine, memory = build_engine(
+        loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
+        on_failure=note.forget if note is not None else None,
+    )  # fmt: skip
+    if note is not None and (decided := findings.worth_noting) is not None:
+        note.leave(decided)
     ops: Ops | None = getattr(loaded.model, "ops", None)
     if ops is not None and ops.native is not None:
         torch.set_num_threads(1)  # the native pool has the cores; torch is left with what is too small to share
@@ -134,8 +145,9 @@ def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
 
 
 def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
-                 weights: int = 0) -> tuple[Engine, MemoryPlan]:  # fmt: skip
-    """An engine around a model that is already loaded."""
+                 weights: int = 0, findings: Findings | None = None,
+                 on_failure: Callable[[], None] | None = None) -> tuple[Engine, MemoryPlan]:  # fmt: skip
+    """An engine around a model that is already loaded. `on_failure`: told of steps that fail, see `Guarded`."""
     limits = resolve_limits(config, device)
     memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
     checksums = config.cache.swap_checksums
@@ -144,16 +156,16 @@ def build_engine(model: Model, config: Config, max_model_len: int, device: torch
     specs, units = list(model.specs), list(memory.num_units)
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
-    sampling_ops = try_sampling_ops(model, config, device, device)
+    sampling_ops = try_sampling_ops(model, config, device, device, findings)
     # Where the sampler's kernels can't be used, those of captured steps, which sample too, can't either.
-    row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device)
+    row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _irreplaceable(config))
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
-    workers = Guarded(runner, device)
+    workers = Guarded(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
@@ -197,7 +209,8 @@ def _can_capture(model: Model) -> bool:
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
-def try_sampling_ops(model: Model, config: Config, device: torch.device, at: torch.device) -> SamplingOps | None:
+def try_sampling_ops(model: Model, config: Config, device: torch.device, at: torch.device,
+                     findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
     """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
     `settle_model`."""
     engine = config.engine
@@ -205,7 +218,7 @@ def try_sampling_ops(model: Model, config: Config, device: torch.device, at: tor
     if ops is None:
         return None
     strict = engine.strict_kernels or engine.deterministic
-    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), at, strict=strict)
+    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), at, strict=strict, findings=findings)
 
 
 def _irreplaceable(config: Config) -> frozenset[str]:
@@ -215,14 +228,16 @@ def _irreplaceable(config: Config) -> frozenset[str]:
     return OTHER_BITS if config.engine.deterministic else frozenset()
 
 
-def try_row_ops(model: Model, config: Config, max_model_len: int, device: torch.device,
-                at: torch.device) -> RowOps | None:  # fmt: skip
+def try_row_ops(model: Model, config: Config, max_model_len: int, device: torch.device, at: torch.device,
+                findings: Findings | None = None) -> RowOps | None:  # fmt: skip
     """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
     ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     if ops is None:
         return None
-    strict, dtype = config.engine.strict_kernels, _logits_dtype(model)
-    return settle_row_ops(ops, list(model.specs), max_model_len, model.vocab_size, dtype, at, strict=strict)
+    return settle_row_ops(
+        ops, list(model.specs), max_model_len, model.vocab_size, _logits_dtype(model), at,
+        strict=config.engine.strict_kernels, findings=findings,
+    )  # fmt: skip
 
 
 def _logits_dtype(model: Model) -> torch.dtype:
@@ -316,6 +331,13 @@ def cuda_trouble() -> str | None:
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
     return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
+
+
+def describe_card(device: torch.device) -> dict[str, Any]:
+    """What tells a card, and how it is driven, from every other."""
+    card = torch.cuda.get_device_properties(device)
+    names = ("name", "uuid", "major", "minor", "multi_processor_count", "total_memory")
+    return {name: str(getattr(card, name, "")) for name in names} | {"cuda": torch.version.cuda}
 
 
 def find_files(config: Config, progress: Progress | None) -> ModelFiles:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from quire.ahead import start_compilers
+from quire.ahead.beginning import open_engine
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
@@ -21,10 +21,7 @@ from quire.types import Delta, QuireError, Request, SamplingParams
 class AsyncLLM:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **knobs: Any):
         self.config = library_config(model, config, knobs)
-        compilers = start_compilers(self.config)  # while torch is imported, which takes seconds
-        from quire.assemble import assemble
-
-        self._parts = assemble(self.config, compilers=compilers)
+        self._parts = open_engine(self.config)
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = EngineThread(self._parts.engine, self._deliver, self._parts.desk)
 

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.ahead import start_compilers
-from quire.async_llm import AsyncLLM
+from quire.ahead.beginning import open_engine
 from quire.cache.insight import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
@@ -24,7 +23,7 @@ from quire.types import QuireError, Request, SamplingParams
 if TYPE_CHECKING:
     from quire.assemble import Assembly
 
-__all__ = ["LLM", "AsyncLLM", "Chunk", "Output"]
+__all__ = ["LLM", "Chunk", "Output"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -34,10 +33,7 @@ class LLM:
                  **knobs: Any):  # fmt: skip
         """`model` and `knobs` are leaves of the config tree: LLM("smollm2", dtype="float32", max_model_len=2048)."""
         self.config = library_config(model, config, knobs)
-        compilers = start_compilers(self.config)  # while torch is imported, which takes seconds
-        from quire.assemble import assemble
-
-        self._parts: Assembly = assemble(self.config, progress, compilers)
+        self._parts: Assembly = open_engine(self.config, progress)
         self._engine = self._parts.engine
         self._lock = threading.RLock()
         self._replies: dict[str, _Open] = {}  # request id -> where its news go

@@ -1,5 +1,6 @@
-"""Compiles what a start will need before it comes to it: `compilers` beside the start, `rehearsal` and the `workers` it
-forks in processes of their own.
+"""What makes a start short: it begins early what takes long (`beginning`), has what was never compiled compiled beside
+it (`compilers`; `rehearsal` and the `workers` it forks in processes of their own), and need not try again what an
+earlier start has tried (`notes`).
 """
 
 from quire.ahead.compilers import Compilers, start_compilers

@@ -85,9 +85,14 @@ def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
     versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
     sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(SOURCES.glob("*.py"))]
     text = json.dumps([rehearsal_settings(config), versions, sources, cards], sort_keys=True, default=str)
+    return kernel_folder() / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def kernel_folder() -> Path:
+    """Ours, within Triton's cache of compiled kernels."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
-    return Path(folder, "quire", hashlib.sha256(text.encode()).hexdigest()[:32])
+    return Path(folder, "quire")
 
 
 def _may_create(stamp: Path) -> bool:

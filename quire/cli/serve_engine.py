@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-from quire.ahead import start_compilers
+from quire.ahead.beginning import open_engine
 from quire.cli.output import show_warnings_plainly
 from quire.config import Config
 from quire.engine.process import Built, ready_message, run_engine_process
@@ -23,13 +23,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def build(config: Config) -> Built:
-    compilers = start_compilers(config)
-    from quire.assemble import (
-        assemble,
-        lower_precision,
-    )  # torch takes seconds, and the wrong message should not wait for it
+    parts = open_engine(config)
+    from quire.assemble import lower_precision  # torch takes seconds, and the wrong message should not wait for it
 
-    parts = assemble(config, compilers=compilers)
     parts.engine.do_chore()  # what one request needs: the first client should not wait for a compiler
     ready = ready_message(
         parts.engine,

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.failures import give_way, is_out_of_memory, reason
+from quire.kernels.failures import give_way, reason
+from quire.kernels.findings import Findings
 from quire.kernels.table import REFERENCE, Ops
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -37,10 +38,11 @@ class Row:
     give_up: Callable[[Ops], Ops] | None  # the table without it; None: nothing else could do its work
 
 
-def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool) -> Ops:
+def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool, findings: Findings | None = None) -> Ops:
     """The table less the rows that fail, each with a line that says so; `strict`: refuse instead."""
+    findings = findings or Findings()
     for row in rows:
-        error = failure(ops, row)
+        error = failure(ops, row, findings)
         if error is not None:
             give_way(row.name, reason(error), refuse=strict or row.give_up is None)
             assert row.give_up is not None
@@ -48,18 +50,8 @@ def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool) -> Ops:
     return ops
 
 
-def failure(ops: Ops, row: Row) -> Exception | None:
-    return error_of(lambda: row.attempt(ops))
-
-
-def error_of(attempt: Callable[[], None]) -> Exception | None:
-    """What a trial fails with, if it does."""
-    try:
-        attempt()
-    except Exception as error:  # whatever a compiler, a driver or a kernel may say
-        # Memory is no fault of the kernel's, and whoever needs it next will say so.
-        return None if is_out_of_memory(error) else error
-    return None
+def failure(ops: Ops, row: Row, findings: Findings | None = None) -> Exception | None:
+    return (findings or Findings()).error_of(lambda: row.attempt(ops))
 
 
 def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:

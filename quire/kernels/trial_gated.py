@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.findings import Findings
 from quire.kernels.libraries.choose import Timer, device_seconds
 from quire.kernels.table import FirstOf, Ops
 from quire.kernels.trial import compare, finish_writes
@@ -38,7 +39,8 @@ class GatedTrialShape:
     dtype: torch.dtype
 
 
-def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool) -> Ops:
+def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool,
+                 findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -53,8 +55,13 @@ def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, stri
         gated = GatedLinear((shape.num_outputs, shape.in_features), ops.rms_norm, ops.silu_mul)
         return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstOf(gated, ops.fused_linear))
 
-    faster = settle_row(ops, NAME, exchange, lambda faster: try_gated(faster, shape, device), strict=strict)
-    return faster if faster is not ops and is_quicker(faster, shape, device) else ops
+    findings = findings or Findings()
+    faster = settle_row(
+        ops, NAME, exchange, lambda faster: try_gated(faster, shape, device), strict=strict, findings=findings
+    )
+    if faster is ops:
+        return ops
+    return faster if findings.decide(NAME, lambda: is_quicker(faster, shape, device)) else ops
 
 
 def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
@@ -68,14 +75,15 @@ def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
         compare(_run(ops, x, weight, norm), partial(_plain, ops, normed, weight), shape.dtype)
 
 
-def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer = device_seconds) -> bool:
-    """Than the plain path, for a step of prompts, on a card that is warm."""
+def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device,
+               timer: Timer = device_seconds) -> bool | None:  # fmt: skip
+    """Than the plain path, for a step of prompts, on a card that is warm; None: there was no memory to find out."""
     if device.type == "meta":  # a rehearsal: perhaps it will be
         return True
     try:
         ours, plain = _race(ops, shape, device, timer)
     except torch.OutOfMemoryError:
-        return False  # whoever needs the memory next will say so
+        return None  # whoever needs the memory next will say so
     finally:  # whoever asks next how much memory is free counts what torch keeps as used
         if device.type == "cuda":
             torch.cuda.empty_cache()

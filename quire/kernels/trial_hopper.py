@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.failures import is_out_of_memory, reason
+from quire.kernels.findings import Findings
 from quire.kernels.table import Ops
 from quire.types import QuireError
 
@@ -23,20 +24,21 @@ def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
 
 
 def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callable[[Ops], None], *,
-               strict: bool) -> Ops:  # fmt: skip
+               strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table with the kernel that `exchange` puts in, if `attempt` finds nothing wrong with it (it raises if it
     does); else as it is, and a line says so. `strict`: refuse instead."""
     import triton
 
     from quire.kernels.triton.launch import KNOWN_GLUON
 
-    cause = None
+    findings, cause = findings or Findings(), None
     if triton.__version__.startswith(KNOWN_GLUON):
         try:
             faster = exchange()
-            attempt(faster)
+            findings.attempt(lambda: attempt(faster))
             return faster
         except Exception as error:  # whatever a compiler, a driver or a kernel may say
+            findings.doubt()
             if is_out_of_memory(error):  # no fault of the kernel's, and whoever needs the memory next will say so
                 return ops
             cause, why = error, reason(error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.kernels.findings import Findings
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import (
     FEW_TOKENS,
@@ -60,7 +61,8 @@ ONE_REQUEST: Sequence[Rows] = (
 )  # what the first one needs
 
 
-def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool) -> Ops:
+def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool,
+                  findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -74,7 +76,9 @@ def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, st
 
         return replace(ops, latent_attention=latent_many.latent_attention)
 
-    return settle_row(ops, NAME, exchange, lambda faster: try_latent(faster, shape, device), strict=strict)
+    return settle_row(
+        ops, NAME, exchange, lambda faster: try_latent(faster, shape, device), strict=strict, findings=findings
+    )
 
 
 def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from quire.kernels.findings import Findings
 from quire.kernels.table import Ops
 from quire.kernels.trial import NUM_TOKENS, TrialShape, is_fp8, try_attention
 from quire.kernels.trial_hopper import runs_on_hopper, settle_row
@@ -19,7 +20,8 @@ from quire.kernels.trial_hopper import runs_on_hopper, settle_row
 NAME = "prompt attention for Hopper"
 
 
-def settle_prompts(ops: Ops, shapes: Iterable[TrialShape], device: torch.device, *, strict: bool) -> Ops:
+def settle_prompts(ops: Ops, shapes: Iterable[TrialShape], device: torch.device, *, strict: bool,
+                   findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table as it is, or without that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -27,7 +29,9 @@ def settle_prompts(ops: Ops, shapes: Iterable[TrialShape], device: torch.device,
     if not fitting:
         return ops
     plain = replace(ops, plan_attention=partial(ops.plan_attention, hopper=False))
-    return settle_row(plain, NAME, lambda: ops, lambda own: try_prompts(own, fitting, device), strict=strict)
+    return settle_row(
+        plain, NAME, lambda: ops, lambda own: try_prompts(own, fitting, device), strict=strict, findings=findings
+    )
 
 
 def fits(shape: TrialShape) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.findings import Findings
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import NUM_TOKENS, Row, compare, finish_writes, reference_for
@@ -25,7 +26,7 @@ ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no m
 
 
 def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
-                     strict: bool) -> Ops:  # fmt: skip
+                     strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`. It takes the place of Triton's scan and
     of no other: the deterministic mode has reasons for its own."""
     if not runs_on_hopper(ops, device):
@@ -41,7 +42,10 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
 
         return replace(ops, gated_delta_net=recurrent_walk.gated_delta_net)
 
-    return settle_row(ops, NAME, exchange, lambda faster: try_delta_net(faster, shape, dtype, device), strict=strict)
+    return settle_row(
+        ops, NAME, exchange, lambda faster: try_delta_net(faster, shape, dtype, device),
+        strict=strict, findings=findings,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
+from quire.kernels.findings import Findings
 from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
@@ -58,14 +59,16 @@ class LoadedModel:
 
 def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
                random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
-               strict_kernels: bool = False, deterministic: bool = False,
+               strict_kernels: bool = False, deterministic: bool = False, findings: Findings | None = None,
                progress: Progress | None = None) -> LoadedModel:  # fmt: skip
-    """Read, check, build and fill. Anything wrong with the files is a QuireError that says so."""
+    """Read, check, build and fill. Anything wrong with the files is a QuireError that says so. `findings`: of an
+    earlier start, or to be filled by this one."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     model, config = settle_model(
         hf_config, dtype=dtype, device=device, at=device, max_model_len=max_model_len, page_tokens=page_tokens,
         quant=quant, kv_dtype=kv_dtype, kernels=kernels, strict_kernels=strict_kernels, deterministic=deterministic,
+        findings=findings,
     )  # fmt: skip
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
@@ -102,7 +105,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
 
 def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, at: torch.device,
                  max_model_len: int | None, page_tokens: int, quant: str, kv_dtype: str, kernels: str,
-                 strict_kernels: bool, deterministic: bool) -> tuple[Any, Any]:  # fmt: skip
+                 strict_kernels: bool, deterministic: bool,
+                 findings: Findings | None = None) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
     tables are, the device; or meta, for who only wants to know what would be launched there (`ahead.rehearsal`)."""
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
@@ -117,7 +121,9 @@ def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devi
     model, config = build(ops=ops)
     trials = Trials(model, DTYPES[resolve_dtype(dtype, device, hf_config)], at,
                     _resolve_len(max_model_len, model.max_positions))  # fmt: skip
-    tried = settle_kernels(ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic)
+    tried = settle_kernels(
+        ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic, findings=findings
+    )
     return (model, config) if tried is ops else build(ops=tried)
 
 

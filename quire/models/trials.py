@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.findings import Findings
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
 from quire.kernels.trial import (
     FEW_TOKENS,
@@ -231,17 +232,18 @@ def _plain(norm: RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
     return norm(x) @ weight.t()
 
 
-def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool) -> Ops:
+def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool,
+                   findings: Findings | None = None) -> Ops:  # fmt: skip
     """The table that the model is to be built with. In the deterministic mode no other kernel may step in, be it right
     or quick."""
-    device = trials.device
+    device, findings = trials.device, findings or Findings()
     try:
         if not deterministic:
-            ops = _settle_hopper(ops, trials, strict)
+            ops = _settle_hopper(ops, trials, strict, findings)
         if ops is not REFERENCE and ops is not FIXED and ops.native is None:
-            ops = settle_ops(ops, trials.rows(), strict=strict or deterministic)
+            ops = settle_ops(ops, trials.rows(), strict=strict or deterministic, findings=findings)
         if not deterministic and device.type != "cpu" and (gate_up := trials.largest_gate_up()) is not None:
-            ops = settle_gated(ops, gate_up, device, strict=strict)
+            ops = settle_gated(ops, gate_up, device, strict=strict, findings=findings)
         if not deterministic and device.type == "cuda":
             ops = settle_library(ops, trials, kernels)
     finally:  # whoever asks next how much memory is free counts what torch keeps as used
@@ -250,13 +252,13 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
     return ops
 
 
-def _settle_hopper(ops: Ops, trials: Trials, strict: bool) -> Ops:
-    latent, net = trials.latent(), trials.delta_net()
-    ops = settle_prompts(ops, trials.attention(), trials.device, strict=strict)
+def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
+    latent, net, device = trials.latent(), trials.delta_net(), trials.device
+    ops = settle_prompts(ops, trials.attention(), device, strict=strict, findings=findings)
     if latent is not None:
-        ops = settle_latent(ops, latent, trials.device, strict=strict)
+        ops = settle_latent(ops, latent, device, strict=strict, findings=findings)
     if net is not None:
-        ops = settle_delta_net(ops, net.shape, trials.dtype, trials.device, strict=strict)
+        ops = settle_delta_net(ops, net.shape, trials.dtype, device, strict=strict, findings=findings)
     return ops
 
 

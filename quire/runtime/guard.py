@@ -23,11 +23,14 @@ from quire.types import Plan, QuireError, StepOutput
 class Guarded:
     """Workers that do what the inner ones do."""
 
-    def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None):
-        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own."""
+    def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None,
+                 on_failure: Callable[[], None] | None = None):  # fmt: skip
+        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own. `on_failure`
+        is told when something fails for another reason than memory: perhaps a kernel that once was right."""
         self._inner = inner
         self._device = device
         self._probe = probe or (lambda: sign_of_life(device))
+        self._on_failure = on_failure or (lambda: None)
         self._hoards = False  # memory ran out: give back what the allocator keeps, once the failed step is forgotten
 
     def forward(self, plan: Plan) -> Any:
@@ -68,13 +71,17 @@ class Guarded:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (MemoryError, RuntimeError) as error:
+        except StopIteration:  # of the chores
+            raise
+        except Exception as error:
             if is_out_of_memory(error):
                 self._hoards = True
                 what = f"Memory ran out on {self._device} during a step ({first_line(error)})."
                 hint = "Lower max_batch_tokens, max_rows or cache_memory."
                 raise QuireError("out_of_memory", what, hint) from None
-            self._check_alive(error)
+            self._on_failure()
+            if isinstance(error, RuntimeError):
+                self._check_alive(error)
             raise
 
     def _check_alive(self, error: BaseException) -> None:

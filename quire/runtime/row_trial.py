@@ -4,12 +4,15 @@ captured with it: against what steps that are launched kernel by kernel do. Asse
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from quire.kernels.failures import give_way, reason
+from quire.kernels.findings import Findings
 from quire.kernels.table import RowOps
-from quire.kernels.trial import EXACT, compare, error_of, finish_writes, normal
+from quire.kernels.trial import EXACT, compare, finish_writes, normal
 from quire.layers.step import PagedInputs
 from quire.runtime.graphs import PADDING, choose_tokens
 from quire.runtime.rows import Decode, DeviceRows
@@ -21,9 +24,11 @@ ROWS = (1, 0)  # with a row of padding an odd number, as the first decode: flags
 
 
 def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype,
-                   device: torch.device, *, strict: bool) -> RowOps | None:  # fmt: skip
+                   device: torch.device, *, strict: bool,
+                   findings: Findings | None = None) -> RowOps | None:  # fmt: skip
     """The kernels, if they are right here; else None and a line. `strict`: refuse instead."""
-    error = error_of(lambda: _try_row_ops(ops, specs, max_len, vocab_size, dtype, device))
+    trial = partial(_try_row_ops, ops, specs, max_len, vocab_size, dtype, device)
+    error = (findings or Findings()).error_of(trial)
     if error is None:
         return ops
     hint = "Leave strict_kernels out, or see `quire doctor`."

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.failures import give_way, reason
+from quire.kernels.findings import Findings
 from quire.kernels.table import SamplingOps
-from quire.kernels.trial import EXACT, compare, error_of, finish_writes, normal
+from quire.kernels.trial import EXACT, compare, finish_writes, normal
 from quire.sampling.noise import Noise, stream_key
 
 SCALES = (0.0, 1.0, 1 / 0.7)  # inverse temperatures of the rows; 0: greedy
@@ -18,9 +19,9 @@ CLOSE = 1e-4  # of a score: the hardware's logarithms move it by less
 
 
 def settle_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, device: torch.device, *,
-                    strict: bool) -> SamplingOps | None:  # fmt: skip
+                    strict: bool, findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
     """The kernels, if they are right here; else None and a line. `strict`: refuse instead."""
-    error = error_of(lambda: _try_sampling(ops, vocab_size, dtype, device))
+    error = (findings or Findings()).error_of(lambda: _try_sampling(ops, vocab_size, dtype, device))
     if error is None:
         return ops
     instead = "plain torch samples, and launches steps kernel by kernel: more slowly"

@@ -8,13 +8,12 @@ import json
 import sys
 from typing import Any
 
-import quire.llm
 from quire import LLM, SamplingParams
-from quire.ahead import Compilers
+from quire.ahead import Compilers, beginning
 
 
 def main(folder: str) -> None:
-    start_compilers = quire.llm.start_compilers
+    start_compilers = beginning.start_compilers
     beside: list[Compilers | None] = []
     compiled: list[str] = []
     found: list[str] = []
@@ -29,7 +28,7 @@ def main(folder: str) -> None:
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         (found if cache_hit else compiled).append(src.name)
 
-    quire.llm.start_compilers = start
+    beginning.start_compilers = start
     with LLM(folder, random_weights=True, num_pages=200) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
         (output,) = llm.generate([list(range(1, 17))], params)

@@ -93,7 +93,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
-    note = find_note(config, files, describe_card(device)) if device.type == "cuda" else None
+    note = find_note(config, files, describe_card(device))
     findings = Findings(note.read() if note is not None else None)
     loaded = load_model(
         files,
@@ -333,8 +333,10 @@ def cuda_trouble() -> str | None:
     return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
 
 
-def describe_card(device: torch.device) -> dict[str, Any]:
-    """What tells a card, and how it is driven, from every other."""
+def describe_card(device: torch.device) -> dict[str, Any] | None:
+    """What tells a card, and how it is driven, from every other; None: there is none."""
+    if device.type != "cuda":
+        return None
     card = torch.cuda.get_device_properties(device)
     names = ("name", "uuid", "major", "minor", "multi_processor_count", "total_memory")
     return {name: str(getattr(card, name, "")) for name in names} | {"cuda": torch.version.cuda}

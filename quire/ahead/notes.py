@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,14 +65,15 @@ class Note:
         text = json.dumps({"version": VERSION, "note": self.path.stem, "decided": dict(decided)})
         if len(text) > MOST_BYTES:
             return
-        fresh = self.path.with_name(f"{self.path.stem}.{os.getpid()}.new")
         with suppress(OSError):  # the next start tries again
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
             try:
-                fresh.write_text(text)
-                fresh.replace(self.path)
+                with os.fdopen(number, "w") as file:
+                    file.write(text)
+                os.replace(name, self.path)
             finally:
-                fresh.unlink(missing_ok=True)
+                Path(name).unlink(missing_ok=True)
             _keep_newest(self.path.parent)
 
     def forget(self) -> None:
@@ -79,10 +81,10 @@ class Note:
             self.path.unlink(missing_ok=True)
 
 
-def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any]) -> Note | None:
-    """Of a start such as this one, on a card that this describes. None where each start is to see for itself: who asks
-    for `strict_kernels` wants to know, not to be told."""
-    if config.engine.strict_kernels:
+def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None) -> Note | None:
+    """Of a start such as this one, on a card that this describes. None where there is no card, and where each start is
+    to see for itself: who asks for `strict_kernels` wants to know, not to be told."""
+    if card is None or config.engine.strict_kernels:
         return None
     with suppress(OSError):
         versions = [sys.version, *(installed_version(name) for name in ("torch", "triton")), nvidia_driver_version()]

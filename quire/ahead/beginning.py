@@ -32,9 +32,10 @@ def open_engine(config: Config, progress: Progress | None = None) -> Assembly:
     compilers = start_compilers(config)
     with card_opened(config):
         with collections_paused():
-            if launches_kernels(config):
-                hash_triton()
+            hashing = hash_triton() if launches_kernels(config) else None
             from quire.assemble import assemble
+        if hashing is not None:
+            hashing.join()  # whoever needs the hash before it is there would begin anew
         return assemble(config, progress, compilers)
 
 
@@ -78,16 +79,20 @@ def collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def hash_triton() -> None:
+def hash_triton() -> threading.Thread | None:
     """Imports Triton, which needs no torch and is needed anyway; the hash of its 400 MB, half a second, it keeps."""
-    with suppress(Exception):  # not installed, or broken: who needs it will say so
+    try:
         key: Callable[[], Any] = import_module("triton.runtime.cache").triton_key
-        _in_thread(key)
+    except Exception:  # not installed, or broken: who needs it will say so
+        return None
+    return _in_thread(key)
 
 
-def _in_thread(what: Callable[[], Any]) -> None:
+def _in_thread(what: Callable[[], Any]) -> threading.Thread:
     def run() -> None:
         with suppress(Exception):
             what()
 
-    threading.Thread(target=run, name="quire beginning", daemon=True).start()
+    thread = threading.Thread(target=run, name="quire beginning", daemon=True)
+    thread.start()
+    return thread

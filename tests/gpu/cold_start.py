@@ -1,5 +1,6 @@
 """A start to its tenth token in a process of its own: `python -m tests.gpu.cold_start <folder>`. Prints in JSON the
-tokens, which kernels were compiled here and which were found on disk, and whether any were compiled beside it.
+tokens, which kernels were compiled here and which were found on disk, whether any were compiled beside it, and how
+many trials were made.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.ahead import Compilers, beginning
+from quire.kernels.findings import Findings
 
 
 def main(folder: str) -> None:
@@ -17,6 +19,8 @@ def main(folder: str) -> None:
     beside: list[Compilers | None] = []
     compiled: list[str] = []
     found: list[str] = []
+    tried: list[Any] = []
+    plain_attempt = Findings.attempt
 
     def start(config: Any) -> Compilers | None:
         from triton import knobs
@@ -28,13 +32,18 @@ def main(folder: str) -> None:
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         (found if cache_hit else compiled).append(src.name)
 
+    def attempt(self: Findings, trial: Any) -> None:
+        plain_attempt(self, lambda: (tried.append(trial), trial())[1])
+
     beginning.start_compilers = start
+    Findings.attempt = attempt  # type: ignore[method-assign]
     with LLM(folder, random_weights=True, num_pages=200) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
         (output,) = llm.generate([list(range(1, 17))], params)
     if beside[0] is not None:
         beside[0].wait()
-    told = {"tokens": output.token_ids, "compiled": compiled, "found": found, "beside": beside[0] is not None}
+    told = {"tokens": output.token_ids, "compiled": compiled, "found": found, "beside": beside[0] is not None,
+            "tried": len(tried)}  # fmt: skip
     print(json.dumps(told))
 
 

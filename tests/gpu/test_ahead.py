@@ -1,4 +1,5 @@
-"""A start that finds nothing compiled has it compiled beside it, and answers as one that finds everything."""
+"""A start that finds nothing compiled has it compiled beside it, and answers as one that finds everything and tries
+nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ def test_what_a_cold_start_needs_is_compiled_beside_it(config: dict[str, Any], t
     assert len(cold["compiled"]) <= 2, f"the start itself has compiled {cold['compiled']}"
     assert len(cold["found"]) > 15
     assert not warm["compiled"]
+    assert cold["tried"] > 6 and warm["tried"] == 0, "what was tried is noted"
     assert cold["tokens"] == warm["tokens"]
     assert len(cold["tokens"]) == 10
 

@@ -120,17 +120,17 @@ def test_a_triton_that_can_not_be_hashed_is_left_to_who_needs_it(found: Any, mon
         return found
 
     monkeypatch.setattr(beginning, "import_module", look_up)
-    hash_triton()
+    assert hash_triton() is None
 
 
 def test_tritons_hash_is_taken_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = threading.Event()
-    cache = SimpleNamespace(
-        triton_key=lambda: (threading.current_thread() is not threading.main_thread()) and hashed.set()
-    )
+    hashed: list[threading.Thread] = []
+    cache = SimpleNamespace(triton_key=lambda: hashed.append(threading.current_thread()))
     monkeypatch.setattr(beginning, "import_module", lambda name: {"triton.runtime.cache": cache}[name])
-    hash_triton()
-    assert hashed.wait(10)
+    hashing = hash_triton()
+    assert hashing is not None
+    hashing.join(10)
+    assert hashed == [hashing]
 
 
 def test_nothing_of_it_needs_torch() -> None:

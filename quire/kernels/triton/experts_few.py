@@ -1,0 +1,221 @@
+"""A few tokens through their experts, where reading the weights is all the work: what `experts` does for those.
+
+All of it is done on the plain units, and no token is sorted. A program of the first product takes some outputs of one
+expert, all columns at once, for every token that chose it, so no weight is read twice; a program of the second takes
+some outputs of one token, over all its experts, and adds them up. The second asks for its weights while the first is
+still at work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
+
+MAX_PAIRS = 128  # of a token and an expert: every program of the first product looks through all
+MAX_WIDTH = 8192  # of a token: a program holds whole rows of the weight
+NO_LIMIT = 3.0e38
+
+
+@triton.jit
+def _weight_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.constexpr):
+    places = weight_ptr + outs[:, None] * in_features + columns[None, :]
+    if EVEN:
+        return tl.load(places)
+    return tl.load(places, mask=(outs < num_outs)[:, None] & (columns < in_features)[None, :], other=0.0)
+
+
+@triton.jit
+def _input_tile(x_ptr, columns, in_features):
+    """As one row of a tile, it lies in the threads that hold the weight's columns."""
+    columns = columns[None, :]
+    return tl.load(x_ptr + columns, mask=columns < in_features, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
+    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
+    return tl.sum(tl.reshape(weight.to(tl.float32) * x, [OUT, IN // 8, 8]), 2)
+
+
+@triton.jit
+def _gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit)
+    return gate * tl.sigmoid(alpha * gate) * (up + shift)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _few_gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr, ALONE: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
+    that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
+    are all different."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)  # not earlier: who starts then may read what was there before this kernel
+    pair = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = outs < num_outs
+    columns = tl.arange(0, BLOCK_IN)
+    expert = tl.load(chosen_ptr + pair)
+    first = pair
+    if not ALONE:
+        index = tl.arange(0, PAIRS)
+        same = tl.load(chosen_ptr + index, mask=index < num_pairs, other=-1) == expert
+        first = tl.min(tl.where(same, index, PAIRS), 0)
+    if first == pair:
+        gate_ptr = weight_ptr + expert.to(tl.int64) * 2 * num_outs * in_features
+        up_ptr = gate_ptr + num_outs * in_features
+        gates = ()
+        ups = ()
+        for chunk in tl.static_range(CHUNKS):
+            here = chunk * BLOCK_IN + columns
+            gates = gates + (_weight_tile(gate_ptr, outs, here, in_features, num_outs, EVEN),)
+            ups = ups + (_weight_tile(up_ptr, outs, here, in_features, num_outs, EVEN),)
+        while pair < num_pairs:
+            row = x_ptr + pair // TOP_K * in_features
+            gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+            up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                x = _input_tile(row, chunk * BLOCK_IN + columns, in_features)
+                gate_sums += _products(gates[chunk], x, BLOCK_OUT, BLOCK_IN)
+                up_sums += _products(ups[chunk], x, BLOCK_OUT, BLOCK_IN)
+            gate = tl.sum(gate_sums, 1)
+            up = tl.sum(up_sums, 1)
+            if BIAS:
+                bias = bias_ptr + expert * 2 * num_outs + outs
+                gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+                up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
+            out = _gated(gate, up, alpha, shift, limit, LIMITED)
+            tl.store(out_ptr + pair * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+            if ALONE:
+                pair = num_pairs
+            else:
+                pair = tl.min(tl.where(same & (index > pair), index, num_pairs), 0)
+
+
+@triton.jit
+def _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+               BLOCK_IN: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Tiles are counted expert by expert."""
+    start = experts[TILE // CHUNKS] * num_outs * in_features
+    return _weight_tile(weight_ptr + start, outs, TILE % CHUNKS * BLOCK_IN + columns, in_features, num_outs, EVEN)
+
+
+@triton.jit
+def _few_down_kernel(
+    x_ptr, weight_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
+    TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT outputs of a token: CHUNKS times BLOCK_IN columns of each of its experts, AHEAD tiles on their way."""
+    let_next_start(PDL)
+    token = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = outs < num_outs
+    columns = tl.arange(0, BLOCK_IN)
+    # The choice is older than the kernel before, which let this one start only when it had seen it: the weights are on
+    # their way before that kernel's results are there.
+    experts = ()
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(chosen_ptr + token * TOP_K + choice, cache_modifier=".cg")
+        experts = experts + (expert.to(tl.int64),)
+    tiles = ()
+    for tile in tl.static_range(AHEAD):
+        tiles = tiles + (_down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, tile, CHUNKS, BLOCK_IN,
+                                    EVEN),)  # fmt: skip
+    wait_for_inputs(PDL)
+    acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+    bias = tl.zeros([BLOCK_OUT], tl.float32)
+    for tile in tl.static_range(TOP_K * CHUNKS):
+        if tile + AHEAD < TOP_K * CHUNKS:
+            tiles = tiles + (_down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, tile + AHEAD, CHUNKS,
+                                        BLOCK_IN, EVEN),)  # fmt: skip
+        pair = token * TOP_K + tile // CHUNKS
+        share = tl.load(shares_ptr + pair)
+        x = _input_tile(x_ptr + pair * in_features, tile % CHUNKS * BLOCK_IN + columns, in_features)
+        acc += _products(tiles[tile], x * share, BLOCK_OUT, BLOCK_IN)
+        if BIAS and tile % CHUNKS == 0:
+            place = bias_ptr + experts[tile // CHUNKS] * num_outs + outs
+            bias += share * tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    out = tl.sum(acc, 1) + bias
+    if RESIDUAL:
+        out += tl.load(residual_ptr + token * num_outs + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing and launching
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTuning:
+    block_out: int
+    block_in: int  # at most, columns of a tile
+    num_warps: int
+    ahead: int = 0  # tiles asked for before the kernel before has ended; the first product always asks for all
+
+
+@dataclass(frozen=True, slots=True)
+class FewTuning:
+    gate_up: ProductTuning = ProductTuning(2, 2048, 4)
+    down: ProductTuning = ProductTuning(2, 256, 1, 24)
+
+
+def supports(experts: ExpertWeights, chosen: Tensor) -> bool:
+    _, width, inner = experts.down.shape
+    return chosen.numel() <= MAX_PAIRS and width <= MAX_WIDTH and width % 8 == 0 and inner % 8 == 0
+
+
+def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
+            tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
+    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
+    tuning = tuning or FewTuning()
+    return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
+
+
+def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTuning) -> Tensor:
+    """The first product and what joins its halves: [pairs, inner]."""
+    _, width, inner = experts.down.shape
+    num_pairs, activation = chosen.numel(), experts.activation
+    joined = x.new_empty(num_pairs, inner)
+    block_in, block_out = _tile_columns(width, tuning.block_in), tuning.block_out
+    _few_gate_up_kernel[(num_pairs, triton.cdiv(inner, block_out))](
+        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, num_pairs, activation.alpha,
+        activation.shift, NO_LIMIT if activation.limit is None else activation.limit,
+        TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+        CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
+        BIAS=experts.gate_up_bias is not None, LIMITED=activation.limit is not None,
+        **launch_options(x.device, tuning.num_warps),
+    )  # fmt: skip
+    return joined
+
+
+def down(joined: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
+         tuning: ProductTuning) -> Tensor:  # fmt: skip
+    """The second product, of experts weighted and added up, for results that `gate_up` was just launched for."""
+    _, width, inner = experts.down.shape
+    num_tokens, top_k = chosen.shape
+    out = joined.new_empty(num_tokens, width)
+    block_in, block_out = _tile_columns(inner, tuning.block_in), tuning.block_out
+    chunks = triton.cdiv(inner, block_in)
+    _few_down_kernel[(num_tokens, triton.cdiv(width, block_out))](
+        joined, experts.down, experts.down_bias, chosen, weights, residual, out, inner, width,
+        TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, CHUNKS=chunks, AHEAD=min(tuning.ahead, top_k * chunks),
+        EVEN=inner % block_in == 0 and width % block_out == 0, BIAS=experts.down_bias is not None,
+        RESIDUAL=residual is not None, **launch_options(joined.device, tuning.num_warps),
+    )  # fmt: skip
+    return out
+
+
+def _tile_columns(num_columns: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(num_columns)))

@@ -28,6 +28,7 @@ MANY_BLOCKS = 4  # a program places so many blocks
 FEW_ROWS = 16  # up to so many, norm and router are one kernel
 MAX_WIDTH = 8192  # of a token that such a kernel holds at once
 NUM_WRITTEN = 64  # tiles described at a time
+TAKEN = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -75,17 +76,23 @@ def _route_kernel(
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
     weights = tl.zeros([TOP_BLOCK], tl.float32)
     total = 0.0
+    # As integers in the same order: a warp finds their largest in one instruction. NaN is some number then, so such a
+    # token goes somewhere, and its row is found bad when sampled.
+    score_bits = scores.to(tl.int32, bitcast=True)
+    keys = ranks.to(tl.int32, bitcast=True)
+    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     for place in tl.static_range(TOP_K):
-        best = tl.max(tl.max(ranks, 1), 0)
-        # NaN equals nothing, itself included: such a token goes to expert 0, and its row is found bad when sampled.
-        first = tl.min(tl.min(tl.where(ranks == best, expert, GROUPS * MEMBERS), 1), 0)
-        first = tl.where(first < NUM_GROUPS * NUM_MEMBERS, first, 0)
+        best = tl.max(tl.max(keys, 1), 0)
+        first = tl.min(tl.min(tl.where(keys == best, expert, GROUPS * MEMBERS), 1), 0)
         mine = expert == first
-        weight = tl.sum(tl.sum(tl.where(mine, scores, 0.0), 1), 0)
+        bits = best
+        if BIAS:
+            bits = tl.sum(tl.sum(tl.where(mine, score_bits, 0), 1), 0)
+        weight = bits.to(tl.float32, bitcast=True)  # scores are not negative: as they are
         total += weight
-        chosen = tl.where(places == place, first, chosen)
+        chosen = tl.where(places == place, tl.where(first < NUM_GROUPS * NUM_MEMBERS, first, 0), chosen)
         weights = tl.where(places == place, weight, weights)
-        ranks = tl.where(mine, none, ranks)
+        keys = tl.where(mine, TAKEN, keys)
     if NORMALISE:
         weights = weights / total
     tl.store(chosen_ptr + token * TOP_K + places, chosen, mask=places < TOP_K)

@@ -17,7 +17,7 @@ from quire.kernels.triton import latent
 from quire.kernels.triton.attention import TritonPlan
 from quire.kernels.triton.latent_hopper import _latent_hopper_kernel
 from quire.kernels.triton.latent_work import MIN_SPAN, LatentWork, gains, prepare
-from quire.kernels.triton.launch import num_multiprocessors
+from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
 from quire.kernels.triton.prefill import TILE_FIELDS
 
 RANK, ROPE = 512, 64
@@ -34,32 +34,46 @@ MERGE_LANES = 4
 def _merge_latents_kernel(
     partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, out_stride, out_head_stride, num_splits,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    HAS_TOKENS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
+    let_next_start(PDL)
     head_block = tl.program_id(0)
     tile = tl.program_id(2).to(tl.int64)
     token = tile
     if HAS_TOKENS:
         token = tl.load(tokens_ptr + tile).to(tl.int64)
+    # Older than the kernel before, which let this one start only when that was there.
     num_blocks = tl.maximum(tl.cdiv(tl.load(positions_ptr + token).to(tl.int32) + 1, BLOCK), 1)
     share = tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
     num_shares = tl.cdiv(num_blocks, share)
+    wait_for_inputs(PDL)
     if num_shares > 1:
         lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
         columns = tl.arange(0, RANK)
         splits = tl.arange(0, MAX_SPLITS)
         first = (tile * tl.num_programs(0) + head_block) * num_splits
+        # There are at least two: these are asked for before it is known what they weigh.
+        cell = first * HEADS + lanes
+        left = tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :]).to(tl.float32)
+        right = tl.load(partial_ptr + (cell + HEADS)[:, None] * RANK + columns[None, :]).to(tl.float32)
         cells = (first + splits)[:, None] * HEADS + lanes[None, :]
         there = (splits < num_shares)[:, None]
         best = tl.load(best_ptr + cells, mask=there, other=float("-inf"))
+        totals = tl.load(total_ptr + cells, mask=there, other=0.0)
+        left_factor = tl.load(total_ptr + cell)
+        right_factor = tl.load(total_ptr + cell + HEADS)
+        left_best = tl.load(best_ptr + cell)
+        right_best = tl.load(best_ptr + cell + HEADS)
         top = tl.max(best, 0)  # finite: every share has entries the token sees
-        total = tl.sum(tl.exp2(best - top[None, :]) * tl.load(total_ptr + cells, mask=there, other=0.0), 0)
-        acc = tl.zeros([LANES, RANK], tl.float32)
-        for split in tl.range(num_shares, num_stages=2):
+        total = tl.sum(tl.exp2(best - top[None, :]) * totals, 0)
+        acc = left * (left_factor * tl.exp2(left_best - top))[:, None]
+        acc += right * (right_factor * tl.exp2(right_best - top))[:, None]
+        for split in tl.range(2, num_shares, num_stages=2):
             cell = (first + split) * HEADS + lanes
-            factor = tl.exp2(tl.load(best_ptr + cell) - top)
-            acc += factor[:, None] * tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :])
+            factor = tl.exp2(tl.load(best_ptr + cell) - top) * tl.load(total_ptr + cell)
+            part = tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :])
+            acc += factor[:, None] * part.to(tl.float32)
         heads = head_block * HEADS + lanes
         target = out_ptr + token * out_stride + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :]
         tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
@@ -95,10 +109,12 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
         _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_singles, work.num_splits,
                 _as_list(work.token_index, plan), _as_list(work.row_index, plan))  # fmt: skip
     if work.num_singles and work.num_splits > 1:
-        _merge_latents_kernel[(triton.cdiv(num_heads, HEADS), HEADS // MERGE_LANES, work.num_singles)](
+        lane_blocks = triton.cdiv(min(num_heads, HEADS), MERGE_LANES)
+        _merge_latents_kernel[(triton.cdiv(num_heads, HEADS), lane_blocks, work.num_singles)](
             work.partial, work.best, work.total, out, plan.positions, work.token_index, out.stride(1), out.stride(0),
             work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK, MIN_BLOCKS=MIN_SPAN // BLOCK,
-            HAS_TOKENS=work.token_index is not None, LANES=MERGE_LANES, MAX_SPLITS=MAX_SPLITS, num_warps=4,
+            HAS_TOKENS=work.token_index is not None, LANES=MERGE_LANES, MAX_SPLITS=MAX_SPLITS,
+            **launch_options(out.device, num_warps=4),
         )  # fmt: skip
     return out
 
@@ -139,5 +155,5 @@ def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, s
         q_latent, q_rope, desc, out, work.partial, work.best, work.total, plan.page_table, plan.positions,
         tokens[0], rows[0], q_latent.stride(1), q_latent.stride(0), out.stride(1), out.stride(0),
         plan.page_table.stride(0), tokens[1], rows[1], scale * 1.4426950408889634,
-        NUM_HEADS=num_heads, PAGE=page, MIN_BLOCKS=MIN_SPAN // BLOCK, num_warps=4,
+        NUM_HEADS=num_heads, PAGE=page, MIN_BLOCKS=MIN_SPAN // BLOCK, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from quire.kernels.triton import (
     attention,
     decode,
     experts,
+    experts_few,
     fixed_experts,
     fixed_linear,
     fixed_recurrent,
@@ -177,6 +178,8 @@ def compile_experts() -> None:
             route.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
         chosen, shares = route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4))
         experts.run_experts(x, weights, chosen, shares, x)
+        if experts_few.supports(weights, chosen):
+            experts_few.run_few(x, weights, chosen, shares, x)
         fixed_experts.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
         fixed_experts.run_experts(x, weights, chosen, shares, x)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)

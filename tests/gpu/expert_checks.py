@@ -84,6 +84,24 @@ def check_experts(where: Where) -> None:
                     _check_experts(where, dtype, experts, tokens, top_k, run_experts)
 
 
+def check_few_experts(where: Where) -> None:
+    """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
+    from quire.kernels.triton.experts_few import run_few
+
+    small = [(5, 3, 40, 24, (1, 4))]
+    large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8))]
+    for dtype in where.dtypes:
+        for num, top_k, width, inner, token_counts in large if where.large else small:
+            gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5
+            down = where.normal(num, width, inner, dtype=dtype) * inner**-0.5
+            biases = where.normal(num, 2 * inner, dtype=dtype), where.normal(num, width, dtype=dtype)
+            clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
+            where.settle()
+            for tokens in token_counts:
+                for experts in (ExpertWeights(gate_up, down), clamped):
+                    _check_experts(where, dtype, experts, tokens, top_k, run_few)
+
+
 def _check_experts(where, dtype, experts, tokens, top_k, run_experts):  # type: ignore[no-untyped-def]
     num, width, inner = experts.down.shape
     x, residual = where.normal(tokens, width, dtype=dtype), where.normal(tokens, width, dtype=dtype)
@@ -104,4 +122,9 @@ def _check_experts(where, dtype, experts, tokens, top_k, run_experts):  # type: 
         close(out, expected if last is not None else expected - residual.double(), dtype, name)
 
 
-CHECKS: dict[str, Callable[[Where], None]] = {"route": check_route, "sort": check_sort, "experts": check_experts}
+CHECKS: dict[str, Callable[[Where], None]] = {
+    "route": check_route,
+    "sort": check_sort,
+    "experts": check_experts,
+    "experts of a few": check_few_experts,
+}

@@ -19,7 +19,7 @@ def experts(device: torch.device) -> Iterator[Work]:
 
     from quire.kernels.experts import ExpertWeights, Routing
     from quire.kernels.triton import experts as kernels
-    from quire.kernels.triton import route
+    from quire.kernels.triton import experts_few, route
 
     num, top_k, width, inner = 128, 8, 2048, 768
     bf16, routing = torch.bfloat16, Routing(num, top_k)
@@ -33,7 +33,7 @@ def experts(device: torch.device) -> Iterator[Work]:
     router = torch.randn(num, width, device=device, dtype=bf16)
     norm = torch.ones(width, device=device, dtype=bf16)
     per_expert = 3 * width * inner * 2
-    for tokens in (1, 2, 8, 16, 64, 256, 1024, 8192):
+    for tokens in (1, 2, 4, 8, 16, 64, 256, 1024, 8192):
         x = torch.randn(tokens, width, device=device, dtype=bf16)
         _, chosen, weights = route.norm_route(x, norm, 1e-6, router, None, None, routing)
         touched = len(chosen.unique())
@@ -47,7 +47,7 @@ def experts(device: torch.device) -> Iterator[Work]:
         yield Work("experts", shape, launch, num_bytes=touched * per_expert, flops=flops)
         yield Work("experts: norm, router", shape, lambda _, x=x: route.norm_route(  # type: ignore[misc]
             x, norm, 1e-6, router, None, None, routing))  # fmt: skip
-        if tokens > 1:
+        if not experts_few.gains(x, layers[0], chosen):
             rows = kernels.tune(chosen.numel(), num).rows
             yield Work("experts: sort", shape, lambda _, chosen=chosen, rows=rows: route.sort_by_expert(  # type: ignore[misc]
                 chosen, num, rows))  # fmt: skip

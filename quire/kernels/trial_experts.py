@@ -89,13 +89,14 @@ def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
 
 
 def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
-    """A few tokens, and one alone, which has kernels of its own. Raises."""
+    """More tokens than have kernels of their own, two that share an expert, and one alone. Raises."""
     routing, dtype = shape.routing, shape.dtype
     filled = _spread(routing)
     experts, there = _make_experts(shape, filled, device), torch.tensor(filled, device=device)
-    for num_tokens in (FEW_TOKENS, 1):
-        order = torch.rand(num_tokens, len(there), device=device).argsort(1)[:, : routing.top_k]
-        chosen = there[order].int()
+    for num_tokens in (FEW_TOKENS, 2, 1):
+        preference = torch.rand(num_tokens, len(there), device=device)
+        preference[:2, -1] = -1.0  # both go to the last expert
+        chosen = there[preference.argsort(1)[:, : routing.top_k]].int()
         weights = torch.rand(num_tokens, routing.top_k, device=device)
         x = normal(device, dtype, num_tokens, shape.width)
         residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None

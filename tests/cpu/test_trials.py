@@ -293,7 +293,12 @@ def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> 
     def first_expert(x: Any, weights: Any, chosen: Any, *rest: Any) -> Any:
         return apply_experts(x, weights, chosen.clamp(max=shape.routing.num_experts - 2), *rest)
 
-    for wrong_experts in (one_row_alone, no_residual, first_expert):
+    def shared_once(x: Any, weights: Any, chosen: Any, shares: Any, residual: Any) -> Any:
+        if len(x) == 2:
+            shares = shares.masked_fill(torch.isin(chosen, chosen[0]) & torch.tensor([[False], [True]]), 0.0)
+        return apply_experts(x, weights, chosen, shares, residual)
+
+    for wrong_experts in (one_row_alone, no_residual, first_expert, shared_once):
         assert row_fails(replace(STAND_INS, run_experts=wrong_experts), experts), wrong_experts.__name__
     stray = replace(STAND_INS, norm_route=lambda *args: (route(*args)[0], route(*args)[1] + 100, route(*args)[2]))
     assert "not there" in str(failure(stray, router))

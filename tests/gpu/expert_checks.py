@@ -68,7 +68,7 @@ def check_sort(where: Where) -> None:
 def check_experts(where: Where) -> None:
     from quire.kernels.triton.experts import run_experts
 
-    small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,))]
+    small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,)), (8, 2, 24, 16, (2,))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16, 100, 256, 1000, 4000)), (32, 4, 2880, 2880, (1, 8, 300)),
              (60, 4, 2048, 1408, (1, 33, 2000)), (8, 2, 4096, 14336, (1, 40))]  # fmt: skip
     for dtype in where.dtypes:
@@ -86,10 +86,16 @@ def check_experts(where: Where) -> None:
 
 def check_few_experts(where: Where) -> None:
     """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
-    from quire.kernels.triton.experts_few import run_few
+    from quire.kernels.triton.experts_few import gains, run_few
+
+    for num, top_k, few in ((128, 8, 8), (256, 8, 8), (32, 4, 4), (8, 2, 2), (8, 4, 1)):
+        experts = ExpertWeights(torch.empty(num, 48, 16, device="meta"), torch.empty(num, 16, 24, device="meta"))
+        made = [(torch.empty(n, 16, device="meta"), torch.empty(n, top_k, device="meta")) for n in range(1, 20)]
+        assert [len(x) for x, chosen in made if gains(x, experts, chosen)] == list(range(1, few + 1))
 
     small = [(5, 3, 40, 24, (1, 4))]
-    large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8))]
+    large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8)),
+             (8, 2, 4096, 14336, (2,))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, token_counts in large if where.large else small:
             gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5

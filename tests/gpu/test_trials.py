@@ -24,7 +24,7 @@ PROMPTS = [[7 * i * i % 250 + 3 for i in range(n)] for n in (90, 1, 17)]
 PAGED = {"page_tokens": 16, "max_rows": 4, "max_batch_tokens": 64, "depth": 2}
 CASES = [  # family, module below kernels.triton, kernel, what is said of it
     ("qwen3_moe", "experts", "_grouped_kernel", "experts"),
-    ("qwen3_moe", "experts", "_one_row_down_kernel", "experts"),
+    ("qwen3_moe", "experts_few", "_few_down_kernel", "experts"),
     ("qwen3_moe", "norm", "_rms_norm_kernel", "norm"),
     ("gpt_oss", "route", "_route_kernel", "router"),
     ("gpt_oss", "prefill", "_prefill_kernel", "attention"),

@@ -1,8 +1,8 @@
 """Tokens through their experts: twin of `reference_experts.run_experts`, from one row to thousands.
 
-One row multiplies its experts' weights on the plain units, each read once, and the second product adds the experts up.
-More rows are sorted by expert and go through the matrix units tile by tile, the weight as the left operand, so that a
-tile may have as few as sixteen rows; the gate, the up and what joins them are one kernel.
+A few rows go through the plain units, see `experts_few`. More are sorted by expert and go through the matrix units tile
+by tile, the weight as the left operand, so that a tile may have as few as sixteen rows; the gate, the up and what joins
+them are one kernel.
 """
 
 from __future__ import annotations
@@ -15,118 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights, GatedActivation
+from quire.kernels.triton import experts_few
+from quire.kernels.triton.experts_few import activation_args, gated
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.route import TILE_FIELDS, SortedPairs, sort_by_expert
-
-NO_LIMIT = 3.0e38
-
-
-@triton.jit
-def _gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
-    if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.clamp(up, -limit, limit)
-    return gate * tl.sigmoid(alpha * gate) * (up + shift)
-
-
-@triton.jit
-def _row_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.constexpr):
-    ptr = weight_ptr + outs[:, None] * in_features + columns[None, :]
-    if EVEN:
-        return tl.load(ptr)
-    return tl.load(ptr, mask=(outs < num_outs)[:, None] & (columns < in_features)[None, :], other=0.0)
-
-
-@triton.jit
-def _input_tile(x_ptr, columns, in_features):
-    """As one row of a tile, it lies in the threads that hold the weight's columns."""
-    columns = columns[None, :]
-    return tl.load(x_ptr + columns, mask=columns < in_features, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
-    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
-    return tl.sum(tl.reshape(weight.to(tl.float32) * x, [OUT, IN // 8, 8]), 2)
-
-
-@triton.jit
-def _one_row_gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, alpha, shift, limit,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_OUT gates and ups of one chosen expert."""
-    let_next_start(PDL)
-    choice = tl.program_id(1)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    columns = tl.arange(0, BLOCK_IN)
-    wait_for_inputs(PDL)
-    expert = tl.load(chosen_ptr + choice).to(tl.int64)
-    gate_ptr = weight_ptr + expert * 2 * num_outs * in_features
-    up_ptr = gate_ptr + num_outs * in_features
-    gates = _row_tile(gate_ptr, outs, columns, in_features, num_outs, EVEN)
-    ups = _row_tile(up_ptr, outs, columns, in_features, num_outs, EVEN)
-    gate = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
-    up = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
-    last = (in_features - 1) // BLOCK_IN * BLOCK_IN
-    for start in range(0, last, BLOCK_IN):
-        x = _input_tile(x_ptr, start + columns, in_features)
-        # The next tiles are under way before those in hand are used.
-        after = start + BLOCK_IN + columns
-        next_gates = _row_tile(gate_ptr, outs, after, in_features, num_outs, EVEN)
-        next_ups = _row_tile(up_ptr, outs, after, in_features, num_outs, EVEN)
-        gate += _products(gates, x, BLOCK_OUT, BLOCK_IN)
-        up += _products(ups, x, BLOCK_OUT, BLOCK_IN)
-        gates = next_gates
-        ups = next_ups
-    x = _input_tile(x_ptr, last + columns, in_features)
-    gate += _products(gates, x, BLOCK_OUT, BLOCK_IN)
-    up += _products(ups, x, BLOCK_OUT, BLOCK_IN)
-    left = tl.sum(gate, 1)
-    right = tl.sum(up, 1)
-    inside = outs < num_outs
-    if BIAS:
-        bias = bias_ptr + expert * 2 * num_outs + outs
-        left += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
-        right += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
-    out = _gated(left, right, alpha, shift, limit, LIMITED)
-    tl.store(out_ptr + choice * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _one_row_down_kernel(
-    x_ptr, weight_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
-    TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_OUT outputs of all chosen experts, weighted and added up. One tile holds all columns of an expert."""
-    let_next_start(PDL)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    inside = outs < num_outs
-    columns = tl.arange(0, BLOCK_IN)
-    acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
-    bias = tl.zeros([BLOCK_OUT], tl.float32)
-    wait_for_inputs(PDL)
-    expert = tl.load(chosen_ptr).to(tl.int64)
-    weight = _row_tile(weight_ptr + expert * num_outs * in_features, outs, columns, in_features, num_outs, EVEN)
-    for choice in tl.static_range(TOP_K):
-        if choice + 1 < TOP_K:
-            other = tl.load(chosen_ptr + choice + 1).to(tl.int64)
-            next_weight = _row_tile(weight_ptr + other * num_outs * in_features, outs, columns, in_features, num_outs,
-                                    EVEN)  # fmt: skip
-        share = tl.load(shares_ptr + choice)
-        x = _input_tile(x_ptr + choice * in_features, columns, in_features)
-        acc += _products(weight, x * share, BLOCK_OUT, BLOCK_IN)
-        if BIAS:
-            bias += share * tl.load(bias_ptr + expert * num_outs + outs, mask=inside, other=0.0).to(tl.float32)
-        if choice + 1 < TOP_K:
-            weight = next_weight
-            expert = other
-    out = tl.sum(acc, 1) + bias
-    if RESIDUAL:
-        out += tl.load(residual_ptr + outs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -184,7 +76,7 @@ def _grouped_kernel(
             if GATED:
                 up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            out = _gated(acc, up, alpha, shift, limit, LIMITED)
+            out = gated(acc, up, alpha, shift, limit, LIMITED)
             targets = places
         else:
             out = acc * tl.load(shares_ptr + pairs, mask=live, other=0.0)[None, :]
@@ -245,10 +137,10 @@ def tune(num_pairs: int, num_experts: int) -> ExpertsTuning:
 def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None,
                 tuning: ExpertsTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`: by default
-    as the number of pairs suggests; with it, one row is sorted and multiplied as many are."""
+    as the number of pairs suggests; with it, a few rows are sorted and multiplied as many are."""
     num_tokens, width = x.shape
-    if num_tokens == 1 and tuning is None:
-        return _run_one_row(x, experts, chosen, weights, residual)
+    if tuning is None and experts_few.gains(x, experts, chosen):
+        return experts_few.run_few(x, experts, chosen, weights, residual)
     num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
     tuning = tuning or tune(chosen.numel(), num_experts)
     pairs = sort_by_expert(chosen, num_experts, tuning.rows)
@@ -276,42 +168,10 @@ def _launch_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, shares: Tens
     blocks = triton.cdiv(num_outs, block_out)
     _grouped_kernel[(pairs.num_tiles * blocks,)](
         x, weight, bias, shares, pairs.order, pairs.tiles, out,
-        x.stride(0), in_features, num_outs, blocks, *_activation_args(activation),
+        x.stride(0), in_features, num_outs, blocks, *activation_args(activation),
         TOP_K=top_k, ROWS=pairs.rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         EVEN=num_outs % block_out == 0 and in_features % block_in == 0, GATED=activation is not None,
         LIMITED=activation is not None and activation.limit is not None, BIAS=bias is not None,
         PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
         **launch_options(x.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
-
-
-def _activation_args(activation: GatedActivation | None) -> tuple[float, float, float]:
-    if activation is None:
-        return 1.0, 0.0, NO_LIMIT
-    return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
-
-
-def _run_one_row(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor,
-                 residual: Tensor | None) -> Tensor:  # fmt: skip
-    _, width, inner = experts.down.shape
-    top_k = chosen.shape[1]
-    joined = x.new_empty(top_k, inner)
-    block_in = min(1024, triton.next_power_of_2(width))
-    if x.dtype == torch.float32:
-        block_in = max(16, block_in // 2)
-    alpha, shift, limit = _activation_args(experts.activation)
-    _one_row_gate_up_kernel[(triton.cdiv(inner, 4), top_k)](
-        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, alpha, shift, limit,
-        BLOCK_OUT=4, BLOCK_IN=block_in, EVEN=inner % 4 == 0 and width % block_in == 0,
-        BIAS=experts.gate_up_bias is not None, LIMITED=experts.activation.limit is not None,
-        **launch_options(x.device, num_warps=4),
-    )  # fmt: skip
-    out = torch.empty_like(x)
-    block_in = max(16, triton.next_power_of_2(inner))
-    block_out = 4 if block_in <= 2048 else 1
-    _one_row_down_kernel[(triton.cdiv(width, block_out),)](
-        joined, experts.down, experts.down_bias, chosen, weights, residual, out, inner, width,
-        TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, EVEN=inner == block_in and width % block_out == 0,
-        BIAS=experts.down_bias is not None, RESIDUAL=residual is not None, **launch_options(x.device, num_warps=4),
-    )  # fmt: skip
-    return out

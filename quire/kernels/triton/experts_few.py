@@ -14,12 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertWeights, GatedActivation
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 
+MAX_TOKENS = 8
 MAX_PAIRS = 128  # of a token and an expert: every program of the first product looks through all
-MAX_WIDTH = 8192  # of both: a program holds whole rows of a weight, of the second product's one expert by one
+MAX_WIDTH, MAX_INNER = (
+    8192,
+    16384,
+)  # a program has whole rows of a weight in its registers, or tiles of one on their way
 MAX_TILES = 24  # of the second product, in a program
+AHEAD = 12  # of these, asked for before the first product has ended; in two bytes an element, all registers can hold
 NO_LIMIT = 3.0e38
 
 
@@ -45,7 +50,7 @@ def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
+def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
@@ -98,7 +103,7 @@ def _few_gate_up_kernel(
                 bias = bias_ptr + expert * 2 * num_outs + outs
                 gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
                 up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
-            out = _gated(gate, up, alpha, shift, limit, LIMITED)
+            out = gated(gate, up, alpha, shift, limit, LIMITED)
             tl.store(out_ptr + pair * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
             if ALONE:
                 pair = num_pairs
@@ -175,40 +180,56 @@ class FewTuning:
     down: ProductTuning
 
 
-def tune(width: int, inner: int, top_k: int) -> FewTuning:
-    """For Qwen3-30B-A3B's experts, and what has as many registers in use for others. Not timed yet."""
-    width = max(512, triton.next_power_of_2(width))
-    columns = 256
-    while top_k * triton.cdiv(inner, columns) > MAX_TILES:
-        columns *= 2
-    return FewTuning(ProductTuning(2, width, width // 512), ProductTuning(2, columns, columns // 256, MAX_TILES))
+def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int = 2) -> FewTuning:
+    """What is quickest for Qwen3-30B-A3B's experts of 2048 x 768, eight a token, and as much in flight for others."""
+    columns = 2048 if width % 2048 == 0 else 1024
+    down_columns = 256
+    while top_k * triton.cdiv(inner, down_columns) > MAX_TILES:
+        down_columns *= 2
+    down_warps, ahead = min(16, down_columns // 256), 2 * AHEAD // element_size
+    if num_tokens == 1:
+        return FewTuning(ProductTuning(2, columns, 8), ProductTuning(2, down_columns, down_warps, ahead))
+    return FewTuning(ProductTuning(1, columns, 4), ProductTuning(4, down_columns, down_warps, ahead))
 
 
-def supports(experts: ExpertWeights, chosen: Tensor) -> bool:
-    _, width, inner = experts.down.shape
-    return chosen.numel() <= MAX_PAIRS and max(width, inner) <= MAX_WIDTH and width % 8 == 0 and inner % 8 == 0
+def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
+    """Whether this can do it, and is the quicker way. One token's experts are all different. Several may share one:
+    its second product is then multiplied once for each, which tiles do together. For a model, the number of tokens
+    decides."""
+    num_experts, width, inner = experts.down.shape
+    num_tokens, top_k = chosen.shape
+    few = num_tokens == 1 or (num_tokens <= MAX_TOKENS and 2 * chosen.numel() <= num_experts)
+    fits = chosen.numel() <= MAX_PAIRS and top_k <= MAX_TILES and width <= MAX_WIDTH and inner <= MAX_INNER
+    return few and fits and width % 8 == 0 and inner % 8 == 0 and x.is_contiguous()
+
+
+def activation_args(activation: GatedActivation | None) -> tuple[float, float, float]:
+    """`gated`'s alpha, shift and limit."""
+    if activation is None:
+        return 1.0, 0.0, NO_LIMIT
+    return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
 
 
 def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
             tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
     _, width, inner = experts.down.shape
-    tuning = tuning or tune(width, inner, chosen.shape[1])
+    tuning = tuning or tune(len(x), width, inner, chosen.shape[1], x.element_size())
     return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
 
 
 def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTuning) -> Tensor:
     """The first product and what joins its halves: [pairs, inner]."""
     _, width, inner = experts.down.shape
-    num_pairs, activation = chosen.numel(), experts.activation
+    num_pairs = chosen.numel()
     joined = x.new_empty(num_pairs, inner)
     block_in, block_out = _tile_columns(width, tuning.block_in), tuning.block_out
     _few_gate_up_kernel[(num_pairs, triton.cdiv(inner, block_out))](
-        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, num_pairs, activation.alpha,
-        activation.shift, NO_LIMIT if activation.limit is None else activation.limit,
+        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, num_pairs,
+        *activation_args(experts.activation),
         TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
-        BIAS=experts.gate_up_bias is not None, LIMITED=activation.limit is not None,
+        BIAS=experts.gate_up_bias is not None, LIMITED=experts.activation.limit is not None,
         **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip
     return joined

@@ -54,7 +54,7 @@ class Rows:
 
 
 LENS = (1, 64, 65, 300)
-MANY: Sequence[Rows] = (Rows((1,) * len(LENS), LENS), Rows((1, 20, 9, 1), LENS))  # decodes, and a mixed step
+MANY: Sequence[Rows] = (Rows((1,) * 32, LENS * 8), Rows((1, 20, 9, 1), LENS))  # many decodes, and a mixed step with few
 ONE_REQUEST: Sequence[Rows] = (
     Rows((NUM_TOKENS,), (NUM_TOKENS,)),
     Rows((1,), (NUM_TOKENS,)),

@@ -1,10 +1,12 @@
-"""Latent attention with many heads on Hopper (`latent_many`) against float64. It is Gluon, which the interpreter does
-not run: elsewhere these checks do nothing."""
+"""Latent attention with many heads on Hopper (`latent_many`) against float64. Most of it is Gluon, which the
+interpreter does not run: elsewhere those checks do nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,6 +68,38 @@ def check_latent_many(where: Where) -> None:
                             close(got, expected, dtype, f"token {row} of {name}")
 
 
+def check_latent_shares(where: Where) -> None:
+    """The kernel that puts shares together, by itself: rows of one share, which it must leave alone, of two, of many,
+    and one that only pads the step; tokens in order and by number; heads that are not there."""
+    from quire.kernels.triton import latent_many
+    from quire.kernels.triton.attention import TritonPlan
+    from quire.kernels.triton.latent_work import MIN_SPAN, LatentWork
+
+    lens = torch.tensor([0, 60, 700, 64 * 9 + 1, 130, 257])
+    for heads, splits, numbers in ((5, 9, None), (70, 3, torch.int32), (2, 2, torch.int64)):
+        blocks = (len(lens) * -(-heads // 64), splits, 64)
+        partial, best, total = where.normal(*blocks, 512), where.normal(*blocks) * 9, where.normal(*blocks).abs() + 0.1
+        order = torch.arange(len(lens)) if numbers is None else torch.randperm(len(lens))
+        positions = torch.empty_like(lens)
+        positions[order] = lens - 1
+        index = None if numbers is None else order.to(where.device, numbers)
+        out = torch.full((heads, len(lens), 512), 7.0, device=where.device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=where.device)
+        plan = SimpleNamespace(positions=positions.to(where.device), page_table=table)
+        work = LatentWork(len(lens), splits, index, partial=partial, best=best, total=total)
+        where.settle()
+        latent_many._merge(out, cast(TritonPlan, plan), work)
+        for tile, length in enumerate(lens.tolist()):
+            whole = max(1, -(-length // 64))
+            shares = -(-whole // max(-(-whole // splits), MIN_SPAN // 64))
+            for head in range(heads):
+                cells = tile * -(-heads // 64) + head // 64, slice(shares), head % 64
+                factor = (best[cells] - best[cells].max()).double().exp2()
+                want = (partial[cells].double() * factor[:, None]).sum(0) / (total[cells].double() * factor).sum()
+                want = want if shares > 1 else torch.full_like(want, 7.0)
+                close(out[head, order[tile]], want, torch.float32, f"{heads} heads, {length} entries, {splits} splits")
+
+
 def check_latent_many_rows(where: Where) -> None:
     """Rows found by number in a table of all rows, and rows that only pad the step."""
     from quire.kernels.triton import attention, latent_many
@@ -90,5 +124,6 @@ def check_latent_many_rows(where: Where) -> None:
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "latent_many": check_latent_many,
+    "latent shares": check_latent_shares,
     "latent_many_rows": check_latent_many_rows,
 }

@@ -151,20 +151,19 @@ def _hear(acc, total, told, A: gl.constexpr, LANE: gl.constexpr, OUT_LANE: gl.co
 @gluon.jit
 def _leave(acc, best, total, targets, out_head_stride, first_head, cell, num_shares, X: gl.constexpr,
            NUM_HEADS: gl.constexpr, LANE: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """The result of a row that is not shared, or of this share of it."""
+    """The result of a row that is not shared, or this share's part of it."""
     out_ptr, partial_ptr, best_ptr, total_ptr = targets
     OUT_LANE: gl.constexpr = gl.SliceLayout(1, OUT)
     lanes = gl.arange(0, 64, OUT_LANE)
     heads = first_head + lanes
     columns = X * 256 + gl.arange(0, 256, gl.SliceLayout(0, OUT))
-    inverse = gl.convert_layout(1.0 / gl.maximum(total, 1e-30), OUT_LANE, assert_trivial=True)
-    acc = acc * inverse[:, None]
     if num_shares == 1:
+        inverse = gl.convert_layout(1.0 / gl.maximum(total, 1e-30), OUT_LANE, assert_trivial=True)
         target = out_ptr + (heads.to(gl.int64) * out_head_stride)[:, None] + columns[None, :]
-        gl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
+        gl.store(target, (acc * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
     else:
         part = partial_ptr + (cell + lanes)[:, None] * 512 + columns[None, :]
-        gl.store(part, acc.to(partial_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
+        gl.store(part, acc, mask=(heads < NUM_HEADS)[:, None])
         if X == 0:
             places = cell + gl.arange(0, 64, LANE)
             gl.store(best_ptr + places, best)

@@ -6,6 +6,8 @@ What that kernel does not do (see `supports`) goes to `latent`, so this row can 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -27,22 +29,25 @@ MAX_SPLITS = 64
 # What programs and shares cost on an H200, in us: a row of 8192 entries, a program's start and end, putting shares
 # together, and of that each share's part.
 ROW, START, MERGE, SHARE = 230.0, 10.0, 4.0, 0.064
-MERGE_LANES = 4
+MERGE_LANES = 2
+MERGE_STAGES = 6  # one more than shares on their way; with more, memory would hold fewer programs than registers do
+MANY_MERGES = 6  # programs for each multiprocessor
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"])
+@triton.jit(do_not_specialize=["num_splits", "token_stride"],
+            do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"])  # fmt: skip
 def _merge_latents_kernel(
-    partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, out_stride, out_head_stride, num_splits,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    HAS_TOKENS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, token_stride, out_stride, out_head_stride,
+    num_splits, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
     let_next_start(PDL)
     head_block = tl.program_id(0)
     tile = tl.program_id(2).to(tl.int64)
     token = tile
-    if HAS_TOKENS:
-        token = tl.load(tokens_ptr + tile).to(tl.int64)
+    if token_stride > 0:
+        token = tl.load(tokens_ptr + tile * token_stride).to(tl.int64)
     # Older than the kernel before, which let this one start only when that was there.
     num_blocks = tl.maximum(tl.cdiv(tl.load(positions_ptr + token).to(tl.int32) + 1, BLOCK), 1)
     share = tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
@@ -51,29 +56,20 @@ def _merge_latents_kernel(
     if num_shares > 1:
         lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
         columns = tl.arange(0, RANK)
-        splits = tl.arange(0, MAX_SPLITS)
         first = (tile * tl.num_programs(0) + head_block) * num_splits
-        # There are at least two: these are asked for before it is known what they weigh.
-        cell = first * HEADS + lanes
-        left = tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :]).to(tl.float32)
-        right = tl.load(partial_ptr + (cell + HEADS)[:, None] * RANK + columns[None, :]).to(tl.float32)
-        cells = (first + splits)[:, None] * HEADS + lanes[None, :]
-        there = (splits < num_shares)[:, None]
-        best = tl.load(best_ptr + cells, mask=there, other=float("-inf"))
-        totals = tl.load(total_ptr + cells, mask=there, other=0.0)
-        left_factor = tl.load(total_ptr + cell)
-        right_factor = tl.load(total_ptr + cell + HEADS)
-        left_best = tl.load(best_ptr + cell)
-        right_best = tl.load(best_ptr + cell + HEADS)
-        top = tl.max(best, 0)  # finite: every share has entries the token sees
-        total = tl.sum(tl.exp2(best - top[None, :]) * totals, 0)
-        acc = left * (left_factor * tl.exp2(left_best - top))[:, None]
-        acc += right * (right_factor * tl.exp2(right_best - top))[:, None]
-        for split in tl.range(2, num_shares, num_stages=2):
+        best = tl.full([LANES], float("-inf"), tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        acc = tl.zeros([LANES, RANK], tl.float32)
+        for split in tl.range(num_shares, num_stages=STAGES):
             cell = (first + split) * HEADS + lanes
-            factor = tl.exp2(tl.load(best_ptr + cell) - top) * tl.load(total_ptr + cell)
             part = tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :])
-            acc += factor[:, None] * part.to(tl.float32)
+            part_best = tl.load(best_ptr + cell)  # finite: every share has entries the token sees
+            new_best = tl.maximum(best, part_best)
+            factor = tl.exp2(part_best - new_best)
+            fade = tl.exp2(best - new_best)
+            total = total * fade + tl.load(total_ptr + cell) * factor
+            acc = acc * fade[:, None] + part * factor[:, None]
+            best = new_best
         heads = head_block * HEADS + lanes
         target = out_ptr + token * out_stride + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :]
         tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
@@ -109,14 +105,22 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
         _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_singles, work.num_splits,
                 _as_list(work.token_index, plan), _as_list(work.row_index, plan))  # fmt: skip
     if work.num_singles and work.num_splits > 1:
-        lane_blocks = triton.cdiv(min(num_heads, HEADS), MERGE_LANES)
-        _merge_latents_kernel[(triton.cdiv(num_heads, HEADS), lane_blocks, work.num_singles)](
-            work.partial, work.best, work.total, out, plan.positions, work.token_index, out.stride(1), out.stride(0),
-            work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK, MIN_BLOCKS=MIN_SPAN // BLOCK,
-            HAS_TOKENS=work.token_index is not None, LANES=MERGE_LANES, MAX_SPLITS=MAX_SPLITS,
-            **launch_options(out.device, num_warps=4),
-        )  # fmt: skip
+        _merge(out, plan, work)
     return out
+
+
+def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
+    """Programs that start while the kernel before is at work crowd onto the few multiprocessors that it leaves free: of
+    a few most would be there, so these wait until it has ended. Of many the rest finds room elsewhere."""
+    num_heads = out.shape[0]
+    grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_singles)
+    many = math.prod(grid) >= MANY_MERGES * num_multiprocessors(out.device.index)
+    _merge_latents_kernel[grid](
+        work.partial, work.best, work.total, out, plan.positions, *_as_list(work.token_index, plan), out.stride(1),
+        out.stride(0), work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK,
+        MIN_BLOCKS=MIN_SPAN // BLOCK, LANES=MERGE_LANES, STAGES=MERGE_STAGES,
+        **launch_options(out.device, num_warps=4, early=many),
+    )  # fmt: skip
 
 
 def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:

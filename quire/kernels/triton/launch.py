@@ -61,9 +61,10 @@ def num_multiprocessors(device_index: int | None) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def launch_options(device: torch.device, num_warps: int, num_stages: int = 1) -> dict[str, object]:
-    """Keyword arguments of a launch: the constant PDL that the kernel takes, and how Triton is to launch it."""
-    pdl = has_dependent_launch(device.index)
+def launch_options(device: torch.device, num_warps: int, num_stages: int = 1, early: bool = True) -> dict[str, object]:
+    """Keyword arguments of a launch: the constant PDL that the kernel takes, and how Triton is to launch it. `early`:
+    it may start while the one before it runs."""
+    pdl = early and has_dependent_launch(device.index)
     options: dict[str, object] = {"PDL": pdl, "num_warps": num_warps, "num_stages": num_stages}
     if pdl:
         options["launch_pdl"] = True

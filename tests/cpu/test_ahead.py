@@ -62,6 +62,8 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
 
     told = [kernel for start in starts.values() for kernel in start["told"]]  # each once: a process remembers
     assert len(told) > 200
+    by_start = [[kernel["name"] for kernel in start["told"]] for start in starts.values()]
+    assert max(names.count("_few_down_kernel") for names in by_start) == 2, "one token's experts, and a few tokens'"
     (work,) = ask("work", [told])
     missed = {name for start in starts.values() for name in start["names"]} - {*work["names"]}
     assert not missed, f"{len(missed)} of {len(told)} would lie elsewhere"

@@ -1,7 +1,8 @@
 """What every kernel's launch shares: dependent launch, and facts about the card.
 
 Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
-`wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can.
+`wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can. Where one
+reads before it waits what the kernel before had read, too, that one lets it start only when it has waited itself.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def compile_experts() -> None:
     bf16 = torch.bfloat16
     weights = ExpertWeights(torch.zeros(8, 1536, 2048, dtype=bf16), torch.zeros(8, 2048, 768, dtype=bf16))
     router, norm = torch.zeros(8, 2048, dtype=bf16), torch.ones(2048, dtype=bf16)
-    for tokens in (1, 8, 32, 64, 2048):
+    for tokens in (1, 4, 8, 32, 64, 2048):
         x = torch.zeros(tokens, 2048, dtype=bf16)
         if tokens <= route.FEW_ROWS:  # beyond, the router's product is torch's, and not every CPU has bfloat16
             route.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))

@@ -88,7 +88,7 @@ def check_few_experts(where: Where) -> None:
     """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
     from quire.kernels.triton.experts_few import gains, run_few
 
-    for num, top_k, few in ((128, 8, 8), (256, 8, 8), (32, 4, 4), (8, 2, 2), (8, 4, 1)):
+    for num, top_k, few in ((128, 8, 4), (256, 8, 4), (32, 4, 4), (16, 4, 2), (8, 2, 2), (8, 4, 1)):
         experts = ExpertWeights(torch.empty(num, 48, 16, device="meta"), torch.empty(num, 16, 24, device="meta"))
         made = [(torch.empty(n, 16, device="meta"), torch.empty(n, top_k, device="meta")) for n in range(1, 20)]
         assert [len(x) for x, chosen in made if gains(x, experts, chosen)] == list(range(1, few + 1))

@@ -17,12 +17,10 @@ from torch import Tensor
 from quire.kernels.experts import ExpertWeights, GatedActivation
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 
-MAX_TOKENS = 8
+MAX_TOKENS = 4  # tokens of one model share more experts than chance has them share: at eight tiles win
 MAX_PAIRS = 128  # of a token and an expert: every program of the first product looks through all
-MAX_WIDTH, MAX_INNER = (
-    8192,
-    16384,
-)  # a program has whole rows of a weight in its registers, or tiles of one on their way
+MAX_WIDTH = 8192  # a program has whole rows of a weight in its registers,
+MAX_INNER = 16384  # or tiles of one on their way
 MAX_TILES = 24  # of the second product, in a program
 AHEAD = 12  # of these, asked for before the first product has ended; in two bytes an element, all registers can hold
 NO_LIMIT = 3.0e38

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.ahead import Compilers
-from quire.ahead.notes import find_note
+from quire.ahead.notes import Note, find_note
 from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
@@ -43,7 +43,7 @@ from quire.kernels.table import (
 from quire.kernels.trial import TOLERANCE
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
-from quire.models.loader import build_model, load_model, read_config
+from quire.models.loader import LoadedModel, build_model, load_model, read_config
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
@@ -94,29 +94,8 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
     note = find_note(config, files, describe_card(device))
-    findings = Findings(note.read() if note is not None else None)
-    loaded = load_model(
-        files,
-        dtype=config.model.dtype,
-        device=device,
-        max_model_len=config.model.max_model_len,
-        page_tokens=resolve_page_tokens(config, device),
-        random_weights=config.model.random_weights,
-        quant=config.model.quant,
-        kv_dtype=config.cache.kv_dtype,
-        deterministic=config.engine.deterministic,
-        kernels=config.engine.kernels,
-        strict_kernels=config.engine.strict_kernels,
-        findings=findings,
-        progress=progress or QuietProgress(),
-    )
+    loaded, engine, memory = _load_engine(config, files, device, note, progress or QuietProgress())
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
-    engine, memory = build_engine(
-        loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
-        on_failure=note.forget if note is not None else None,
-    )  # fmt: skip
-    if note is not None and (decided := findings.worth_noting) is not None:
-        note.leave(decided)
     ops: Ops | None = getattr(loaded.model, "ops", None)
     if ops is not None and ops.native is not None:
         torch.set_num_threads(1)  # the native pool has the cores; torch is left with what is too small to share
@@ -131,6 +110,51 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     )
     desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
     return Assembly(engine, edge, memory, files, loaded.dtype, desk)
+
+
+def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: Note | None,
+                 progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+    """A model and the engine around it: with the kernels that an earlier start noted, if what one request needs still
+    runs (a note knows of no kernel that was damaged on disk since, and is forgotten when one fails); else as trials
+    have it."""
+    noted = note.read() if note is not None else None
+    if note is not None and noted is not None:
+        found = _load_with(Findings(noted), config, files, device, note, progress)
+        found[1].do_chore()
+        if note.read() is not None:
+            return found
+        found[1].close()
+        del found
+        release_memory(device)
+    findings = Findings()
+    found = _load_with(findings, config, files, device, note, progress)
+    if note is not None and (decided := findings.worth_noting) is not None:
+        note.leave(decided)
+    return found
+
+
+def _load_with(findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None,
+               progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+    loaded = load_model(
+        files,
+        dtype=config.model.dtype,
+        device=device,
+        max_model_len=config.model.max_model_len,
+        page_tokens=resolve_page_tokens(config, device),
+        random_weights=config.model.random_weights,
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        deterministic=config.engine.deterministic,
+        kernels=config.engine.kernels,
+        strict_kernels=config.engine.strict_kernels,
+        findings=findings,
+        progress=progress,
+    )
+    engine, memory = build_engine(
+        loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
+        on_failure=note.forget if note is not None else None,
+    )  # fmt: skip
+    return loaded, engine, memory
 
 
 def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:

@@ -23,6 +23,7 @@ from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import Row, settle_ops
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.models import loader
+from quire.runtime.runner import Runner
 from tests.cpu.test_trials import STAND_INS, fails, lying
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -177,6 +178,27 @@ def test_a_kernel_that_fails_after_all_takes_the_note_with_it(folder: Path, card
     assert card.notes() == []
     with pytest.warns(UserWarning, match="The attention kernel can't be used here"):
         assert start(folder, card) == (tried, tokens)
+
+
+def one_request(runner: Runner) -> Iterator[None]:
+    """What a card's chores begin with; a CPU has none."""
+    runner.rehearse(1, 32)
+    yield
+
+
+def test_a_start_that_fails_with_what_was_noted_tries_everything_and_serves(
+    folder: Path, card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "chores", one_request)
+    tried, tokens = start(folder, card)
+    assert start(folder, card) == ([], tokens) and len(card.notes()) == 1
+    card.ops = replace(STAND_INS, paged_attention=fails)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert start(folder, card) == (tried, tokens)
+    lines = [str(warning.message).split(" (")[0] for warning in said]
+    assert lines == ["Something could not be prepared ahead", "The attention kernel can't be used here"]
+    assert card.notes() == []
 
 
 def test_memory_that_runs_out_in_a_step_leaves_the_note_alone(folder: Path, card: SimpleNamespace) -> None:

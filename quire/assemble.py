@@ -120,7 +120,6 @@ def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: 
     noted = note.read() if note is not None else None
     if note is not None and noted is not None:
         found = _load_with(Findings(noted), config, files, device, note, progress)
-        found[1].do_chore()
         if note.read() is not None:
             return found
         found[1].close()
@@ -135,6 +134,11 @@ def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: 
 
 def _load_with(findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None,
                progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+    def doubt() -> None:
+        findings.doubt()
+        if note is not None:
+            note.forget()
+
     loaded = load_model(
         files,
         dtype=config.model.dtype,
@@ -152,8 +156,9 @@ def _load_with(findings: Findings, config: Config, files: ModelFiles, device: to
     )
     engine, memory = build_engine(
         loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
-        on_failure=note.forget if note is not None else None,
+        on_failure=doubt,
     )  # fmt: skip
+    engine.do_chore()  # what one request needs: the first should not wait for a compiler, nor find a kernel broken
     return loaded, engine, memory
 
 

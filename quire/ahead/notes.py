@@ -30,16 +30,8 @@ MOST_BYTES = 4096
 MOST_NOTES = 200  # in one folder; the oldest go
 # What launches kernels, and what decides which.
 SOURCES = ("assemble.py", "kernels", "layers", "models", "runtime", "sampling")
-VARIABLES = (
-    "TRITON_",
-    "CUDA_",
-    "CUBLAS",
-    "NVIDIA_",
-    "TORCH",
-    "PYTORCH",
-    "LLVM_",
-    "DISABLE_",
-)  # that may change what runs
+# Beginnings of environment variables that may change what runs.
+VARIABLES = ("TRITON_", "CUDA_", "CUBLAS", "NVIDIA_", "TORCH", "PYTORCH", "LLVM_", "DISABLE_")
 
 
 @dataclass(frozen=True, slots=True)

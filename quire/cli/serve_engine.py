@@ -26,7 +26,6 @@ def build(config: Config) -> Built:
     parts = open_engine(config)
     from quire.assemble import lower_precision  # torch takes seconds, and the wrong message should not wait for it
 
-    parts.engine.do_chore()  # what one request needs: the first client should not wait for a compiler
     ready = ready_message(
         parts.engine,
         vocab_size=parts.edge.vocab_size,

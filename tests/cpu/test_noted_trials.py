@@ -201,6 +201,19 @@ def test_a_start_that_fails_with_what_was_noted_tries_everything_and_serves(
     assert card.notes() == []
 
 
+def test_a_start_whose_first_step_fails_leaves_no_note(
+    folder: Path, card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_first(runner: Runner) -> Iterator[None]:
+        raise RuntimeError("not a kernel that was tried")
+        yield
+
+    monkeypatch.setattr(Runner, "chores", fails_first)
+    with pytest.warns(UserWarning, match="could not be prepared ahead"):
+        tried, tokens = start(folder, card)
+    assert tried and len(tokens) == 6 and card.notes() == []
+
+
 def test_memory_that_runs_out_in_a_step_leaves_the_note_alone(folder: Path, card: SimpleNamespace) -> None:
     def runs_out(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -289,8 +289,8 @@ class Gate:
         """A request that can't be computed ends alone, with its own error."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "poison"}], "max_tokens": 8, "stream": True,
                                 "temperature": 0.7}  # fmt: skip
-        if name == "detokenize":
-            body["skip_special_tokens"] = False
+        if name == "detokenize":  # an answer that ends with its first token has no text that could fail
+            body |= {"skip_special_tokens": False, "ignore_eos": True}
         else:
             body["seed"] = poison_seed(name)
         if name == "mask":

@@ -144,13 +144,14 @@ def examine_store() -> dict[str, Any]:
 
 def _stored_models(folder: Path) -> Iterator[dict[str, Any]]:
     """One entry per built-in file and per hub model; halves of downloads are named as such."""
+    from quire.files.store import file_sizes
+
     for path in sorted([*folder.glob("builtin/*"), *folder.glob("hub/*")]):
         if path.suffix == ".stamp":
             continue
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        complete = bool(files) and not any(file.suffix == ".part" for file in files)
-        size = sum(file.stat().st_size for file in files)
-        yield {"name": str(path.relative_to(folder)), "bytes": size, "complete": complete}
+        sizes = file_sizes(path)
+        complete = bool(sizes) and not any(file.suffix == ".part" for file in sizes)
+        yield {"name": str(path.relative_to(folder)), "bytes": sum(sizes.values()), "complete": complete}
 
 
 def doctor_model_plan(config: Config) -> dict[str, Any]:

@@ -33,18 +33,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: Namespace) -> int:
     from quire.files.progress import format_bytes
     from quire.files.source import resolve_model
+    from quire.files.store import file_sizes
 
     model = config_from_args(args).model
     found = resolve_model(model.model, revision=model.revision, token=model.hub_token, offline=model.offline)
-    num_bytes = _num_bytes(found.path)
+    num_bytes = sum(file_sizes(found.path).values())
     if args.json:
         facts = {"model": found.name, "kind": found.kind, "path": str(found.path), "bytes": num_bytes}
         write_json({**facts, "source": found.source})
     else:
         write_text(f"{found.name}: {found.path} ({format_bytes(num_bytes)})\n")
     return 0
-
-
-def _num_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)

@@ -49,6 +49,17 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def file_sizes(path: Path) -> dict[Path, int]:
+    """Of the file `path`, or of all below that folder. Others may be at work there: what is gone when it is looked at
+    does not count."""
+    sizes: dict[Path, int] = {}
+    files = [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for file in files:
+        with suppress(OSError):
+            sizes[file] = file.stat().st_size
+    return sizes
+
+
 def check_space(folder: Path, num_bytes: int) -> None:
     """Better to say so now than after an hour of downloading."""
     try:

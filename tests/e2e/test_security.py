@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Started, need, start, stub_command
-from tests.e2e.test_operation import until
+from tests.e2e.test_operation import events_of, until
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 8}], "max_tokens": 2}
@@ -123,17 +123,20 @@ def test_a_more_important_request_takes_a_waiting_ones_place(model_here: None) -
 
     started = start(stub_command("--max-rows", "1", "--max-waiting", "1"), {"STUB_STEP_SECONDS": "0.02"})
     try:
-        with client_of(started, None) as client, ThreadPoolExecutor(3) as pool:
+        with client_of(started, None) as client, ThreadPoolExecutor(2) as pool:
             body = {"prompt": "one two three", "max_tokens": 60}
             live = lambda: client.get("/v1/stats").json()["http"]["live"]  # noqa: E731
-            running = pool.submit(client.post, "/v1/completions", json=body)
-            until(lambda: client.get("/v1/stats").json()["engine"]["running"] == 1)
-            waiting = pool.submit(client.post, "/v1/completions", json={**body, "priority": 5})
-            until(lambda: live() == 2)
-            refused = client.post("/v1/completions", json={**body, "priority": 5})
-            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-            urgent = client.post("/v1/completions", json={**body, "priority": -1})
-            assert urgent.status_code == 200 and running.result().status_code == 200
-            assert waiting.result().status_code == 429
+            # It runs for as long as we read it: who comes next waits, however slow this test is.
+            with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 4000, "stream": True}) as running:
+                events = events_of(running.iter_lines())
+                next(events)
+                waiting = pool.submit(client.post, "/v1/completions", json={**body, "priority": 5})
+                until(lambda: live() == 2)
+                refused = client.post("/v1/completions", json={**body, "priority": 5})
+                assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                urgent = pool.submit(client.post, "/v1/completions", json={**body, "priority": -1})
+                assert waiting.result().status_code == 429
+                assert next(events)["choices"], "who runs is not touched"
+            assert urgent.result().status_code == 200
     finally:
         started.stop()

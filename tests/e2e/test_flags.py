@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import KEY, ROOT, Started, start, stub_command
-from tests.e2e.test_operation import CHAT, COMPLETE, LONG, client_of, events_of
+from tests.e2e.test_operation import CHAT, COMPLETE, LONG, client_of, events_of, until
 
 OTHER_KEY = "sk-other"
 HELLO = {"messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 2}
@@ -85,7 +85,7 @@ def test_drain_timeout_ends_what_takes_too_long(model_here: None) -> None:
         next(events)
         started.process.send_signal(signal.SIGTERM)
         assert started.process.wait(20) == 0
-        assert any("drain timed out" in line for line in started.lines), started.lines
+        until(lambda: any("drain timed out" in line for line in started.lines))
 
 
 def test_start_timeout(model_here: None) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -46,6 +49,16 @@ def until(happened: Callable[[], bool], seconds: float = 20) -> None:
 
 def engine(client: Any) -> dict[str, Any]:
     return client.get("/v1/stats").json()["engine"]
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """The engine stands still: what is open stays open, however long we take."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def is_idle(client: Any) -> bool:
@@ -102,20 +115,25 @@ def test_hanging_up_cancels_a_stream(slow: Started) -> None:
 
 
 def test_hanging_up_cancels_a_reply_that_is_not_streamed(slow: Started) -> None:
-    import httpx
-
+    host, port = slow.url.removeprefix("http://").split(":")
+    data = json.dumps(LONG).encode()
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nContent-Type: application/json\r\n"
     with client_of(slow) as client:
+        until(lambda: is_idle(client))
         before = engine(client)["ended"]
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(COMPLETE, json=LONG, timeout=0.3)
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            until(lambda: engine(client)["running"] == 1)
         until(lambda: is_idle(client) and engine(client)["ended"] > before)
 
 
 def test_a_full_queue_answers_429_and_idle_streams_get_signs_of_life(slow: Started) -> None:
     with client_of(slow) as client:
         streams = [client.stream("POST", COMPLETE, json={**LONG, "stream": True}) for _ in range(4)]
-        replies = [stream.__enter__() for stream in streams]
+        replies = [stream.__enter__() for stream in streams[:2]]
         try:
+            until(lambda: engine(client)["running"] == 2)  # only then is there room for two who wait
+            replies += [stream.__enter__() for stream in streams[2:]]
             refused = client.post(COMPLETE, json=LONG)
             assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
             assert int(refused.headers["retry-after"]) >= 1
@@ -140,7 +158,8 @@ def test_deadlines(slow: Started) -> None:
         with client.stream("POST", "/v1/chat/completions", json={**message, "timeout": 0.2, "stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert json.loads(lines[-2][6:])["error"]["code"] == "deadline_exceeded" and lines[-1] == "data: [DONE]"
-        response = {"input": "word " * 900, "max_output_tokens": 4000, "timeout": 0.2, "stream": True}
+        # Time enough for a first word: without one there is no item that could be incomplete.
+        response = {"input": "word " * 900, "max_output_tokens": 4000, "timeout": 2, "stream": True}
         with client.stream("POST", "/v1/responses", json=response) as stream:
             last = list(events_of(stream.iter_lines()))[-1]
         assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "deadline_exceeded"
@@ -262,18 +281,20 @@ def test_rate_limits(model_here: None) -> None:
 
 def test_sigterm_drains_and_a_second_one_stops_at_once(model_here: None) -> None:
     for signals in (1, 2):
-        started = start(stub_command(), {"STUB_STEP_SECONDS": "0.01"})
+        started = start(stub_command("--admin-key", KEY), {"STUB_STEP_SECONDS": "0.01"})
         with client_of(started) as client, client_of(started) as probe:
+            pid = probe.get("/admin/engine").json()["pid"]
             count = 60 if signals == 1 else 4000
             body = {"prompt": "one two", "max_tokens": count, "stream": True}
             with client.stream("POST", COMPLETE, json=body) as stream:
                 events = events_of(stream.iter_lines())
                 next(events)
-                started.process.send_signal(signal.SIGTERM)
-                until(lambda probe=probe: probe.get("/readyz").status_code == 503)
-                assert probe.get("/healthz").status_code == 200
-                refused = probe.post(COMPLETE, json=body)
-                assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+                with held(pid):
+                    started.process.send_signal(signal.SIGTERM)
+                    until(lambda probe=probe: probe.get("/readyz").status_code == 503)
+                    assert probe.get("/healthz").status_code == 200
+                    refused = probe.post(COMPLETE, json=body)
+                    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
                 if signals == 1:
                     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
                 else:
@@ -286,9 +307,7 @@ def text_of(events: Iterator[dict[str, Any]]) -> str:
 
 
 def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: None) -> None:
-    import os
-
-    flags = ("--admin-key", KEY, "--hang-timeout", "1", "--max-restarts", "2")
+    flags = ("--admin-key", KEY, "--hang-timeout", "4", "--max-restarts", "2")
     started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.005"})
     try:
         with client_of(started) as client, client_of(started) as other:

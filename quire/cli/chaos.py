@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: Namespace) -> int:
     from quire.chaos.gate import Settings, run_gate  # only now: help should not wait for it
 
-    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", 0.5)):
+    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", 2)):
         if getattr(args, name) < low:
             raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low}.")
     kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS

@@ -38,21 +38,25 @@ ORDERS: dict[str, Order] = {"fcfs": fcfs, "priority": by_priority, "deadline": b
 
 
 class Admission(Protocol):
-    """Refuse a request the queue has no room for, by raising."""
+    """Refuse a request the queue has no room for, by raising. `num_open`: requests that run or wait."""
 
-    def admit(self, request: Request, num_waiting: int, num_waiting_tokens: int) -> None: ...
+    def admit(self, request: Request, num_open: int, num_waiting_tokens: int) -> None: ...
 
 
 class QueueBounds:
-    def __init__(self, max_waiting: int, max_waiting_tokens: int):
+    """Who will find a row free does not wait, though the next step has yet to give it one."""
+
+    def __init__(self, max_rows: int, max_waiting: int, max_waiting_tokens: int):
+        self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._max_tokens = max_waiting_tokens
 
-    def admit(self, request: Request, num_waiting: int, num_waiting_tokens: int) -> None:
+    def admit(self, request: Request, num_open: int, num_waiting_tokens: int) -> None:
+        num_waiting = num_open - self._max_rows
         if num_waiting >= self._max_waiting:
             what = f"{num_waiting} requests already wait (max_waiting={self._max_waiting})."
             raise QuireError("queue_full", what, "Retry later, or raise max_waiting.")
-        if num_waiting and num_waiting_tokens + len(request.tokens) > self._max_tokens:
+        if num_waiting_tokens and num_waiting_tokens + len(request.tokens) > self._max_tokens:
             what = f"{num_waiting_tokens} prompt tokens already wait (max_waiting_tokens={self._max_tokens})."
             raise QuireError("queue_full", what, "Retry later, or raise max_waiting_tokens.")
 

@@ -26,7 +26,7 @@ from quire.engine.loop import Engine, StepFault
 from quire.types import Delta, QuireError
 
 BEAT_SECONDS = 0.25  # at most this often while steps run
-IDLE_SECONDS = 1.0  # and at least this often while nothing does
+IDLE_SECONDS = 1.0  # and at least this often while nothing does; stall_timeout and hang_timeout must allow for it
 START_SECONDS = 60.0
 CHECK_AFTER_SECONDS = 5.0  # of idleness, once: is everything accounted for?
 SEND_SECONDS = 60.0  # the HTTP process reads all the time; one that does not for this long is lost

@@ -41,7 +41,7 @@ class Scheduler:
         self.clock = clock
         self._order = order or ORDERS[limits.order]
         self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds)
-        self._admission = admission or QueueBounds(limits.max_waiting, limits.max_waiting_tokens)
+        self._admission = admission or QueueBounds(limits.max_rows, limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
         self.roster = Roster(cache, limits.max_rows, self._order, clock)
         self.requests, self.waiting, self.running = self.roster.requests, self.roster.waiting, self.roster.running
@@ -66,7 +66,7 @@ class Scheduler:
                 "Shorten the prompt, or give the cache more memory.",
             )
         if not request.resumed:
-            self._admission.admit(request, len(self.waiting), self.waiting.num_tokens)
+            self._admission.admit(request, len(self.requests), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
         self.roster.enter(request)
         self._deadlines.add(request)

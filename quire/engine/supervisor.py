@@ -171,11 +171,14 @@ class Supervisor:
                     waiting.set_result(message)
 
     async def _watch(self, link: EngineLink) -> QuireError:
+        is_late = False
         while True:
             await asyncio.sleep(min(TICK_SECONDS, self._budget.hang_timeout / 4))
             self.client.expire()
             age = max(self.client.beat_age(), self.client.progress_age())
-            if age > self._budget.hang_timeout:
+            # If it was this process that stood still, the engine's words lie unread: they get one tick to come in.
+            was_late, is_late = is_late, age > self._budget.hang_timeout
+            if is_late and was_late:
                 return QuireError("engine_hung", f"The engine has made no progress for {age:.1f} s.")
             memory = link.memory()
             if memory is not None:

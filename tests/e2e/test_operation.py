@@ -349,7 +349,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: 
 def test_a_step_that_hangs_shows_in_the_probe(model_here: None) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    started = start(stub_command("--stall-timeout", "1"), {"STUB_STEP_SECONDS": "3"})
+    started = start(stub_command("--stall-timeout", "2"), {"STUB_STEP_SECONDS": "6"})
     try:
         with client_of(started) as client, ThreadPoolExecutor(1) as pool:
             until(lambda: client.get("/healthz").status_code == 200)

@@ -253,13 +253,14 @@ def test_cancel_works_from_every_state() -> None:
 
 def test_queue_bounds_refuse_with_a_reason() -> None:
     rig = big()
-    limits = Limits(4, 64, 64, max_waiting=2, max_waiting_tokens=60)
+    limits = Limits(1, 64, 64, max_waiting=2, max_waiting_tokens=60)
     rig.scheduler = Scheduler(rig.cache, limits, clock=lambda: 0.0)
     rig.engine.scheduler = rig.scheduler
     rig.add(LONG, max_tokens=1)
     with pytest.raises(QuireError, match="prompt tokens already wait"):
         rig.add(LONG, max_tokens=1)
     rig.add([1, 2], max_tokens=1)
+    rig.add([1, 2], max_tokens=1)  # the first will have the row, two may wait
     with pytest.raises(QuireError, match="2 requests already wait"):
         rig.add([1, 2], max_tokens=1)
     rig.scheduler.check()

@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 import msgspec
 
-from quire.engine import wire
+from quire.engine import supervisor, wire
 from quire.engine.client import EngineClient, Ticket
 from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
@@ -229,6 +229,30 @@ def test_a_crash_loop_ends_when_the_budget_is_spent() -> None:
             rig.client.submit([[request("b")]])
 
     with_rig(play)
+
+
+def test_a_server_that_stood_still_itself_reads_before_it_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.001)
+
+    async def held_up(rig: Rig) -> None:
+        now, ticks = rig.client._clock(), 0
+
+        def expire() -> None:  # a tick begins, every third one late
+            nonlocal ticks
+            ticks += 1
+
+        def memory() -> int:  # it ends: what the engine said meanwhile comes in
+            if rig.client.beat_age() > 1000:
+                rig.link._news.put_nowait(wire.Beat(steps=ticks))
+            return 1000
+
+        monkeypatch.setattr(rig.client, "_clock", lambda: now + 5000 * (ticks // 3))
+        monkeypatch.setattr(rig.client, "expire", expire)
+        monkeypatch.setattr(rig.link, "memory", memory)
+        await rig.until(lambda: ticks > 30 or rig.supervisor.num_restarts > 0)
+        assert rig.supervisor.num_restarts == 0 and rig.client.beat.steps == 30
+
+    with_rig(held_up)
 
 
 def test_an_engine_that_hangs_or_grows_is_replaced() -> None:

@@ -130,7 +130,7 @@ REMOVALS: tuple[Removal, ...] = (
     Removal("unbounded fields", "the queue has a bound",
             f"{E2E}operation.py::test_a_full_queue_answers_429_and_idle_streams_get_signs_of_life",
             (Edit("quire/server/generation.py", "excess = len(client.live) + count - self._max_open", "excess = 0"),
-             Edit("quire/engine/scheduler.py", "            self._admission.admit(request, len(self.waiting), "
+             Edit("quire/engine/scheduler.py", "            self._admission.admit(request, len(self.requests), "
                   "self.waiting.num_tokens)\n", "            pass\n"))),
     _one("unbounded fields", "stored responses have a bound",
          f"{PURE}server_store.py::test_large_ones_go_when_they_take_too_much",

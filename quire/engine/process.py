@@ -143,6 +143,9 @@ class SocketMailbox:
         messages: list[Message] = []
         while (message := self._socket.receive()) is not None:
             messages += self._open(message)
+        if block and messages:  # all they ask for may be done before the next call, which then has to wait again
+            now = self._clock()
+            self._busy_since, self._check_at = now, now + CHECK_AFTER_SECONDS
         return messages
 
     def _check_when_idle(self, idle: bool) -> None:

@@ -331,7 +331,7 @@ def test_a_question_gets_a_streamed_answer(server: Started, browser: Browser) ->
         "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant .markdown')"
         "?.textContent.length)).observe(document.querySelector('#log'), {subtree: true, childList: true})"
     )
-    words = "one two three four five six seven eight nine ten"
+    words = " ".join(["one two three four five six seven eight nine ten"] * 12)  # enough that a slow browser sees parts
     ask(browser, f"Hello **bold parrot** and `code`, <img src=x onerror=alert(1)> [bad](javascript:alert(1)) {words}")
     browser.until(DONE)
     answer = "document.querySelector('.assistant .markdown')"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from quire.cache.index import CacheIndex
 from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.limits import Limits
@@ -141,6 +143,40 @@ def test_a_full_queue_refuses_one_and_keeps_the_rest() -> None:
     mailbox = Script([request(name) for name in names], [], [])
     EngineDriver(make_engine(max_rows=3, max_waiting=1), mailbox).run()
     assert [mailbox.ends()[name][1] for name in names] == [None] * 4 + ["queue_full"]
+
+
+def test_going_idle_is_told_at_once_even_after_a_single_turn() -> None:
+    """One token is asked for, computed and ended within one turn of the loop: the beat after it says so."""
+    zmq = pytest.importorskip("zmq")
+    from quire.engine import wire
+    from quire.engine.process import Channel, SocketMailbox
+
+    class Socket:
+        """An order for each time the engine waits for one."""
+
+        def __init__(self) -> None:
+            self.reader, self.writer = wire.FrameReader(), wire.FrameWriter()
+            self.orders: list[wire.ToEngine] = [wire.submit_message([request("a", 1)]), wire.StopEngine()]
+            self.due: list[wire.ToEngine] = []
+            self.told: list[int] = []  # how many have ended, beat by beat
+
+        def send(self, frame: bytes) -> None:
+            message = wire.decode_from_engine(self.reader.open(frame) or b"")
+            if isinstance(message, wire.Beat):
+                self.told.append(message.ended)
+
+        def poll(self, timeout: int) -> int:
+            self.due.append(self.orders.pop(0))
+            return 1
+
+        def recv(self, flags: int = 0) -> bytes:
+            if not self.due:
+                raise zmq.Again
+            return self.writer.frame(wire.encode(self.due.pop()))
+
+    socket, engine = Socket(), make_engine()
+    EngineDriver(engine, SocketMailbox(Channel(socket), engine, clock=lambda: 5.0)).run()
+    assert socket.told == [0, 0, 1]  # at the start, when it had nothing to do, and when it had again
 
 
 def test_an_error_while_preparing_a_request_ends_that_request_alone() -> None:

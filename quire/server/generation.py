@@ -60,6 +60,7 @@ class Generation:
         self._metrics = metrics
         limits = client.ready.limits
         self._max_open = int(limits["max_rows"]) + int(limits["max_waiting"])
+        self._max_samples = min(config.max_samples, self._max_open)  # more would be told to come back, for ever
         self._max_waiting_tokens = int(limits["max_waiting_tokens"])
 
     def open(self, job: Job) -> Run:
@@ -89,9 +90,9 @@ class Generation:
 
     def check_samples(self, num_prompts: int, n: int) -> None:
         """Before the prompts are tokenized: that would cost time for a request that is refused anyway."""
-        if n * num_prompts > self._config.max_samples:
+        if n * num_prompts > self._max_samples:
             prompts = f"{num_prompts} prompts times " if num_prompts > 1 else ""
-            what = f"{prompts}n={n} is more than the {self._config.max_samples} samples a request may have."
+            what = f"{prompts}n={n} is more than the {self._max_samples} samples a request may have."
             raise QuireError("invalid_parameter", what, "Ask for fewer.", "n" if n > 1 else "prompt")
 
     def _check_length(self, tokens: list[int]) -> None:

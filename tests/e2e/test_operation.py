@@ -129,6 +129,8 @@ def test_hanging_up_cancels_a_reply_that_is_not_streamed(slow: Started) -> None:
 
 def test_a_full_queue_answers_429_and_idle_streams_get_signs_of_life(slow: Started) -> None:
     with client_of(slow) as client:
+        never = client.post(COMPLETE, json={**LONG, "n": 5})  # two rows, and two may wait: no use in coming back
+        assert never.status_code == 400 and "n=5 is more than the 4 samples" in never.json()["error"]["message"]
         streams = [client.stream("POST", COMPLETE, json={**LONG, "stream": True}) for _ in range(4)]
         replies = [stream.__enter__() for stream in streams[:2]]
         try:

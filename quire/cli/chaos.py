@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.chaos.kinds import KINDS
+from quire.config import knobs
 from quire.types import QuireError
 
 
@@ -40,9 +41,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: Namespace) -> int:
     from quire.chaos.gate import Settings, run_gate  # only now: help should not wait for it
 
-    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", 2)):
+    shortest = knobs()["hang_timeout"].low or 0.0  # the server gets it
+    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", shortest)):
         if getattr(args, name) < low:
-            raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low}.")
+            raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low:g}.")
     kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:

@@ -242,7 +242,8 @@ def test_a_worker_that_never_answers_is_given_up(start: Callable[..., Compilers]
     monkeypatch.setattr(ahead, "PATIENCE_SECONDS", 0.05)
     compilers = start(tell=["kernel", "another"], work="hang")
     with compilers._changed:
-        compilers._changed.wait_for(lambda: [*compilers._states.values()] == [ahead.State.RUNNING] * 2)
+        running = [ahead.State.RUNNING] * 2
+        assert compilers._changed.wait_for(lambda: [*compilers._states.values()] == running, timeout=60)
     for name in ("kernel", "another"):
         compilers.settle(key(name))
     assert compilers._patience.left == 0

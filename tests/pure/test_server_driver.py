@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.cache.index import CacheIndex
+from quire.config import knobs
 from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
@@ -177,6 +178,14 @@ def test_going_idle_is_told_at_once_even_after_a_single_turn() -> None:
     socket, engine = Socket(), make_engine()
     EngineDriver(engine, SocketMailbox(Channel(socket), engine, clock=lambda: 5.0)).run()
     assert socket.told == [0, 0, 1]  # at the start, when it had nothing to do, and when it had again
+
+
+def test_no_timeout_takes_an_engine_with_nothing_to_do_for_hung_or_ill() -> None:
+    pytest.importorskip("zmq")
+    from quire.engine.process import IDLE_SECONDS
+
+    for name in ("hang_timeout", "stall_timeout"):
+        assert (knobs()[name].low or 0.0) >= 2 * IDLE_SECONDS
 
 
 def test_an_error_while_preparing_a_request_ends_that_request_alone() -> None:

@@ -171,7 +171,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
         close(found.values[tile, :, :size], values[span].transpose(0, 1), dtype, f"{name}: values")
         total = decay[span].t().cumsum(1)  # [heads, tokens]
         gates = torch.stack((total.exp(), (total[:, -1:] - total).exp()), 1)
-        close(found.gates[tile, :, :, :size], gates, torch.float32, f"{name}: gates")
+        close(found.gates[tile, :, :2, :size], gates, torch.float32, f"{name}: gates")
         q, k = (
             part.double().repeat_interleave(heads // groups, 0) for part in found.keys[tile, :, :size].split(groups)
         )

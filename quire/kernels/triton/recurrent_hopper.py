@@ -4,17 +4,19 @@ Written in Gluon, because the walk is a chain of products and Triton waits for e
 one row. Two groups of four warps have 64 values of the head's matrix each, in registers: what one product yields is the
 left factor of the next one as it lies there, so nothing of the chain goes through shared memory. While one group is
 between products the other one has some under way. One warp copies chunks with the copy engine, and a third group norms
-and gates what comes out of them. `recurrent_ready` makes what the chunks are of, `recurrent_walk` launches it,
-`trial_recurrent` decides whether it is used.
+and gates what comes out of them (`recurrent_finish`). Where heads are so few that half of the card would have nothing
+to do, two programs share one: each walks with 64 of its values, alone, so the chain is shorter, and two groups finish
+every second chunk each. `recurrent_ready` makes what the chunks are of, `recurrent_walk` launches it, `trial_recurrent`
+decides whether it is used.
 
-All that is in shared memory is there twice: chunk `i` has the places `i % 2`, which are filled for the `i // 2`th time.
-What comes out of a chunk goes one place further on, because something seems to come out before the first. Barriers, two
-of each:
+What is fetched for the walk is there twice: chunk `i` has the places `i % 2`, which are filled for the `i // 2`th time.
+What comes out, and its gate, has four tiles of 64 values: two chunks' of a head, four of half a head. It goes one place
+further on than its chunk, because something seems to come out before the first. Barriers, one for each place:
     first_full    keys and values of a chunk are there (the copying warp to the groups that walk)
     second_full   queries, T, scores and how it fades are there (likewise)
     empty         both groups are done with a chunk's tiles (back to the copying warp)
     result_full   both groups have stored what comes out of a chunk (to the group that finishes)
-    result_empty  the finishing group has read it, and its gate (to both groups and to the copying warp)
+    result_empty  the finishing group has read it, and its gate (to the groups that walk and to the copying warp)
     gate_full     the output's gate of a chunk is there (the copying warp to the finishing group)
 """
 
@@ -29,24 +31,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.triton.gluon_names import thread_barrier
-from quire.kernels.triton.hopper_math import doubled_silu, halved, joined, wide
+from quire.kernels.triton.hopper_math import wide
+from quire.kernels.triton.recurrent_finish import finish
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The groups that walk
 
 
 @gluon.jit
-def _tell(results, result_full, result_empty, i, result, X: gl.constexpr):
-    """What came out of the chunk before this one, for the group that finishes."""
-    mbarrier.wait(result_empty.index(i % 2), (i // 2 & 1) ^ 1)
-    results.index(i % 2 * 2 + X).permute((1, 0)).store(result)
-    mbarrier.arrive(result_full.index(i % 2), count=1)
+def _tell(results, result_full, result_empty, i, result, X: gl.constexpr, HALVES: gl.constexpr):
+    """What came out of the chunk before this one, for those who finish."""
+    RING: gl.constexpr = result_full.shape[0]
+    mbarrier.wait(result_empty.index(i % RING), (i // RING & 1) ^ 1)
+    results.index(i % RING * HALVES + X).permute((1, 0)).store(result)
+    mbarrier.arrive(result_full.index(i % RING), count=1)
 
 
 @gluon.jit
-def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HEADS: gl.constexpr):
+def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HALVES: gl.constexpr,
+          HEADS: gl.constexpr):  # fmt: skip
     """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write U = T (V - exp(G) K S),
     where T has beta in it already, and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
     much it fades until the chunk's end. Everything has its values first: the matrix is [value, key], what is written
@@ -56,6 +62,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     A_WIDE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, MMA)
+    ALONE: gl.constexpr = HALVES == 1
     q_tile, k_tile, v_tile, t_tile, scores_tile = tiles
     first_full, second_full, empty, result_full, result_empty, _gate_full = barriers
     dtype: gl.constexpr = q_tile.dtype
@@ -76,33 +83,50 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
         stage = i % 2
         full = i // 2 & 1
         fade = last
-        last = gl.load(last_ptr + gl.minimum(i + 1, num_chunks - 1).to(gl.int64) * (HEADS * 128))
+        last = gl.load(last_ptr + gl.minimum(i + 1, num_chunks - 1).to(gl.int64) * (HEADS * 256))
         mbarrier.wait(first_full.index(stage), full)
         change = warpgroup_mma(old, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the chunk before is over, but for its results
-        mbarrier.wait(second_full.index(stage), full)
-        out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        _tell(results, result_full, result_empty, i, result, X)
-        matrix = matrix * fade
-        v = v_tile.index(stage * 2 + X).permute((1, 0)).load(MMA)
-        # For both: the other group has products under way meanwhile, and registers are short.
-        change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
-        growth = lines.index(stage * 2).load(TOKEN)
-        wanted = wide(v) - change * growth[None, :]
-        wanted = gl.convert_layout(wanted.to(dtype), A)
+        # The other products with the matrix as it was fill pauses. Where two groups take turns, each is waited for with
+        # the first: the other group has products under way meanwhile, and registers are short. A group that is alone
+        # begins them behind T's, and works out what the matrix needs meanwhile.
+        if ALONE:
+            v = v_tile.index(stage).permute((1, 0)).load(MMA)
+            _tell(results, result_full, result_empty, i, result, X, HALVES)
+            matrix = matrix * fade
+            mbarrier.wait(second_full.index(stage), full)
+            growth = lines.index(stage * 2).load(TOKEN)
+            change, matrix, v = warpgroup_mma_wait(0, deps=[change, matrix, wide(v)])
+        else:
+            mbarrier.wait(second_full.index(stage), full)
+            out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            _tell(results, result_full, result_empty, i, result, X, HALVES)
+            matrix = matrix * fade
+            v = v_tile.index(stage * HALVES + X).permute((1, 0)).load(MMA)
+            change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
+            growth = lines.index(stage * 2).load(TOKEN)
+            v = wide(v)
+        wanted = gl.convert_layout((v - change * growth[None, :]).to(dtype), A)
         change = warpgroup_mma(wanted, t_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        out = out * growth[None, :]
-        change, wanted = warpgroup_mma_wait(0, deps=[change, wanted])
+        if ALONE:
+            out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            change, wanted = warpgroup_mma_wait(1, deps=[change, wanted])
+        else:
+            out = out * growth[None, :]
+            change, wanted = warpgroup_mma_wait(0, deps=[change, wanted])
         decay = lines.index(stage * 2 + 1).load(TOKEN)
         left = gl.convert_layout((change * decay[None, :]).to(dtype), A_WIDE)
         matrix = warpgroup_mma(left, k_tile.index(stage), matrix, is_async=True)
         update = gl.convert_layout(change.to(dtype), A)
+        if ALONE:
+            out, old, update = warpgroup_mma_wait(1, deps=[out, old, update])
+            out = out * growth[None, :]
         out = warpgroup_mma(update, scores_tile.index(stage).permute((1, 0)), out, is_async=True)
         matrix, left = warpgroup_mma_wait(1, deps=[matrix, left])
         old = gl.convert_layout(matrix.to(dtype), A)
         out, update = warpgroup_mma_wait(0, deps=[out, update])
         result = out.to(dtype)
-    _tell(results, result_full, result_empty, num_chunks, result, X)
+    _tell(results, result_full, result_empty, num_chunks, result, X, HALVES)
     gl.store(in_matrix, matrix)
 
 
@@ -120,25 +144,26 @@ def _copy(desc, row, into, full, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_halves(desc, row, column, into, place, full):
-    """128 columns of 64 rows, each group's by themselves."""
-    for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(desc, [row, column + half * 64], full, into.index(place * 2 + half))
+def _copy_halves(desc, row, column, into, place, full, HALVES: gl.constexpr):
+    """64 rows of 64 columns for each half that is here, by themselves."""
+    for part in gl.static_range(HALVES):
+        tma.async_copy_global_to_shared(desc, [row, column + part * 64], full, into.index(place * HALVES + part))
 
 
 @gluon.jit
-def _fetch_gate(x_desc, gates, barriers, i, first, column):
-    """Of chunk i's output, where that of the chunk before the last one was."""
+def _fetch_gate(x_desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
+    """Of chunk i's output, where that of an earlier one was."""
     _first_full, _second_full, _empty, _result_full, result_empty, gate_full = barriers
-    turn = (i + 1) % 2
-    mbarrier.wait(result_empty.index(turn), ((i + 1) // 2 & 1) ^ 1)
-    mbarrier.expect(gate_full.index(turn), 64 * 256)
-    _copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn))
+    RING: gl.constexpr = result_empty.shape[0]
+    turn = (i + 1) % RING
+    mbarrier.wait(result_empty.index(turn), ((i + 1) // RING & 1) ^ 1)
+    mbarrier.expect(gate_full.index(turn), 64 * 128 * HALVES)
+    _copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn), HALVES)
 
 
 @gluon.jit
-def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, HEADS: gl.constexpr,
-           GROUPS: gl.constexpr):  # fmt: skip
+def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, HALVES: gl.constexpr,
+           HEADS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
     """Each chunk in three parts: what its first product and the change need, the other products' factors, and the
     output's gate, which is asked for a chunk later: its place is free last. Of a row's last chunk that may be another
     row's, too: nobody stores what comes of it."""
@@ -147,7 +172,7 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
     first_full, second_full, empty, _result_full, _result_empty, _gate_full = barriers
     LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes = lines._reinterpret(gl.float32, [2, 2, 64], LINES)
-    gate_column = (HEADS + 2 * GROUPS + head) * 128
+    gate_column = (HEADS + 2 * GROUPS + head) * 128 + half * 64
     for i in range(num_chunks):
         stage = i % 2
         tile = first_tile + i
@@ -155,92 +180,18 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
         q_row = (tile * (2 * GROUPS) + head // (HEADS // GROUPS)) * 64
         mbarrier.wait(empty.index(stage), (i // 2 & 1) ^ 1)
         full = first_full.index(stage)
-        mbarrier.expect(full, 64 * 256 + 64 * 256)
+        mbarrier.expect(full, 64 * 256 + 64 * 128 * HALVES)
         _copy(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
-        _copy_halves(values_desc, place * 64, 0, v_tile, stage, full)
+        _copy_halves(values_desc, place * 64, half * 64, v_tile, stage, full, HALVES)
         full = second_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128 + 2 * 256)
         _copy(keys_desc, q_row, q_tile.index(stage), full, 2)
-        tma.async_copy_global_to_shared(gates_desc, [place * 2, 0], full, boxes.index(stage))
+        tma.async_copy_global_to_shared(gates_desc, [place * 4, 0], full, boxes.index(stage))
         _copy(t_desc, place * 64, t_tile.index(stage), full, 1)
         _copy(scores_desc, place * 64, scores_tile.index(stage), full, 1)
         if i > 0:
-            _fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column)
-    _fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The group that finishes
-
-
-@gluon.jit
-def _write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """The last inputs of 128 channels, for the next step's convolution."""
-    channels = channel + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    for age in gl.static_range(TAPS):
-        place = count - 1 - age
-        if place >= 0:
-            x = gl.load(x_ptr + place.to(gl.int64) * x_stride + channels)
-            gl.store(ring_ptr + ((position + place) % TAPS) * CHANNELS + channels, x.to(gl.float32))
-
-
-@gluon.jit
-def _write_rings(x_ptr, x_stride, ring_ptr, count, position, head, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-                 TAPS: gl.constexpr):  # fmt: skip
-    """Of the head's values; one head of a group sees to query and key."""
-    CHANNELS: gl.constexpr = HEADS * 128 + 2 * GROUPS * 128
-    PER_GROUP: gl.constexpr = HEADS // GROUPS
-    _write_ring(x_ptr, x_stride, ring_ptr, count, position, 2 * GROUPS * 128 + head * 128, CHANNELS, TAPS)
-    if head % PER_GROUP == 0:
-        _write_ring(x_ptr, x_stride, ring_ptr, count, position, head // PER_GROUP * 128, CHANNELS, TAPS)
-        _write_ring(x_ptr, x_stride, ring_ptr, count, position, (GROUPS + head // PER_GROUP) * 128, CHANNELS, TAPS)
-
-
-@gluon.jit
-def _gated(part, scale, weight, gate):
-    """Of [tokens, 64] values: normed, weighed and gated."""
-    return (wide(part) * scale[:, None]) * (doubled_silu(halved(gate)) * weight[None, :])
-
-
-@gluon.jit
-def _finish(results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count, num_chunks, head,
-            eps, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr):  # fmt: skip
-    """Norm and gate, 16 tokens at a time. x and out begin at the row's first token."""
-    ROWS: gl.constexpr = 16
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    _first_full, _second_full, _empty, result_full, result_empty, gate_full = barriers
-    _write_rings(x_ptr, x_stride, ring_ptr, count, position, head, HEADS, GROUPS, TAPS)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
-    columns = gl.arange(0, 64, gl.SliceLayout(0, LOADED))
-    weight_low = gl.load(norm_ptr + columns).to(gl.float32)
-    weight_high = gl.load(norm_ptr + 64 + columns).to(gl.float32)
-    in_out = rows[:, None] * (HEADS * 128) + columns[None, :]
-    out_ptr += head * 128
-    mbarrier.wait(result_full.index(0), 0)  # the chunk that seems to have been before the first
-    mbarrier.arrive(result_empty.index(0), count=1)
-    for i in range(num_chunks):
-        turn = (i + 1) % 2
-        mbarrier.wait(result_full.index(turn), (i + 1) // 2 & 1)
-        # All tokens' norms side by side: each of them alone is a chain of waits. Registers do not suffice to keep what
-        # is loaded for them.
-        scales = ()
-        for piece in gl.static_range(64 // ROWS):
-            low = wide(results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
-            high = wide(results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
-            scales = joined(scales, (gl.sum(gl.fma(low, low, high * high), 1),))
-        mbarrier.wait(gate_full.index(turn), i // 2 & 1)
-        target = out_ptr + i.to(gl.int64) * (64 * HEADS * 128) + in_out  # type: ignore[attr-defined]
-        for piece in gl.static_range(64 // ROWS):
-            low = results.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED)
-            high = results.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED)
-            scale = gl.rsqrt(scales[piece] * (1.0 / 128) + eps)
-            low = _gated(low, scale, weight_low, gates.index(turn * 2).slice(piece * ROWS, ROWS).load(LOADED))
-            high = _gated(high, scale, weight_high, gates.index(turn * 2 + 1).slice(piece * ROWS, ROWS).load(LOADED))
-            inside = (rows < count - i * 64 - piece * ROWS)[:, None] & (columns < 64)[None, :]
-            gl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside)
-            gl.store(target + 64, high.to(out_ptr.dtype.element_ty), mask=inside)
-            target += ROWS * HEADS * 128
-        mbarrier.arrive(result_empty.index(turn), count=1)
+            _fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column, HALVES)
+    _fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column, HALVES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,9 +199,9 @@ def _finish(results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_p
 
 
 @gluon.jit
-def _make_barriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(2):
+def _make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(NUM):
         mbarrier.init(barriers.index(place), count=COUNT)
     return barriers
 
@@ -258,14 +209,17 @@ def _make_barriers(COUNT: gl.constexpr):
 @gluon.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _walk_hopper_kernel(
     x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_desc, gates_ptr, norm_ptr, state_ptr, out_ptr,
-    slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-    TAPS: gl.constexpr, num_warps: gl.constexpr,
+    slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HALVES: gl.constexpr, HEADS: gl.constexpr,
+    GROUPS: gl.constexpr, TAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One head over all chunks of one row of the step. A model needs this compiled once, whatever the step."""
+    """HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and for two,
+    whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    RING: gl.constexpr = 4 // HALVES  # of what comes out, and its gates
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    head = gl.program_id(0)
+    head = gl.program_id(0) * HALVES // 2
+    half = gl.program_id(0) % (3 - HALVES)
     item = gl.program_id(1)
     row = gl.load(rows_ptr + 4 * item)
     first = gl.load(rows_ptr + 4 * item + 1)
@@ -276,34 +230,51 @@ def _walk_hopper_kernel(
     position = gl.load(positions_ptr + first)
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
-    v_tile = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)  # a chunk's two halves side by side
+    v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # a chunk's halves side by side
     t_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     scores_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
-    results = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
-    gates = gl.allocate_shared_memory(dtype, [4, 64, 64], SHARED)
+    results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
+    gates = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of a chunk: growth, decay
     # first_full, second_full, empty, result_full, result_empty, gate_full
-    barriers = (_make_barriers(1), _make_barriers(1), _make_barriers(2), _make_barriers(2), _make_barriers(1),
-                _make_barriers(1))  # fmt: skip
+    barriers = (_make_barriers(2, 1), _make_barriers(2, 1), _make_barriers(2, HALVES), _make_barriers(RING, HALVES),
+                _make_barriers(RING, 1), _make_barriers(RING, 1))  # fmt: skip
     fence_async_shared()
     thread_barrier()
     descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)
     tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
     place = first_tile.to(gl.int64) * HEADS + head
-    matrix_ptr = state_ptr + head * (128 * 128)
-    last_ptr = gates_ptr + place * 128 + 63
-    ring_ptr = state_ptr + HEADS * 128 * 128
-    x_ptr += first.to(gl.int64) * x_stride
+    matrix_ptr = state_ptr + head * (128 * 128) + half * (64 * 128)
+    last_ptr = gates_ptr + place * 256 + 63
+    sums_ptr = gates_ptr + place * 256 + 128
     out_ptr += first.to(gl.int64) * (HEADS * 128)
-    gl.warp_specialize(
-        [
-            (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, HEADS)),
-            (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, HEADS)),
-            (_finish, (results, gates, barriers, x_ptr, x_stride, out_ptr, norm_ptr, ring_ptr, position, count,
-                       num_chunks, head, eps, HEADS, GROUPS, TAPS)),
-            (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, HEADS,
-                      GROUPS)),
-        ],
-        [4, 4, 1],
-        [200, 80, 32],  # registers of a thread: as many for the second group as the first one gets, of what there is
-    )  # fmt: skip
+    gdc_wait()  # for the chunks: all else was there before they were made ready
+    rings = (x_ptr + first.to(gl.int64) * x_stride, x_stride, state_ptr + HEADS * 128 * 128, position, count)
+    # Registers of a thread, but for the first group's, which gets what is left: as many as the second for a whole head.
+    if HALVES == 2:
+        gl.warp_specialize(
+            [
+                (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, 2, HEADS)),
+                (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, 2, HEADS)),
+                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
+                          1, 2, HEADS, GROUPS, TAPS)),
+                (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 2, HEADS,
+                          GROUPS)),
+            ],
+            [4, 4, 1],
+            [200, 80, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, 1, HEADS)),
+                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
+                          2, 1, HEADS, GROUPS, TAPS)),
+                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 1,
+                          2, 1, HEADS, GROUPS, TAPS)),
+                (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 1, HEADS,
+                          GROUPS)),
+            ],
+            [4, 4, 1],
+            [80, 80, 32],
+        )  # fmt: skip

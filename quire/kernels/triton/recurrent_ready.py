@@ -35,9 +35,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import exp2, joined
+from quire.kernels.triton.recurrent_finish import UNTOLD
 from quire.kernels.triton.recurrent_ready_conv import UNITS, await_part, convolve, fetch, load_taps
 from quire.kernels.triton.recurrent_ready_solve import MMA, invert_blocks, join_blocks
 
@@ -66,8 +68,8 @@ def _load_gates(x_ptr, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head, COLUM
 
 @gluon.jit
 def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
-    """The walk gets what a token sees of the state before the chunk, and what is left of it behind the chunk. `lines`
-    gets the running sums of the decays, for base 2, then beta. Tokens behind the row's end neither decay nor write."""
+    """The walk gets what a token sees of the state before the chunk, what is left of it behind the chunk, and two lines
+    for the sums that its programs tell each other. `lines` gets the running sums of the decays, for base 2, then beta. Tokens behind the row's end neither decay nor write."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHARING, 4 // SHARING], [1, 0])
     beta, step, a_log, dt_bias = loaded
     n = gl.arange(0, 64, gl.SliceLayout(0, LANES))
@@ -78,9 +80,12 @@ def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
     total = gl.associative_scan(step, 1, _add)
     last = gl.sum(gl.where((n == 63)[None, :], total, 0.0), 1)[:, None]
     beta = gl.where(inside, 1.0 / (1.0 + gl.exp(-beta.to(gl.float32))), 0.0)
-    target = gates_ptr + gl.arange(0, SHARING, gl.SliceLayout(1, LANES))[:, None] * 128 + n[None, :]
+    target = gates_ptr + gl.arange(0, SHARING, gl.SliceLayout(1, LANES))[:, None] * 256 + n[None, :]
     gl.store(target, gl.exp(total))
     gl.store(target + 64, gl.exp(last - total))
+    untold = gl.full([SHARING, 64], UNTOLD, gl.int32, LANES).to(gl.float32, bitcast=True)
+    gl.store(target + 128, untold)
+    gl.store(target + 192, untold)
     lines.slice(0, SHARING).store(total * LOG2_E)
     lines.slice(SHARING, SHARING).store(beta)
 
@@ -214,7 +219,7 @@ def _ready_kernel(
         v = convolve(raw, h, taps, where, channel, 1.0, CHANNELS, TAPS, False)
         _store_values(values_ptr + (place + h) * (64 * 128), v)
         taps = taps_ahead
-    _make_gates(loaded, num_tokens, gates_ptr + place * 128, lines, SHARING)
+    _make_gates(loaded, num_tokens, gates_ptr + place * 256, lines, SHARING)
     taps_ahead = load_taps(conv_ptr, q_channel, TAPS)
     k_tile = raw.index(0)._reinterpret(dtype, [64, 128], SHARED)  # A
     q_tile = raw.index(UNITS)._reinterpret(dtype, [64, 128], SHARED)  # B

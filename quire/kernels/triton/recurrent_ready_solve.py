@@ -3,7 +3,7 @@
 other's pauses.
 
 Blocks of 16 on the diagonal are inverted first, each row of a block by one thread in its registers. Then by halves:
-with D the inverses of blocks of some size, those of blocks twice as large are D - D N D, with N what L has below the
+with D the inverses of blocks of some size, those of blocks twice as large are (I - D N) D, with N what L has below the
 diagonal inside the larger blocks. Factors are float16: all of it is small, and ten bits are as much as tf32 has.
 """
 
@@ -26,9 +26,9 @@ LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_wid
 
 @gluon.jit
 def invert_blocks(diagonals, HEADS: gl.constexpr):
-    """The inverses of I + each of the diagonal blocks, [HEADS * 64, 64] float16, zeros around them. `diagonals`
-    [16, 4 * HEADS, 16] float32: a block's rows first. A thread has a row of one inverse: from the last column on, what
-    is there of it times the block's row is taken from the columns before."""
+    """The inverses of I + each of L's diagonal blocks, [HEADS * 64, 64] float16 as pairs in int32, zeros around them.
+    `diagonals` [16, 4 * HEADS, 16] float32: those of -L, a block's rows first. A thread has a row of one inverse: from
+    the last column on, what is there of it times the block's row is added to the columns before."""
     BLOCKS: gl.constexpr = 4 * HEADS
     ROWS: gl.constexpr = gl.DistributedLinearLayout(  # [blocks, 16]: one a thread
         reg_bases=[],
@@ -55,7 +55,7 @@ def invert_blocks(diagonals, HEADS: gl.constexpr):
         for column in gl.static_range(16):
             if column < last:
                 factor = gl.convert_layout(line[column], gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None]
-                after = joined(after, (t[column] - t[last] * factor,))
+                after = joined(after, (t[column] + t[last] * factor,))
             else:
                 after = joined(after, (t[column],))
         t = after
@@ -84,25 +84,28 @@ def _columns(x):
 
 
 @gluon.jit
+def _pair(low, high):
+    """Two in float16, side by side in 32 bits."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _row_of(c):
-    """The other way round: 16 tensors of one shape side by side, in float16."""
-    f: gl.constexpr = gl.float16
-    a00, a01 = gl.join(c[0].to(f), c[8].to(f)), gl.join(c[4].to(f), c[12].to(f))
-    a10, a11 = gl.join(c[2].to(f), c[10].to(f)), gl.join(c[6].to(f), c[14].to(f))
-    b00, b01 = gl.join(c[1].to(f), c[9].to(f)), gl.join(c[5].to(f), c[13].to(f))
-    b10, b11 = gl.join(c[3].to(f), c[11].to(f)), gl.join(c[7].to(f), c[15].to(f))
-    a = gl.join(gl.join(a00, a01), gl.join(a10, a11))
-    b = gl.join(gl.join(b00, b01), gl.join(b10, b11))
-    return gl.join(a, b).reshape([c[0].shape[0], 16, 16])
+    """The other way round: 16 tensors of one shape side by side, two in float16 as one int32."""
+    a = gl.join(gl.join(_pair(c[0], c[1]), _pair(c[8], c[9])), gl.join(_pair(c[4], c[5]), _pair(c[12], c[13])))
+    b = gl.join(gl.join(_pair(c[2], c[3]), _pair(c[10], c[11])), gl.join(_pair(c[6], c[7]), _pair(c[14], c[15])))
+    return gl.join(a, b).reshape([c[0].shape[0], 16, 8])
 
 
 @gluon.jit
 def _spread(whole, HEADS: gl.constexpr):
-    """Blocks of 16 [blocks, 16, 16] on the diagonal of [HEADS * 64, 64]."""
+    """Blocks of 16 [blocks, 16, 8] on the diagonal of [HEADS * 64, 32]."""
     block = gl.arange(0, 4 * HEADS, gl.SliceLayout(1, gl.SliceLayout(2, whole.type.layout)))[:, None][:, :, None] % 4
-    a = gl.join(gl.where(block == 0, whole, 0.0), gl.where(block == 2, whole, 0.0))
-    b = gl.join(gl.where(block == 1, whole, 0.0), gl.where(block == 3, whole, 0.0))
-    return gl.join(a, b).permute((0, 1, 3, 4, 2)).reshape([64 * HEADS, 64])
+    a = gl.join(gl.where(block == 0, whole, 0), gl.where(block == 2, whole, 0))
+    b = gl.join(gl.where(block == 1, whole, 0), gl.where(block == 3, whole, 0))
+    return gl.join(a, b).permute((0, 1, 3, 4, 2)).reshape([64 * HEADS, 32])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,47 +113,60 @@ def _spread(whole, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _add_below(inners, factors, inverse, within, SHARING: gl.constexpr):
-    """D - D N D of each head, under way, and the factors it needs until it is done. `inners`: D L, under way too, and
-    its `factors`, if they are in registers. Left of a block's rows there are only its own products with what L has
-    there, so picking what lies `within` the next larger block is as good as multiplying with N."""
-    lefts = ()
-    outers = ()
-    for h in gl.static_range(SHARING):
-        if len(factors) == 0:
-            inner = warpgroup_mma_wait(SHARING - 1, deps=[inners[h]])
-        else:
-            inner, _factor = warpgroup_mma_wait(SHARING - 1, deps=[inners[h], factors[h]])
-        left = gl.convert_layout(gl.where(within, -inner, 0.0).to(gl.float16), LEFT)
-        sums = inverse.index(h).load(MMA).to(gl.float32)
-        outers = joined(outers, (warpgroup_mma(left, inverse.index(h), sums, is_async=True),))
-        lefts = joined(lefts, (left,))
-    return outers, lefts
+def _below(inner, within, one):
+    """I - D N, whose product with D is what is wanted, as a left factor. `inner` is D times -L: left of a block's rows
+    there are only its own products with what L has there, so picking what lies `within` the next larger block (all bits
+    are set there) is as good as multiplying with N. `one` is I: of two columns, the first has both as float16. The
+    compiler itself would pick each float16 alone."""
+    picked = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t;
+        cvt.rn.f16x2.f32 t, $2, $1;
+        lop3.b32 $0, t, $3, $5, 0xEA;
+        }
+        """,
+        "=r,f,f,r,r,r,r",
+        [inner, within, one],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=2,
+    )
+    return gl.convert_layout(picked, LEFT)
 
 
 @gluon.jit
-def join_blocks(inverse, lowers, SHARING: gl.constexpr):
-    """The whole inverse of each head, [64, 64] float32, under way, and its factors. `inverse` [SHARING, 64, 64] float16
-    has blocks of 16, then those of 32; `lowers` [SHARING, 64, 64] float16 is L, and anything on the diagonal."""
+def join_blocks(inverse, negative, SHARING: gl.constexpr):
+    """The whole inverse of each head, [64, 64] float32. `inverse` [SHARING, 64, 64] float16 has blocks of 16, then
+    those of 32; `negative` [SHARING, 64, 64] float16 is -L, and anything on the diagonal. Heads one after the other:
+    registers do not suffice for two, and other programs fill the pauses."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
-    inners = ()
+    one = gl.where(rows == columns, gl.where((columns & 1) != 0, 0x3C000000, 0x3C00), 0)
+    one = gl.where(rows == columns + 1, gl.where((rows & 1) != 0, 0x3C000000, 0), one)
+    near = gl.where(columns >> 4 == gl.where(rows & 16 != 0, (rows >> 4) - 1, -1), -1, 0)
+    far = gl.where(columns < (rows & 32), -1, 0)
+    lefts = ()
     for h in gl.static_range(SHARING):
-        inner = warpgroup_mma(inverse.index(h), lowers.index(h), nothing, use_acc=False, is_async=True)
-        inners = joined(inners, (inner,))
-    near = columns >> 4 == gl.where(rows & 16 != 0, (rows >> 4) - 1, -1)
-    outers, lefts = _add_below(inners, (), inverse, near, SHARING)
-    inners = ()
-    halves = ()
-    for h in gl.static_range(SHARING):
-        half, _left = warpgroup_mma_wait(SHARING - 1, deps=[outers[h], lefts[h]])
-        half = gl.convert_layout(half.to(gl.float16), LEFT)
-        inners = joined(inners, (warpgroup_mma(half, lowers.index(h), nothing, use_acc=False, is_async=True),))
-        halves = joined(halves, (half,))
+        inner = warpgroup_mma(inverse.index(h), negative.index(h), nothing, use_acc=False, is_async=True)
+        inner = warpgroup_mma_wait(0, deps=[inner])
+        left = _below(inner, near, one)
+        half = warpgroup_mma(left, inverse.index(h), nothing, use_acc=False, is_async=True)
+        half, left = warpgroup_mma_wait(0, deps=[half, left])
+        left = gl.convert_layout(half.to(gl.float16), LEFT)
+        lefts = joined(lefts, (left,))
     thread_barrier()  # blocks of 16 are read
     for h in gl.static_range(SHARING):
-        inverse.index(h).store(halves[h])
+        inverse.index(h).store(lefts[h])
     fence_async_shared()
     thread_barrier()
-    return _add_below(inners, halves, inverse, columns < (rows & 32), SHARING)
+    wholes = ()
+    for h in gl.static_range(SHARING):
+        inner = warpgroup_mma(lefts[h], negative.index(h), nothing, use_acc=False, is_async=True)
+        inner, _left = warpgroup_mma_wait(0, deps=[inner, lefts[h]])
+        left = _below(inner, far, one)
+        whole = warpgroup_mma(left, inverse.index(h), nothing, use_acc=False, is_async=True)
+        whole, left = warpgroup_mma_wait(0, deps=[whole, left])
+        wholes = joined(wholes, (whole,))
+    return wholes

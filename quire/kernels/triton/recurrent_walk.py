@@ -22,7 +22,7 @@ from quire.kernels.triton.recurrent_ready import _ready_kernel
 from quire.kernels.triton.recurrent_scan import fits_walk
 
 BOX = [64, 64]  # what the copy engine takes at a time: a chunk's tokens, as many columns as its swizzle allows
-READY_REGISTERS = 168  # of a thread: three programs of the ready kernel fit on a multiprocessor
+READY_REGISTERS = 128  # of a thread: four programs of the ready kernel fit on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state:
     )
     sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
     _ready_kernel[(heads // sharing, num_tiles)](
-        x, _strip(x, 64), _strip(x, 8), weights.conv, weights.a_log, weights.dt_bias, state, _boxes(chunks.keys),
+        x, _strip(x, 64), _strip(x, 4), weights.conv, weights.a_log, weights.dt_bias, state, chunks.keys,
         chunks.values, chunks.gates, _boxes(chunks.t), _boxes(chunks.scores), slots, positions, tiles,
         x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, GROUPS=groups, SHARING=sharing,
         TAPS=shape.conv_len, num_warps=4, maxnreg=READY_REGISTERS,

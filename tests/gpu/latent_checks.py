@@ -56,7 +56,7 @@ def check_latent_many(where: Where) -> None:
             for counts in mixes:
                 batch, q_latent, q_rope, want = make_latents(where, dtype, counts, lens, heads, page)
                 assert latent_many.supports(q_latent, q_rope, batch.k_cache)
-                for splits in (None, 1, rng.randint(2, 64)):
+                for splits in (None, 1, 2, rng.randint(3, 64)):
                     plan = attention.plan_attention(batch.page_table, batch.positions, counts, lens, page, None, dtype)
                     name = f"latents, {heads} heads, page {page}, splits {splits}, counts {counts}, lens {lens}"
                     for _ in range(2):  # the second layer finds the workspace as the first left it

@@ -30,7 +30,7 @@ MAX_SPLITS = 64
 # together, and of that each share's part.
 ROW, START, MERGE, SHARE = 230.0, 10.0, 4.0, 0.064
 MERGE_LANES = 2
-MERGE_STAGES = 6  # one more than shares on their way; with more, memory would hold fewer programs than registers do
+MERGE_SHARES = 4  # asked for at once, in registers: through shared memory fewer programs would fit
 MANY_MERGES = 6  # programs for each multiprocessor
 
 
@@ -39,7 +39,7 @@ MANY_MERGES = 6  # programs for each multiprocessor
 def _merge_latents_kernel(
     partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, token_stride, out_stride, out_head_stride,
     num_splits, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, LANES: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
     let_next_start(PDL)
@@ -56,20 +56,31 @@ def _merge_latents_kernel(
     if num_shares > 1:
         lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
         columns = tl.arange(0, RANK)
-        first = (tile * tl.num_programs(0) + head_block) * num_splits
+        cell = (tile * tl.num_programs(0) + head_block) * num_splits * HEADS + lanes
         best = tl.full([LANES], float("-inf"), tl.float32)
         total = tl.zeros([LANES], tl.float32)
         acc = tl.zeros([LANES, RANK], tl.float32)
-        for split in tl.range(num_shares, num_stages=STAGES):
-            cell = (first + split) * HEADS + lanes
-            part = tl.load(partial_ptr + cell[:, None] * RANK + columns[None, :])
-            part_best = tl.load(best_ptr + cell)  # finite: every share has entries the token sees
-            new_best = tl.maximum(best, part_best)
-            factor = tl.exp2(part_best - new_best)
+        for split in range(0, num_shares, SHARES):
+            parts, bests, totals = (), (), ()
+            for i in tl.static_range(SHARES):
+                there = lanes < tl.where(split + i < num_shares, HEADS, 0)
+                place = cell + i * HEADS
+                part = tl.load(partial_ptr + place[:, None] * RANK + columns[None, :], mask=there[:, None], other=0.0)
+                parts = parts + (part,)  # noqa: RUF005, a kernel knows no stars
+                bests = bests + (tl.load(best_ptr + place, mask=there, other=float("-inf")),)  # noqa: RUF005
+                totals = totals + (tl.load(total_ptr + place, mask=there, other=0.0),)  # noqa: RUF005
+            new_best = best
+            for i in tl.static_range(SHARES):
+                new_best = tl.maximum(new_best, bests[i])  # finite: every share has entries the token sees
             fade = tl.exp2(best - new_best)
-            total = total * fade + tl.load(total_ptr + cell) * factor
-            acc = acc * fade[:, None] + part * factor[:, None]
+            total *= fade
+            acc *= fade[:, None]
+            for i in tl.static_range(SHARES):
+                factor = tl.exp2(bests[i] - new_best)
+                total += totals[i] * factor
+                acc += parts[i] * factor[:, None]
             best = new_best
+            cell += SHARES * HEADS
         heads = head_block * HEADS + lanes
         target = out_ptr + token * out_stride + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :]
         tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
@@ -118,7 +129,7 @@ def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
     _merge_latents_kernel[grid](
         work.partial, work.best, work.total, out, plan.positions, *_as_list(work.token_index, plan), out.stride(1),
         out.stride(0), work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK,
-        MIN_BLOCKS=MIN_SPAN // BLOCK, LANES=MERGE_LANES, STAGES=MERGE_STAGES,
+        MIN_BLOCKS=MIN_SPAN // BLOCK, LANES=MERGE_LANES, SHARES=MERGE_SHARES,
         **launch_options(out.device, num_warps=4, early=many),
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ class ReadyChunks:
     keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normed
     values: Tensor  # [chunks, heads, 64, 128]
     # [chunks, heads, 4, 64] float32: what a token sees of the state before the chunk, what is left of it behind it, and
-    # where the walk's programs tell each other the sums for its norm, so it can be walked over once.
+    # where the walk's programs tell each other the sums for its norm.
     gates: Tensor
     t: Tensor  # [chunks, heads, 64, 64]: its columns times beta
     scores: Tensor  # [chunks, heads, 64, 64]
@@ -87,19 +87,19 @@ def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state:
 
 def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
          rows: Tensor, chunks: ReadyChunks, out: Tensor) -> None:  # fmt: skip
-    """`chunks` are of the rows of `rows`, in their order."""
+    """`chunks` are of the rows of `rows`, in their order, and can be walked over once."""
     halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
         x, _boxes(x), _boxes(chunks.keys), _boxes(chunks.values), _boxes(chunks.t), _boxes(chunks.scores),
         _lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
-        state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups, TAPS=shape.conv_len,
-        num_warps=4, launch_pdl=True,
+        state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups,
+        TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
 def halves_to_a_program(num_heads: int, num_processors: int) -> int:
-    """Of all rows' heads. A head's walk is a chain of products, shorter for half a head; but two programs read twice what
-    its halves share, and are as long as one where multiprocessors have to do both."""
+    """Of `num_heads` of all rows together. A head's walk is a chain of products, shorter for half a head. But two programs
+    read twice what the halves share, and where a multiprocessor has to do both, they take longer than one."""
     return 1 if 2 * num_heads <= num_processors else 2
 
 

@@ -22,6 +22,7 @@ NAME = "delta net's walk for Hopper"
 Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
 # Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
 MIXED: Steps = ((65, 1, 130, 1), (1, 2, 64, 1))
+LONE: Steps = ((130,), (65,))
 ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no more
 
 
@@ -42,10 +43,19 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
 
         return replace(ops, gated_delta_net=recurrent_walk.gated_delta_net)
 
-    return settle_row(
-        ops, NAME, exchange, lambda faster: try_delta_net(faster, shape, dtype, device),
-        strict=strict, findings=findings,
-    )  # fmt: skip
+    def attempt(faster: Ops) -> None:
+        from quire.kernels.triton.launch import num_multiprocessors
+
+        for steps in walk_steps(shape.num_heads, num_multiprocessors(device.index)):
+            try_delta_net(faster, shape, dtype, device, steps)
+
+    return settle_row(ops, NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:
+    """All that the walk is compiled for: with few rows two programs share a head (see `halves_to_a_program`)."""
+    num_rows = num_processors // (2 * num_heads) + 1  # the fewest with which each head has one program
+    return [MIXED, LONE, ((65,) * num_rows, (2,) * num_rows)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
 from quire.kernels.trial import TrialShape, try_attention
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
 from quire.kernels.trial_prompts import settle_prompts, try_prompts
-from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net
+from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net, walk_steps
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -82,8 +82,11 @@ def hopper(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], N
     """A Hopper card with Triton 3.6; returns a way to say what a trial does there."""
     import triton
 
+    from quire.kernels.triton import launch
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda index: 132)
     monkeypatch.setattr(kernel.trial, kernel.attempt, lambda *args: None)
     return lambda attempt: monkeypatch.setattr(kernel.trial, kernel.attempt, attempt)
 
@@ -322,6 +325,18 @@ def test_the_delta_nets_trial_sees_what_is_wrong() -> None:
     for wrong in (off, forgets_rings):
         with pytest.raises(ArithmeticError):
             try_delta_net(replace(REFERENCE, gated_delta_net=wrong), shape, torch.float32, CPU)
+
+
+def test_the_walk_is_tried_as_it_is_compiled() -> None:
+    """A head to a program and half of one: else a request would wait for the compiler."""
+    from quire.kernels.triton.recurrent_walk import halves_to_a_program
+
+    for heads in (1, 3, 16, 32, 48, 66):
+        steps = [counts for each in walk_steps(heads, 132) for counts in each]
+        tried = {halves_to_a_program(heads * sum(count > 1 for count in counts), 132) for counts in steps}
+        assert tried == {1, 2}, heads
+    assert halves_to_a_program(2 * 32, 132) == 1 and halves_to_a_program(3 * 32, 132) == 2
+    assert len(walk_steps(32, 132)[-1][0]) == 3, "no more rows than it takes"
 
 
 def test_shares_fill_the_card_and_no_more() -> None:

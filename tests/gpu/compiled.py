@@ -77,7 +77,7 @@ def main() -> None:
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     for module in (launch, attention, decode, fixed_linear, fixed_tiles, gated_hopper, latent, latent_many,
-                   prefill_shares, recurrent_scan, recurrent_step, sample):  # fmt: skip
+                   prefill_shares, recurrent_scan, recurrent_step, recurrent_walk, sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("takes_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -198,12 +198,14 @@ def compile_recurrent() -> None:
         if delta:
             weights = DeltaWeights(conv, heads, heads, torch.ones(shape.value_dim, dtype=bf16), 1e-6)
             assert recurrent_walk.supports(x, shape, state)
-            for each in (plan, many, recurrent.plan_recurrent(torch.arange(3)[1:], torch.arange(131)[1:], [129, 1])):
+            shifted = recurrent.plan_recurrent(torch.arange(3)[1:], torch.arange(131)[1:], [129, 1])
+            crowd = recurrent.plan_recurrent(torch.zeros(13, dtype=torch.int64), torch.arange(130), [10] * 13)
+            for each in (plan, many, shifted, crowd):
                 recurrent.gated_delta_net(x, weights, shape, state, each)
                 if GLUON:
                     recurrent_walk.gated_delta_net(x, weights, shape, state, each)
-            for name in ("_ready_kernel", "_walk_hopper_kernel") if GLUON else ():
-                assert len(variants[name]) == 1, "a step has to wait for a kernel that no start compiled"
+            for name, num in (("_ready_kernel", 1), ("_walk_hopper_kernel", 2)) if GLUON else ():
+                assert len(variants[name]) == num, "a step has to wait for a kernel that no start compiled"
             fixed_recurrent.gated_delta_net(x[:4], weights, shape, state, walk)
         else:
             norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)

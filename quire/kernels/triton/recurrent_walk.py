@@ -98,8 +98,8 @@ def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
 
 
 def halves_to_a_program(num_heads: int, num_processors: int) -> int:
-    """Of `num_heads` of all rows together. A head's walk is a chain of products, shorter for half a head. But two programs
-    read twice what the halves share, and where a multiprocessor has to do both, they take longer than one."""
+    """Of `num_heads` of all rows together. A head's walk is a chain of products, and shorter for half a head. But two
+    programs read twice what halves share, and where a multiprocessor has to do both, they take longer than one."""
     return 1 if 2 * num_heads <= num_processors else 2
 
 

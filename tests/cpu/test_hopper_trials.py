@@ -339,6 +339,20 @@ def test_the_walk_is_tried_as_it_is_compiled() -> None:
     assert len(walk_steps(32, 132)[-1][0]) == 3, "no more rows than it takes"
 
 
+def test_a_recurrent_steps_programs_are_all_at_work_at_once() -> None:
+    from quire.kernels.triton.recurrent_step import StepTuning, tune
+
+    def forms(heads: int, value_block: int, delta: bool, *rows: int) -> list[tuple[int, int]]:
+        found = [tune(heads * num, 128, value_block, 132, delta) for num in rows]
+        return [(tuning.value_block, tuning.num_warps) for tuning in found]
+
+    assert forms(32, 128, True, 1, 12) == [(128, 16)] * 2, "a whole head at a time"
+    assert forms(32, 128, True, 13, 28, 29, 33, 34, 57, 58, 66, 67, 256) == [
+        (16, 2), (16, 2), (16, 1), (16, 1), (8, 1), (8, 1), (16, 1), (16, 1), (8, 1), (8, 1)]  # fmt: skip
+    assert forms(128, 64, False, 3, 4, 5, 8, 9, 64) == [(64, 8), (16, 2), (16, 1), (16, 1), (8, 1), (8, 1)]
+    assert tune(4096, 64, 4, 132, True) == StepTuning(4, 1), "no more rows than there are, and a warp"
+
+
 def test_shares_fill_the_card_and_no_more() -> None:
     from quire.kernels.triton.latent_many import MAX_SPLITS, num_splits
 

@@ -34,6 +34,11 @@ MERGE_SHARES = 4  # asked for at once, in registers: through shared memory fewer
 MANY_MERGES = 6  # programs for each multiprocessor
 
 
+@triton.jit
+def _with(found, one):
+    return found + (one,)  # noqa: RUF005, a kernel knows no stars
+
+
 @triton.jit(do_not_specialize=["num_splits", "token_stride"],
             do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"])  # fmt: skip
 def _merge_latents_kernel(
@@ -66,9 +71,9 @@ def _merge_latents_kernel(
                 there = lanes < tl.where(split + i < num_shares, HEADS, 0)
                 place = cell + i * HEADS
                 part = tl.load(partial_ptr + place[:, None] * RANK + columns[None, :], mask=there[:, None], other=0.0)
-                parts = parts + (part,)  # noqa: RUF005, a kernel knows no stars
-                bests = bests + (tl.load(best_ptr + place, mask=there, other=float("-inf")),)  # noqa: RUF005
-                totals = totals + (tl.load(total_ptr + place, mask=there, other=0.0),)  # noqa: RUF005
+                parts = _with(parts, part)
+                bests = _with(bests, tl.load(best_ptr + place, mask=there, other=float("-inf")))
+                totals = _with(totals, tl.load(total_ptr + place, mask=there, other=0.0))
             new_best = best
             for i in tl.static_range(SHARES):
                 new_best = tl.maximum(new_best, bests[i])  # finite: every share has entries the token sees

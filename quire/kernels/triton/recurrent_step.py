@@ -22,7 +22,7 @@ from quire.kernels.triton.launch import (
 )
 
 L2_EPS = tl.constexpr(1e-6)
-SOME, MANY = 3, 32  # programs for each multiprocessor
+SOME = 3  # programs for each multiprocessor
 
 
 if INTERPRETED:
@@ -185,14 +185,32 @@ class StepTuning:
     num_warps: int
 
 
-def tune(num_programs: int, key_block: int, value_block: int, num_processors: int) -> StepTuning:
-    """Enough programs to fill the card several times over: small ones then keep more of the state in flight. Few: a
-    whole head at a time has the shortest way from its first load to its last store."""
-    if num_programs >= MANY * num_processors:
-        value_block = min(value_block, 8)
-    elif num_programs >= SOME * num_processors:
-        value_block = min(value_block, 16)
-    return StepTuning(value_block, min(16, max(1, key_block * value_block // 1024)))
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """For keys of 128. How many fit on a multiprocessor: what an H200's registers hold."""
+
+    value_block: int
+    num_warps: int
+    fit_delta: int
+    fit_mamba: int
+
+
+WIDE, LARGE, SMALL = _Form(16, 2, 7, 4), _Form(16, 1, 8, 8), _Form(8, 1, 14, 16)
+
+
+def tune(num_programs: int, key_block: int, value_block: int, num_processors: int, delta: bool) -> StepTuning:
+    """Few programs: a whole head at a time has the shortest way from its first load to its last store. More: whatever
+    has all of them at work at once, or else in two full rounds, because in a last one that is not full memory rests.
+    Many: small ones, which keep most of the state in flight."""
+    per_processor = num_programs / num_processors
+    if per_processor < SOME:
+        return StepTuning(value_block, min(16, max(1, key_block * value_block // 1024)))
+    fits = {form: form.fit_delta if delta else form.fit_mamba for form in (WIDE, LARGE, SMALL)}
+    form = next((form for form, fit in fits.items() if per_processor <= fit), SMALL)
+    if fits[SMALL] < per_processor <= 2 * fits[LARGE]:
+        form = LARGE
+    warps = key_block * form.num_warps // 128
+    return StepTuning(min(value_block, form.value_block), min(16, max(1, warps)))
 
 
 def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
@@ -201,7 +219,8 @@ def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt
             delta: bool) -> None:  # fmt: skip
     num_rows = slots.shape[0] if rows is None else rows.shape[0]
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
-    tuning = tune(num_rows * shape.num_heads, key_block, value_block, num_multiprocessors(x.device.index))
+    num_processors = num_multiprocessors(x.device.index)
+    tuning = tune(num_rows * shape.num_heads, key_block, value_block, num_processors, delta)
     _step_kernel[(num_rows, shape.num_heads)](
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, slots, positions, rows, tokens, x.stride(0),
         state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,

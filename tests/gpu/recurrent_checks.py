@@ -4,7 +4,8 @@ that the steps before left. Run as `kernel_checks` are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -183,6 +184,19 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
         close(found.t[tile, :, :size, :size], t, dtype, f"{name}: inverse")
 
 
+@contextmanager
+def forced_halves(halves: int) -> Iterator[None]:
+    """Of a head to a program: either is right for any step."""
+    from quire.kernels.triton import recurrent_walk
+
+    chosen = recurrent_walk.halves_to_a_program
+    recurrent_walk.halves_to_a_program = lambda *_: halves
+    try:
+        yield
+    finally:
+        recurrent_walk.halves_to_a_program = chosen
+
+
 def check_delta_walk(where: Where) -> None:
     """x whose rows the copy engine can't read is done by the row for all cards."""
     dtypes = walk_dtypes(where)
@@ -196,11 +210,20 @@ def check_delta_walk(where: Where) -> None:
             assert recurrent_walk.supports(x, shape, state) == supported
             return recurrent_walk.gated_delta_net(x, weights, shape, state, plan)
 
-        check_recurrent(where, op, shapes, steps if supported else steps[:1], True, dtypes, pad)
+        for halves in (1, 2) if supported else (2,):
+            with forced_halves(halves):
+                check_recurrent(where, op, shapes, steps if supported else steps[:1], True, dtypes, pad)
 
 
 def check_delta_walk_keeps_rows_apart(where: Where) -> None:
-    """A row's last chunk is read together with what lies behind it, which is another row's."""
+    """A row's last chunk is read together with what lies behind it, which is another row's. Programs that share a head
+    tell each other a NaN as they do any sum."""
+    for halves in (1, 2):
+        with forced_halves(halves):
+            _check_rows_apart(where)
+
+
+def _check_rows_apart(where: Where) -> None:
     dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent, recurrent_walk
 
@@ -216,7 +239,14 @@ def check_delta_walk_keeps_rows_apart(where: Where) -> None:
 
 
 def check_delta_walk_repeats(where: Where) -> None:
-    """The same again and again, to the bit: groups of warps that ran ahead of each other would show."""
+    """The same again and again, to the bit: groups of warps that ran ahead of each other would show, and programs that
+    share a head and did not wait for each other."""
+    for halves in (1, 2):
+        with forced_halves(halves):
+            _check_repeats(where)
+
+
+def _check_repeats(where: Where) -> None:
     dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent, recurrent_walk
 

@@ -219,6 +219,7 @@ def _build_on_meta(config: FallbackConfig, dtype: torch.dtype) -> Any:
             reason = "it has attention classes of its own" if by_name else _first_line(error)
             raise unsupported(config.model_type, reason) from None
     causal.eval()
+    causal.config.pad_token_id = None  # no row is padded, and who looks for padding looks at tensors from the host
     if not getattr(causal, "_supports_attention_backend", False) or getattr(causal, "_is_stateful", False):
         raise unsupported(config.model_type, "its attention can't be exchanged, or it keeps a state of its own")
     return causal

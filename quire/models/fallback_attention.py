@@ -48,7 +48,7 @@ class Rehearsal:
         self.layers[_layer_index(module)] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap
         )  # fmt: skip
-        return q.new_empty(q.shape[1], q.shape[2], v.shape[-1]).transpose(0, 1)
+        return q.new_empty(q.shape[2], num_heads, v.shape[-1])
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PagedStep:
         q, k, v = (_widen(x[0].transpose(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
         reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
         out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap)
-        return out.view(len(q), -1, width)[..., :v_dim]
+        return out.view(len(q), -1, width)[..., :v_dim].contiguous()  # some models take views of it
 
 
 def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,

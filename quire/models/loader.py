@@ -24,6 +24,7 @@ from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import weights_bytes
 from quire.models import gguf
 from quire.models.fallback import FallbackModel
+from quire.models.fallback_names import OwnNames
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
 from quire.models.registry import Model, find_family, find_model_type
@@ -93,6 +94,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             shards: Checkpoint = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
             if text_part(files.config or {}) is not None:
                 shards = TextPart(shards)
+            if isinstance(model, FallbackModel):
+                shards = OwnNames(shards, model.causal)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()

@@ -153,13 +153,17 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
                   and not any(fits(name) for fits in needless)]  # fmt: skip
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
-        raise _bad_weights(f"{checkpoint.where} lacks {_some_experts(missing) or _some(missing)}")
+        raise lacks(checkpoint.where, missing)
     if unexpected:
-        raise _bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
+        raise bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
     if misshapen:
         name = misshapen[0]
         what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
-        raise _bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+        raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+
+
+def lacks(where: str, names: list[str]) -> QuireError:
+    return bad_weights(f"{where} lacks {_some_experts(names) or _some(names)}")
 
 
 def _some(names: list[str]) -> str:
@@ -184,7 +188,7 @@ def _numbers(experts: list[int]) -> str:
     return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
 
 
-def _bad_weights(what: str) -> QuireError:
+def bad_weights(what: str) -> QuireError:
     return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
 
 
@@ -201,7 +205,7 @@ class SafetensorsCheckpoint:
         for shard in shards:
             for name, entry in check_safetensors(shard).items():
                 if name in entries:
-                    raise _bad_weights(f"{where} holds {name} twice")
+                    raise bad_weights(f"{where} holds {name} twice")
                 entries[name] = entry
                 self._shard_of[name] = shard
         packed = {name: name.removesuffix("_blocks") + "_scales" for name in entries if name.endswith("_blocks")}

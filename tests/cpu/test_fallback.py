@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from quire.files.source import resolve_model
-from quire.models import fallback
+from quire.models import fallback, fallback_names
 from quire.models.loader import build_model, load_model
 from quire.types import QuireError
+from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
 
 CPU = torch.device("cpu")
 
@@ -101,8 +104,6 @@ def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monk
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = save_opt(tmp_path) / "model.safetensors"
     tensors = load_file(path)
     gone = next(name for name in tensors if name.endswith("q_proj.weight"))
@@ -110,3 +111,79 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(QuireError, match=f"lacks tensor {gone}"):
         load(tmp_path, Notes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints that call or keep their tensors otherwise than the model does
+
+
+def assert_equal(model: Any, reference: Any) -> None:
+    tokens = [(7 * i * i + 3) % 256 for i in range(50)]
+    row = HarnessRow(list(tokens))
+    harness = PagedHarness(model, num_pages=40, seed=2)
+    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
+    with torch.inference_mode():
+        want = reference(torch.tensor([tokens])).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def save_flex_olmo(folder: Path) -> Any:
+    """Experts one by one; in the model they are one tensor, of gates above ups."""
+    config = transformers.FlexOlmoConfig(**{**TINY, "pad_token_id": 0}, num_experts=4, num_experts_per_tok=2)
+    return save_checkpoint(Family("flex_olmo", lambda: config, draw_sharp), folder)
+
+
+def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
+    reference = save_flex_olmo(tmp_path)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path, Notes()).model, reference)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"experts.2.down_proj": None}, r"lacks expert 2 of model\.layers\.0\.mlp"),
+    ({"experts.3.": None}, r"lacks expert 3 of model\.layers\.0\.mlp"),
+    ({"up_proj": None}, r"but no mlp\.experts\.\*\.up_proj\.weight beside it"),
+    ({"experts.1.up_proj": (95, 64)}, r"experts\.1\.up_proj\.weight in the wrong shape"),
+    ({"experts.1.gate_proj": (96, 63)}, r"in the wrong shape"),
+    ({"gate_proj": (95, 64), "up_proj": (95, 64)}, r"experts\.gate_up_proj.* in the wrong shape"),
+], ids=str)  # fmt: skip
+def test_experts_that_do_not_fit_are_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save_flex_olmo(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in list(tensors):
+        for part, shape in change.items():
+            if ".layers.0.mlp.experts." in name and part in name:
+                del tensors[name]
+                if shape is not None:
+                    tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuireError, match=words) as caught:
+        load(tmp_path, Notes())
+    assert caught.value.code == "bad_weights" and "\n" not in str(caught.value)
+
+
+def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
+    """GPT-2 as it was published: names of the body alone, tables of masks beside them, a token for padding."""
+    config = transformers.GPT2Config(**{**TINY, "tie_word_embeddings": True, "pad_token_id": 5})
+    reference = save_checkpoint(Family("gpt2", lambda: config), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    older = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert "h.0.attn.c_attn.weight" in older
+    older["h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
+    save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_equal(load(tmp_path, Notes()).model, reference)
+
+
+def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_flex_olmo(tmp_path)
+    monkeypatch.setattr(fallback_names, "_only_joins", lambda converter: False)
+    with pytest.raises(QuireError, match=r"flex_olmo can't run .* in another form \(MergeModulelist"):
+        load(tmp_path, Notes())
+
+
+def test_attention_s_output_may_be_viewed(tmp_path: Path) -> None:
+    """Values narrower than keys, and a model that takes a view of what attention returns."""
+    config = transformers.AfmoeConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, sliding_window=9, num_experts=4,
+                                      num_experts_per_tok=2, moe_intermediate_size=24)  # fmt: skip
+    reference = save_checkpoint(Family("afmoe", lambda: config, draw_sharp), tmp_path)
+    assert_equal(load(tmp_path, Notes()).model, reference)

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 from transformers import (
     ApertusConfig,
+    Ernie4_5_MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
     OPTConfig,
     VaultGemmaConfig,
 )
 
+from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.gemma import HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
 
 
@@ -29,8 +34,10 @@ FAMILIES = [
     replace(family, without=frozenset({"float16", "fp8"}))
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
+        Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
         Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
+        Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE), draw_sharp),
         Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),

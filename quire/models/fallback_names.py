@@ -1,0 +1,120 @@
+"""A checkpoint under the names that a model of transformers has for its tensors: files are often older than its code.
+
+The loader wraps checkpoints in `OwnNames` for models of `fallback`. Which name became which, and whether experts that
+lie one by one in the file are one tensor in the model, transformers itself knows; what it would do beyond that to the
+numbers of a file is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.layers.weights import PartSource
+from quire.models.fallback_attention import unsupported
+from quire.models.sources import Checkpoint, bad_weights, lacks
+
+_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last one: an expert's, not its layer's
+Rename = Callable[
+    [str], tuple[str, str | None]
+]  # a file's name -> the model's, and by which pattern tensors are joined
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a joined tensor one of the file's lies."""
+
+    entry: int  # of the first dimension
+    start: int  # of the second
+    size: int
+    name: str
+
+
+class OwnNames:
+    def __init__(self, whole: Checkpoint, causal: Any):
+        self.where = whole.where
+        self._whole = whole
+        self._names: dict[str, str] = {}  # the model's -> the file's
+        self._joined: dict[str, list[Place]] = {}
+        wanted = {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()}
+        rename, joins = _read_conversions(causal, wanted)
+        members: dict[str, dict[str, dict[int, str]]] = {}  # the model's name -> pattern -> number -> the file's name
+        for name in whole.shapes:
+            ours, pattern = (name, None) if name in wanted else rename(name)
+            number = _NUMBER.search(name)
+            if pattern is None or number is None:
+                self._names[ours] = name
+            else:
+                members.setdefault(ours, {}).setdefault(pattern, {})[int(number[1])] = name
+        self.shapes = {ours: whole.shapes[name] for ours, name in self._names.items()}
+        for ours, found in members.items():
+            self._join(ours, found, joins[next(iter(found))], (wanted.get(ours) or (0,))[0])
+
+    def _join(self, ours: str, found: dict[str, dict[int, str]], patterns: list[str], num_entries: int) -> None:
+        """`found`: for each of `patterns` the file's tensors by number; the model has `num_entries` of them."""
+        shapes = self._whole.shapes
+        sample = next(iter(next(iter(found.values())).values()))
+        entries = range(max(num_entries, 1 + max(max(names) for names in found.values())))
+        absent = next((pattern for pattern in patterns if pattern not in found), None)
+        if absent is not None:
+            raise bad_weights(f"{self.where} holds {sample}, but no {absent} beside it")
+        missing = [_NUMBER.sub(f".{entry}.", name, 1) for names in found.values() for name in [names[min(names)]]
+                   for entry in entries if entry not in names]  # fmt: skip
+        if missing:
+            raise lacks(self.where, missing)
+        places, start, columns = [], 0, shapes[sample][1:]
+        for pattern in patterns:
+            rows = shapes[found[pattern][0]][0]
+            for entry in entries:
+                name = found[pattern][entry]
+                if shapes[name] != (rows, *columns):
+                    what = f"{self.where} holds {name} in the wrong shape: {list(shapes[name])}"
+                    raise bad_weights(f"{what} where others of its kind have {[rows, *columns]}")
+                places.append(Place(entry, start, rows, name))
+            start += rows
+        self._joined[ours] = places
+        self.shapes[ours] = (len(entries), start, *columns)
+
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        if name not in self._joined:
+            self._whole.read(self._names[name], target, index)
+            return
+        for place in self._joined[name]:
+            if index is None or index == place.entry:
+                entry = target[place.entry] if index is None else target
+                self._whole.read(place.name, entry[place.start : place.start + place.size])
+
+    def source(self, name: str) -> PartSource:
+        return self._whole.source(self._names[name])
+
+
+def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict[str, list[str]]]:
+    """How transformers renames, and for each pattern by which it joins tensors all those that are joined with it."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key
+    except ImportError:  # a release that renames nothing
+        return lambda name: (name, None), {}
+    conversions = get_model_conversion_mapping(causal)
+    renamings: list[Any] = [conversion for conversion in conversions if not hasattr(conversion, "operations")]
+    converters: list[Any] = [conversion for conversion in conversions if hasattr(conversion, "operations")]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def rename(name: str) -> tuple[str, str | None]:
+        ours, pattern = rename_source_key(name, renamings, converters, causal.base_model_prefix, wanted)
+        if pattern is not None and not _only_joins(converter_of[pattern]):
+            done = ", ".join(type(operation).__name__ for operation in converter_of[pattern].operations)
+            raise unsupported(causal.config.model_type, f"its checkpoints hold {name} in another form ({done})")
+        return ours, pattern
+
+    return rename, {pattern: list(converter.source_patterns) for pattern, converter in converter_of.items()}
+
+
+def _only_joins(converter: Any) -> bool:
+    """Experts one behind the other, each of one matrix, or of several one below the other."""
+    done = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+    return done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])

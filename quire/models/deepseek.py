@@ -31,8 +31,12 @@ from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
 DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
-    "glm4_moe_lite": {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
-}
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
+    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
+                    "topk_group": 4, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
+                      "routed_scaling_factor": 1.8},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

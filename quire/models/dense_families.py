@@ -20,6 +20,7 @@ from quire.types import QuireError
 
 Fields = Mapping[str, Any]
 NO_ROPE = RopeConfig(kind="none")
+KINDS = ("full_attention", "sliding_attention")
 FUSED_QKV = AttentionNames(qkv=("qkv_proj",))
 FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
 SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -63,15 +64,22 @@ def _upper_windows(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _pattern(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but each `every`-th."""
+    """Where config.json has no `layer_types`: a window in every layer but each `every`-th, and its kind's rope."""
     if config.get("layer_types") is not None:
         return dense
     window = window_size(config)
-    return replace(dense, windows=tuple(window if (i + 1) % every else None for i in range(dense.num_layers)))
+    windows = tuple(window if (i + 1) % every else None for i in range(dense.num_layers))
+    given = config.get("rope_parameters") or {}
+    if not set(given) & set(KINDS):
+        return replace(dense, windows=windows)
+    full, local = (RopeConfig.from_hf({**config, "rope_parameters": given.get(kind) or {}}) for kind in KINDS)
+    return replace(dense, windows=windows, ropes=tuple(full if w is None else local for w in windows))
 
 
 def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
     """The first of each four layers sees everything."""
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
     if config.get("layer_types") is not None:
         return dense
     window = window_size(config)
@@ -132,11 +140,12 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = _pattern(config, dense, every=config.get("sliding_window_pattern") or 6)
-    if not set(config.get("rope_parameters") or {}) & {"full_attention", "sliding_attention"}:
+    if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
         pairs = zip(dense.ropes, dense.windows, strict=True)
         dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
-    return replace(_gemma_norms(config, dense), qk_norm="head")
+    # The field for a soft cap of attention is Gemma 2's; Gemma 3 has it without using it.
+    return replace(_gemma_norms(config, dense), qk_norm="head", attention_softcap=None)
 
 
 def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -163,7 +172,7 @@ def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = _pattern(config, dense, every=4)
-    if not set(config.get("rope_parameters") or {}) & {"full_attention", "sliding_attention"}:
+    if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=dense.ropes[0].theta)  # only layers that see everything are stretched
         pairs = zip(dense.ropes, dense.windows, strict=True)
         dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
@@ -279,6 +288,14 @@ _GEMMA3 = {  # inside a model with images, its config says little more than wher
     "max_position_embeddings": 131072,
     "rope_theta": 1000000.0,
 }
+_CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+_GLM = {
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "num_key_value_heads": 2,
+}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 DENSE: dict[str, DenseFamily] = {
@@ -293,8 +310,8 @@ DENSE: dict[str, DenseFamily] = {
     "gemma": DenseFamily(_gemma, {**_GEMMA, "hidden_activation": None, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": DenseFamily(_gemma2, {**_GEMMA2, **_CAPS}),
     "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, **_GEMMA3}),
-    "glm": DenseFamily(_glm, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
-    "glm4": DenseFamily(_glm4, {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}),
+    "glm": DenseFamily(_glm, _GLM),
+    "glm4": DenseFamily(_glm4, _GLM),
     "granite": DenseFamily(_granite),
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
     "llama": DenseFamily(),
@@ -305,7 +322,10 @@ DENSE: dict[str, DenseFamily] = {
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),
     "olmo3": DenseFamily(_olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
     "phi": DenseFamily(_phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
-    "phi3": DenseFamily(_phi3, {"rms_norm_eps": 1e-5}),
+    "phi3": DenseFamily(
+        _phi3,
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    ),
     "qwen2": DenseFamily(_qwen2, {"sliding_window": 4096}),
     "qwen3": DenseFamily(_qwen3, {"sliding_window": 4096, "head_dim": 128}),
     "seed_oss": DenseFamily(_seed_oss, {"attention_bias": True, "head_dim": 128}),

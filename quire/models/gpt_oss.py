@@ -23,7 +23,14 @@ from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig, read_common
 from quire.models.fields import number, whole
 
-DEFAULTS: dict[str, Any] = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128}
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 64,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "rope_theta": 150000.0,
+}
+ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class GptOssConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
+        if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+            config = {**config, "rope_parameters": ROPE}
         dense = read_common({**DEFAULTS, **config})
         if config.get("layer_types") is None:  # every second layer sees everything
             window = whole(config, "sliding_window", DEFAULTS["sliding_window"])

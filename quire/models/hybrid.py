@@ -50,6 +50,9 @@ class HybridShape:
              logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
         """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
         none."""
+        if all(kind == "plain" for kind in blocks):
+            what = "No layer of this model attends or keeps a state: it would see one token at a time."
+            raise QuireError("bad_config", what, "Check config.json.")
         return cls(
             vocab_size=whole(config, "vocab_size"),
             width=whole(config, "hidden_size"),

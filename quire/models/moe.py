@@ -7,7 +7,7 @@ how its attention is read, how its experts are, and what the checkpoint calls th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class MoEConfig:
     def from_hf(cls, config: Fields) -> MoEConfig:
         check_silu(config)
         family = MOE[config["model_type"]]
+        config = {**family.defaults, **config}
         dense = family.dense(config)
         num_layers = dense.num_layers
         sparse = sparse_layers(config, num_layers)
@@ -209,19 +210,21 @@ class MoEFamily:
     dense: Callable[[Fields], DenseConfig]
     shape: Callable[[Fields], MoEShape]
     names: ExpertNames
+    defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
 _QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
+_GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 MOE = {
-    "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK),
+    "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
-    "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK),
+    "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
     "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),
     "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape, _QWEN),
     "qwen3_moe": MoEFamily(_qwen3, _qwen_shape, _QWEN),
-    "solar_open": MoEFamily(_solar_open, shared_beside_routed, _DEEPSEEK),
+    "solar_open": MoEFamily(_solar_open, shared_beside_routed, _DEEPSEEK, {"n_shared_experts": 1}),
 }

@@ -79,6 +79,8 @@ class NemotronHConfig:
             recurrent=recurrent,
             blocks=tuple(LAYER_TYPES[kind] for kind in _layer_types(config)),
         )
+        # `time_step_limit` bounds steps, as in NVIDIA's own code. transformers keeps them above `time_step_min`,
+        # with which weights are drawn before training: heads that learned shorter steps say something else there.
         options = FIELDS.options(config, eps, recurrent.num_groups)
         activation = check_activation(config.get("mlp_hidden_act") or "relu2")
         moe_layers = frozenset(place for place, kind in enumerate(_layer_types(config)) if kind == "moe")

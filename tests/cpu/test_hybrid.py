@@ -21,6 +21,7 @@ from quire.models.loader import build_model
 from quire.models.registry import find_family
 from quire.types import QuireError, SamplingParams
 from tests.cpu.families.harness import all_families, ragged_prompts, save_checkpoint
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
@@ -166,6 +167,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "convolution"]}, "'convolution'"),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X*"}, "'X'"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "moe"]}, "No layer of this model attends or keeps a state"),
     ("nemotron_h", {"mlp_hidden_act": "mish"}, "'mish'"),
     ("nemotron_h", {"n_groups": 3}, "8 recurrent heads"),
     ("mamba2", {"expand": 3}, "do not add up to 192"),
@@ -199,6 +201,33 @@ def test_the_letters_of_a_pattern_mean_the_same(folders: dict[str, Path]) -> Non
     letters = {**config, "layers_block_type": None, "hybrid_override_pattern": "M-*M"}
     family = find_family("nemotron_h")
     assert family.read_config(letters) == family.read_config(config)
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.6)], ids=str)
+def test_steps_are_bounded_as_the_config_says(limits: tuple[float, float], tmp_path: Path) -> None:
+    """Nemotron-H's steps, some of them shorter than those its weights are drawn for: those are no limit."""
+    family = next(family for family in all_families() if family.name == "nemotron_h")
+
+    def config() -> Any:
+        made = family.config()
+        made.time_step_limit = limits
+        return made
+
+    def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        family.draw(name, parameter, generator)
+        if name.endswith("dt_bias"):
+            parameter.copy_(torch.linspace(-12.0, 1.0, len(parameter)))  # softplus: 6e-6 to 1.3
+
+    oracle = save_checkpoint(replace(family, config=config, draw=draw), tmp_path)
+    mixers = [module for module in oracle.modules() if hasattr(module, "time_step_limit")]
+    for mixer in mixers:  # it has a limit of its own there, see nemotron_h.py
+        mixer.time_step_limit = limits
+    tokens = [(7 * i * i + 3) % 256 for i in range(50)]
+    row, harness = HarnessRow(list(tokens)), PagedHarness(load(tmp_path), num_pages=40, seed=2)
+    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
+    with torch.inference_mode():
+        want = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert len(mixers) == 2 and (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4Tex
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}  # Gemma 3 knows the first and does not use it
 HEADS = {"head_dim": 16, "query_pre_attn_scalar": 20}
 LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -45,14 +46,12 @@ FAMILIES = [
     Family("gemma", lambda: GemmaConfig(**TINY, head_dim=16, hidden_act="gelu_pytorch_tanh"), draw_around_zero),
     Family(
         "gemma2",
-        lambda: Gemma2Config(
-            **TINY, **HEADS, sliding_window=11, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
-        ),
+        lambda: Gemma2Config(**TINY, **HEADS, **CAPS, sliding_window=11),
         draw_around_zero,
     ),
     Family(
         "gemma3",
-        lambda: Gemma3TextConfig(**SIX_LAYERS, **HEADS, sliding_window=9, rope_parameters=LINEAR),
+        lambda: Gemma3TextConfig(**SIX_LAYERS, **HEADS, **CAPS, sliding_window=9, rope_parameters=LINEAR),
         draw_around_zero,
     ),
     Family(

@@ -18,12 +18,11 @@ from transformers import (
 )
 
 from tests.cpu.families.experts import draw_sharp
-from tests.cpu.families.gemma import HEADS, draw_around_zero
+from tests.cpu.families.gemma import CAPS, HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
 ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
 GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
-CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
 
 
 def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:

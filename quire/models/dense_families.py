@@ -15,7 +15,7 @@ from quire.layers.attention import AttentionNames
 from quire.layers.mlp import MLPNames
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
-from quire.models.fields import flag, number, whole
+from quire.models.fields import above_zero, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -132,7 +132,7 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(
         _gemma(config, dense),
         norms=SANDWICH,
-        attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=above_zero(config, "query_pre_attn_scalar", 256) ** -0.5,
         attention_softcap=_softcap(config, "attn_logit_softcapping"),
         logit_softcap=_softcap(config, "final_logit_softcapping"),
     )
@@ -185,7 +185,7 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
         attention_scale=number(config, "attention_multiplier", 1.0),
         embedding_scale=number(config, "embedding_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
-        logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+        logit_scale=1.0 / above_zero(config, "logits_scaling", 1.0),
     )
 
 
@@ -266,7 +266,7 @@ def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_e
 
 
 def _softcap(config: Fields, key: str) -> float | None:
-    return None if config.get(key) is None else number(config, key, 0.0)
+    return None if config.get(key) is None else above_zero(config, key, 0.0)
 
 
 def _refuse(config: Fields, key: str) -> None:

@@ -27,6 +27,13 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
+def above_zero(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = number(config, key, default)
+    if not value > 0:
+        raise QuireError("bad_config", f"{key}={value!r} must be above 0.", "Check config.json.")
+    return value
+
+
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = config.get(key)
     if value is None:

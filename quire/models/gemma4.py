@@ -28,7 +28,7 @@ from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
-from quire.models.fields import check_heads, check_layer_types, flag, number, whole
+from quire.models.fields import above_zero, check_heads, check_layer_types, flag, number, whole
 from quire.types import CacheSpec, QuireError
 
 _ROPES = {
@@ -95,7 +95,7 @@ class Gemma4Config:
             eps=number(config, "rms_norm_eps", 1e-6),
             activation=check_activation(config.get("hidden_activation") or "gelu_pytorch_tanh"),
             tied=flag(config, "tie_word_embeddings", True),
-            logit_softcap=None if caps is None else number(config, "final_logit_softcapping", 0.0),
+            logit_softcap=None if caps is None else above_zero(config, "final_logit_softcapping", 0.0),
             input_vocab=whole(config, "vocab_size_per_layer_input", 262144),
             input_width=int(number(config, "hidden_size_per_layer_input", 256)),
         )

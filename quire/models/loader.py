@@ -7,7 +7,8 @@ files, folders and GGUF, become the same thing here: the fields of a config.json
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -140,8 +141,9 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
                 at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
     tables of angles are, by default there, too."""
-    method = (hf_config.get("quantization_config") or {}).get("quant_method", "an unknown method")
-    if hf_config.get("quantization_config") and method != "mxfp4":  # that one is decoded while loading
+    quantized = hf_config.get("quantization_config")
+    method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, dict) else quantized
+    if quantized and method != "mxfp4":  # that one is decoded while loading
         what = f"This checkpoint is quantized ({method}), which is not supported."
         raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
     model_type = find_model_type(hf_config)
@@ -151,22 +153,28 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
-    model = family(
-        config, dtype=compute_dtype, cache_dtype=_cache_dtype(kv_dtype, compute_dtype, device, ops),
-        device=at or device, page_tokens=page_tokens, ops=ops, scheme=scheme,
-    )  # fmt: skip
+    cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
+    with _in_one_line(model_type):
+        model = family(config, dtype=compute_dtype, cache_dtype=cache_dtype, device=at or device,
+                       page_tokens=page_tokens, ops=ops, scheme=scheme)  # fmt: skip
     return model, config
 
 
 def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
+    with _in_one_line(hf_config["model_type"]):
+        return family.read_config(hf_config)
+
+
+@contextmanager
+def _in_one_line(model_type: str) -> Iterator[None]:
     """Families name the field that is wrong. What no one thought of still ends in one line."""
     try:
-        return family.read_config(hf_config)
+        yield
     except QuireError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        what = f"This {hf_config['model_type']} config can't be read ({type(error).__name__}: {reason})."
+        what = f"This {model_type} config makes no model ({type(error).__name__}: {reason})."
         raise QuireError("bad_config", what, "Check config.json.") from error
 
 

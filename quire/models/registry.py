@@ -141,7 +141,9 @@ def find_model_type(config: Mapping[str, Any]) -> str:
     """What kind of model a config.json describes: by its `model_type`, or else by its `architectures`."""
     names = [config.get("model_type"), *(ARCHITECTURES.get(name) for name in config.get("architectures") or ())]
     model_type = next((name for name in names if name is not None), None)
-    if model_type is None:
+    if not isinstance(model_type, str):
+        if model_type is not None:
+            raise unsupported(f"Model type {model_type!r}")
         raise unsupported(f"Model type {', '.join(config.get('architectures') or ()) or '(config.json names none)'}")
     return model_type
 

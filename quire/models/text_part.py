@@ -20,7 +20,8 @@ _BEGINNINGS = {  # as files have been published over the years -> as a model of 
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")  # said of the whole, true of the part
+# Said of the whole, true of the part.
+_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:

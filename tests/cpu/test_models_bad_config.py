@@ -114,10 +114,22 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
 
 @pytest.mark.parametrize(("kind", "changes"), [
     ("llama", {"layer_types": 5}), ("qwen3_moe", {"mlp_only_layers": 3}), ("qwen3_next", {"rope_parameters": [1]}),
-    ("smollm3", {"no_rope_layers": 7}), ("mamba2", {"time_step_limit": 4}),
+    ("smollm3", {"no_rope_layers": 7}), ("mamba2", {"time_step_limit": 4}), ("llama", {"quantization_config": "fp8"}),
+    ("llama", {"model_type": ["llama"]}), ("deepseek_v3", {"n_shared_experts": -1}),
+    ("deepseek_v3", {"n_shared_experts": "x"}), ("gemma4_text", {"hidden_size_per_layer_input": -4}),
+    ("gemma4_text", {"final_logit_softcapping": 0}), ("gemma2", {"attn_logit_softcapping": -1}),
+    ("gemma2", {"query_pre_attn_scalar": -4}), ("granite", {"logits_scaling": 0}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:
     refuse({**fields_of(kind), **changes})
+
+
+def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:
+    """Of text and images, with the method said of the whole."""
+    family = next(family for family in all_families() if family.name == "gemma3 of text and images")
+    config = json.loads(family.config().to_json_string(use_diff=False))
+    part = text_part({**config, "quantization_config": {"quant_method": "fp8"}})
+    assert part is not None and "is quantized (fp8)" in refuse(part)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class Edge:
     def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
         """The n requests of one prompt, ready for the engine."""
+        self._check_known(tokens)
         params = params.resolve(self.defaults)
         if self.tokenizer is not None:
             params = resolve_params(params, self.tokenizer)
@@ -144,6 +145,18 @@ class Edge:
         if self.tokenizer is None:
             raise QuireError("no_tokenizer", "This model has no tokenizer.", "Send token ids instead of text.")
         return self.tokenizer
+
+    def _check_known(self, tokens: list[int]) -> None:
+        """Some tokenizers know more tokens than their model, for which there would be nothing to look up."""
+        if (
+            self.tokenizer is not None
+            and self.tokenizer.vocab_size > self.vocab_size
+            and max(tokens) >= self.vocab_size
+        ):
+            unknown = next(token for token in tokens if token >= self.vocab_size)
+            name = self.tokenizer.token_bytes(unknown).decode("utf-8", "replace")
+            what = f"The prompt holds {name!r}, token {unknown}: its tokenizer knows it, this model does not."
+            raise QuireError("invalid_prompt", what, f"Leave it out; the model has tokens 0 to {self.vocab_size - 1}.")
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
         are_ints = countOf(map(type, prompt), int) == len(prompt) > 0

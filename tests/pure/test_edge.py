@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from quire.edge import Edge
-from quire.types import QuireError
+from quire.types import QuireError, SamplingParams
 
 
 class Letters:
+    vocab_size = 0x110000
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
@@ -36,3 +41,13 @@ def test_pictures_are_refused_also_where_the_template_would_show_them(kind: str)
     assert caught.value.code == "invalid_parameter" and caught.value.param == "messages"
     assert f"messages[1] holds a part of type {kind!r}" in str(caught.value) and "\n" not in str(caught.value)
     assert edge.encode([text]) == [ord("h"), ord("i")]
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_named() -> None:
+    """Gemma 3's tokenizer has one for images, which models of text alone have no row for."""
+    edge = make_edge()
+    params = SamplingParams(max_tokens=4)
+    assert edge.requests(edge.encode("h\u00ff"), params)[0].tokens == [ord("h"), 255]
+    with pytest.raises(QuireError, match="The prompt holds '\u0100', token 256: its tokenizer knows it") as caught:
+        edge.requests(edge.encode("h\u0100"), params)
+    assert caught.value.code == "invalid_prompt" and "\n" not in str(caught.value)

@@ -225,7 +225,7 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
         return None
 
     def make_compiler() -> GrammarCompiler:
-        ids = range(tokenizer.vocab_size)
+        ids = range(min(tokenizer.vocab_size, vocab_size))  # some tokenizers know more tokens than their model
         tokens = [tokenizer.token_bytes(i) for i in ids]
         special = [i for i in ids if tokenizer.is_special(i)]
         return GrammarCompiler(tokens, eos_ids, special_ids=special, vocab_size=vocab_size)

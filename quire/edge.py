@@ -101,10 +101,12 @@ class Edge:
     def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
         """The n requests of one prompt, ready for the engine."""
-        self._check_known(tokens)
+        if self._knows_more:
+            self._check_known(tokens)
         params = params.resolve(self.defaults)
         if self.tokenizer is not None:
             params = resolve_params(params, self.tokenizer)
+            params = self._without_unknown(params) if self._knows_more else params
         elif params.stop or params.bad_words or params.dry_multiplier:
             raise QuireError("no_tokenizer", "Stop strings, bad words and DRY need a tokenizer, this model has none.")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
@@ -146,17 +148,26 @@ class Edge:
             raise QuireError("no_tokenizer", "This model has no tokenizer.", "Send token ids instead of text.")
         return self.tokenizer
 
+    @property
+    def _knows_more(self) -> bool:
+        """Some tokenizers know more tokens than their model, which has nothing to look up for them."""
+        return self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
+
     def _check_known(self, tokens: list[int]) -> None:
-        """Some tokenizers know more tokens than their model, for which there would be nothing to look up."""
-        if (
-            self.tokenizer is not None
-            and self.tokenizer.vocab_size > self.vocab_size
-            and max(tokens) >= self.vocab_size
-        ):
-            unknown = next(token for token in tokens if token >= self.vocab_size)
-            name = self.tokenizer.token_bytes(unknown).decode("utf-8", "replace")
+        unknown = next((token for token in tokens if token >= self.vocab_size), None)
+        if unknown is not None:
+            name = self._need_tokenizer().token_bytes(unknown).decode("utf-8", "replace")
             what = f"The prompt holds {name!r}, token {unknown}: its tokenizer knows it, this model does not."
             raise QuireError("invalid_prompt", what, f"Leave it out; the model has tokens 0 to {self.vocab_size - 1}.")
+
+    def _without_unknown(self, params: SamplingParams) -> SamplingParams:
+        """What the model can't say needs no ban, and breaks no repetition."""
+        size = self.vocab_size
+        return replace(
+            params,
+            bad_token_ids=tuple(ids for ids in params.bad_token_ids if max(ids, default=0) < size),
+            dry_breaker_ids=tuple(token for token in params.dry_breaker_ids if token < size),
+        )
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
         are_ints = countOf(map(type, prompt), int) == len(prompt) > 0

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from quire import LLM, AsyncLLM, GrammarSpec, QuireError, SamplingParams
 from tests.cpu.rig import LateDevice
@@ -299,6 +300,29 @@ def test_output_bound_by_a_grammar(llm: LLM) -> None:
     text = "".join(chunk.text for chunk in streamed)
     assert text.count("(") == text.count(")") and text.strip("()") == "x"
     assert idle(llm)
+
+
+def test_a_tokenizer_may_know_more_than_its_model(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """Gemma 3's has a token for images, for which models of text alone have no row."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([f"*extra{i}*" for i in range(70)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    more = LLM(str(tmp_path), **KNOBS)
+    asked = [
+        GREEDY,
+        replace(GREEDY, dry_multiplier=1.0),  # "*" breaks repetitions
+        replace(GREEDY, bad_words=("*extra3*", "sky")),
+        replace(GREEDY, ignore_eos=False, grammar=GrammarSpec.choice("sky", "light")),
+    ]
+    outputs = more.generate(["why is the sky"] * len(asked), asked)
+    wanted = llm.generate(["why is the sky"] * len(asked), asked)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
+    assert all(output.error is None for output in outputs) and outputs[-1].text in ("sky", "light")
+    with pytest.raises(QuireError, match=r"The prompt holds '\*extra69\*', token \d+: its tokenizer knows it"):
+        more.generate(["why *extra69*"], GREEDY)
+    assert idle(more)
 
 
 def test_a_wrong_grammar_is_an_error_before_anything_runs(llm: LLM) -> None:

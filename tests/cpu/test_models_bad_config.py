@@ -124,6 +124,15 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
     refuse({**fields_of(kind), **changes})
 
 
+@pytest.mark.parametrize(("kind", "field"), [
+    ("gemma4_text", "enable_moe_block"), ("cohere", "use_qk_norm"), ("phi", "qk_layernorm"),
+    ("stablelm", "qk_layernorm"), ("olmo", "clip_qkv"), ("olmoe", "clip_qkv"),
+])  # fmt: skip
+def test_variants_that_are_not_built_are_refused_by_name(kind: str, field: str) -> None:
+    """As docs/models.md says."""
+    assert field in refuse({**fields_of(kind), field: 8 if field == "clip_qkv" else True})
+
+
 def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:
     """Of text and images, with the method said of the whole."""
     family = next(family for family in all_families() if family.name == "gemma3 of text and images")

@@ -40,6 +40,10 @@ linear layer, not experts, embeddings and convolutions), FP8 keys and values the
 1e-4 of those that the float16 weights stand for; every product of blocks to 1e-4 of plain torch over the same blocks,
 and all of them together as near as rounding activations lets any kernel come; logits to 1e-4 through the FP8 scheme
 with kernels in CUDA's place that keep all bits. LoRA comes later.
+
+Refused by name: Gemma 4 with experts (`enable_moe_block`), queries and keys normed head by head in Cohere, Phi and
+StableLM (`use_qk_norm`, `qk_layernorm`), clipped ones in OLMo and OLMoE (`clip_qkv`), and checkpoints that are already
+quantized, but for GGUF files and gpt-oss's MXFP4, which is decoded while it is read.
 """
 OWN = "\n## Families with a file of their own\n\n"
 OTHER = """
@@ -49,7 +53,8 @@ A model type not in this list, if an installed `transformers` (5 or later) knows
 attention swapped for the paged one: slower, with everything else as above, without quantization. `quire` says so at
 start, and compares the model with its own attention once it is loaded; what would be wrong is refused. Refused by name
 are models with recurrent state or caches of their own, masks or biases of their own in attention, and rope that changes
-with the length of what it is given (longrope). Shown on:
+with the length of what it is given (longrope). Checkpoints may have the names they were published with, and experts one
+by one. Shown on:
 
 """
 

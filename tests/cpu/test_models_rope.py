@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Phi3Config
 
+from quire.files.source import resolve_model
+from quire.models.loader import load_model
 from tests.cpu.families.checks import check_logits
-from tests.cpu.families.harness import Case, all_families
+from tests.cpu.families.harness import TINY, Case, Family, all_families, save_checkpoint
+from tests.cpu.families.phi import LONG
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.rig import CPU
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 # Heads that turn in part: without a norm, as neighbours, with biases, with norms of each head, with wide ones, gated.
@@ -28,3 +35,19 @@ def test_what_yarn_scales_is_only_what_turns(name: str, tmp_path: Path) -> None:
         return made
 
     check_logits(Case(replace(family, config=config), tmp_path))
+
+
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(64, 50), (None, 70)])
+def test_one_set_of_factors_serves_all_sequences(max_model_len: int | None, num_tokens: int, tmp_path: Path) -> None:
+    """transformers changes from the short set to the long one where a sequence outgrows 64 tokens. Here it is the long
+    one for all, unless none may outgrow them: then the short one, and what transformers says of such sequences."""
+    made = Phi3Config(**TINY, rope_parameters=LONG, original_max_position_embeddings=64)
+    reference = save_checkpoint(Family("phi4", lambda: made), tmp_path)
+    model: Any = load_model(resolve_model(str(tmp_path)), dtype="float32", device=CPU, max_model_len=max_model_len,
+                            page_tokens=4).model  # fmt: skip
+    tokens = [(7 * i * i + 3) % 256 for i in range(num_tokens)]
+    row, harness = HarnessRow(list(tokens)), PagedHarness(model, num_pages=40, seed=2)
+    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 7, num_tokens - 28)])
+    with torch.inference_mode():
+        want = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()

@@ -44,6 +44,11 @@ with kernels in CUDA's place that keep all bits. LoRA comes later.
 Refused by name: Gemma 4 with experts (`enable_moe_block`), queries and keys normed head by head in Cohere, Phi and
 StableLM (`use_qk_norm`, `qk_layernorm`), clipped ones in OLMo and OLMoE (`clip_qkv`), and checkpoints that are already
 quantized, but for GGUF files and gpt-oss's MXFP4, which is decoded while it is read.
+
+Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
+what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the
+model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's own code, and not
+by `time_step_min`.
 """
 OWN = "\n## Families with a file of their own\n\n"
 OTHER = """

@@ -27,6 +27,7 @@ from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
 MXFP4_BYTES = 16  # of a block of 32 numbers
+HEAD = "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
@@ -113,6 +114,7 @@ class CheckpointFill:
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint):
         check_tensors(model, checkpoint)
+        check_tied(model, checkpoint)
         self.checkpoint = checkpoint
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
@@ -160,6 +162,32 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
         name = misshapen[0]
         what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
         raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+
+
+def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Where config.json says that the head is the embedding, a checkpoint may hold it as a copy, and as nothing else:
+    transformers would go by the checkpoint."""
+    uses = Counter(weight.parts_in(checkpoint.shapes) for _, _, weight in iter_weights(model))
+    if HEAD not in checkpoint.shapes or any(part.name == HEAD for parts in uses for part in parts):
+        return
+    for (part, *others), count in uses.items():
+        if count > 1 and not others and len(part.shape) == 2 and not _are_copies(checkpoint, part.name, HEAD):
+            what = f"{checkpoint.where} holds {HEAD}, which is not {part.name}, though config.json says they are one."
+            raise QuireError("bad_weights", what, "If this head is the right one, set tie_word_embeddings to false.")
+
+
+def _are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """By rows from all over them: reading two whole tables would take as long as loading one."""
+    num_rows, width = checkpoint.shapes[one]
+    if checkpoint.shapes[other] != (num_rows, width):
+        return False
+    rows = torch.empty(2, width)
+    for index in sorted({i * (num_rows - 1) // 63 for i in range(64)}):
+        checkpoint.read(one, rows[0], index)
+        checkpoint.read(other, rows[1], index)
+        if not torch.equal(rows[0], rows[1]):
+            return False
+    return True
 
 
 def lacks(where: str, names: list[str]) -> QuireError:

@@ -21,6 +21,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
@@ -76,9 +77,20 @@ def test_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
 
 def test_needless_tensors_are_let_pass(tmp_path: Path) -> None:
     folder = make_tiny("smollm2", tmp_path)[1]
-    extra = {"lm_head.weight": torch.zeros(256, 96), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    edit_weights(folder, lambda tensors: tensors.update(extra))
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    edit_weights(folder, lambda tensors: tensors.update(extra, **{HEAD: tensors[EMBEDDING].clone()}))
     load(folder)
+
+
+@pytest.mark.parametrize("head", [torch.zeros(256, 96), torch.zeros(250, 96)], ids=["other", "smaller"])
+def test_a_tied_head_must_be_the_embedding(head: torch.Tensor, tmp_path: Path) -> None:
+    """transformers goes by the checkpoint where it holds another head than config.json promises."""
+    folder = make_tiny("smollm2", tmp_path)[1]
+    edit_weights(folder, lambda tensors: tensors.update({HEAD: head}))
+    with pytest.raises(
+        QuireError, match=r"lm_head.weight, which is not model.embed_tokens.weight.*tie_word_embeddings"
+    ):
+        load(folder)
 
 
 def test_untied_head_must_be_there(folder: Path) -> None:

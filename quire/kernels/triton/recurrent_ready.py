@@ -13,17 +13,17 @@ two heads the query's follows when the first head's values are read:
     B      the key                             the key     the query, L's diagonal blocks, T: of 16, of 32, whole
     C      the first head's values, the query  the query   -L of each head
 
-Each is allocated by itself: between places that the compiler knows to be apart it puts no barriers. `fulls` tell of
-each part that it is there. Between threads of a program:
-  0. before the query's inputs are asked for (C), all have read the first head's values.
-  1. before A is written as the key, all have read the last values' inputs.
-  2. before B is written as the query, all have read the key's inputs.
-  3. before the products, key and query are written, and the query's inputs read: C is free.
-  4. before A and B are written again, the matrix units have read key and query.
-  5. before blocks of 16 are inverted, L's diagonal blocks are written (B); before inverses take their place, read.
-  6. before the next products and the copies of scores, blocks of 16 (B), L (C) and scores (A) are written.
-  7. within `join_blocks`: blocks of 16 are read, then those of 32 written.
-  8. before T is written, blocks of 32 are read; before it is copied, it is written.
+One loop goes over the parts, and loops go over the heads: code that runs again is at hand, where code that runs once
+has to be fetched. So places are one allocation, picked at run time, and between accesses to it the compiler lets
+threads meet more often than they need to. `fulls` tell of each part that it is there. Between threads of a program:
+  0. before a part, all have read the inputs of the part before: the query's are asked for (C) when the first head's
+     values are read, the key is written where the last values were (A), the query where the key's inputs were (B).
+  1. before the products, key and query are written, and the query's inputs read: C is free.
+  2. before A and B are written again, the matrix units have read key and query.
+  3. before blocks of 16 are inverted, L's diagonal blocks are written (B); before inverses take their place, read.
+  4. before the next products and the copies of scores, blocks of 16 (B), L (C) and scores (A) are written.
+  5. of each head, within `join_blocks`: blocks of 16 are read, then those of 32 written.
+  6. before T is written, blocks of 32 are read; before it is copied, it is written.
 What the matrix units or the copy engine read, or write over, is fenced first: they see shared memory by another way
 than threads do.
 """
@@ -48,19 +48,22 @@ from quire.kernels.triton.recurrent_ready_conv import (
     SHARED,
     UNITS,
     await_part,
+    by_age,
+    clear_behind,
     convolve,
-    convolve_values,
-    fetch_before,
-    fetch_own,
+    fetch,
     load_taps,
+    store_normed,
+    store_values,
 )
 from quire.kernels.triton.recurrent_ready_solve import MMA, invert_blocks, join_blocks
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # two in 32 bits
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # these three: as it lies
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # these four: as it lies
 PLANE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+ALL_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
 
 @gluon.jit
@@ -105,10 +108,13 @@ def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
 
 
 @gluon.jit
-def _store_squares(desc, place, tiles, SHARING: gl.constexpr):
-    """[64, 64] of each head, by the copy engine."""
-    for h in gl.static_range(SHARING):
-        tma.async_copy_shared_to_global(desc, [(place + h).to(gl.int32) * 64, 0], tiles.index(h))
+def _on_diagonal(x):
+    """Of [64, 64] the blocks of 16 on the diagonal, below each other: [64, 16]. Each warp has the rows of one."""
+    even, odd = gl.split(x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
+    zeroth, second = gl.split(even)
+    first, third = gl.split(odd)
+    block = gl.arange(0, 64, gl.SliceLayout(1, first.type.layout))[:, None] >> 4
+    return gl.where(block < 2, gl.where(block == 0, zeroth, first), gl.where(block == 2, second, third))
 
 
 @gluon.jit
@@ -119,7 +125,7 @@ def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     rows = gl.arange(0, 64, ROW)[:, None]
     columns = gl.arange(0, 64, COLUMN)[None, :]
-    for h in gl.static_range(SHARING):
+    for h in range(SHARING):
         total = lines.index(h)
         beta = -lines.index(SHARING + h).load(ROW)[:, None]
         between = total.load(ROW)[:, None] - total.load(COLUMN)[None, :]
@@ -127,9 +133,7 @@ def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr
         scores.index(h).store((asked * between).to(scores.dtype))
         lower = alike * (between * beta)  # its diagonal is not nothing, but nobody looks there
         lowers.index(h).store(lower.to(gl.float16))
-        diagonal = gl.where(rows >> 4 == columns >> 4, lower, 0.0)
-        diagonal = gl.sum(diagonal.reshape([4, 16, 4, 16]), 2)  # [4, 16, 16]: one of four is not nothing
-        diagonals.slice(4 * h, 4, dim=1).store(diagonal.permute((1, 0, 2)))
+        diagonals.index(h).store(_on_diagonal(lower).reshape([4, 16, 16]).permute((1, 0, 2)))
 
 
 @gluon.jit
@@ -141,35 +145,34 @@ def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place,
     alike = warpgroup_mma(k_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     asked = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
-    thread_barrier()  # 4
+    thread_barrier()  # 2
     scores = k_tile._reinterpret(dtype, [2, 64, 64], SHARED)
     _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING)
-    thread_barrier()  # 5
-    blocks = invert_blocks(diagonals._reinterpret(gl.float32, [16, 4 * SHARING, 16], PLANE), SHARING)
-    thread_barrier()  # 5
+    thread_barrier()  # 3
+    blocks = invert_blocks(diagonals._reinterpret(gl.float32, [SHARING, 16, 4, 16], ALL_BLOCKS), SHARING)
+    thread_barrier()  # 3
     q_tile._reinterpret(gl.int32, [128, 32], SHARED_PAIRS).slice(0, 64 * SHARING).store(blocks)
     fence_async_shared()
-    thread_barrier()  # 6
-    _store_squares(scores_desc, place, scores, SHARING)
-    inverses = join_blocks(q_tile._reinterpret(gl.float16, [2, 64, 64], SHARED), lowers, SHARING)  # 7 is within
-    wholes = ()
-    for h in gl.static_range(SHARING):
+    thread_barrier()  # 4
+    place = place.to(gl.int32)
+    for h in range(SHARING):
+        tma.async_copy_shared_to_global(scores_desc, [(place + h) * 64, 0], scores.index(h))
+        inverse = q_tile._reinterpret(gl.float16, [2, 64, 64], SHARED).index(h)
+        whole = join_blocks(inverse, lowers.index(h))  # 5 is within
         beta = lines.index(SHARING + h).load(gl.SliceLayout(0, MMA))[None, :]
-        wholes = joined(wholes, ((inverses[h] * beta).to(dtype),))
-    thread_barrier()  # 8
-    t = q_tile._reinterpret(dtype, [2, 64, 64], SHARED)
-    for h in gl.static_range(SHARING):
-        t.index(h).store(wholes[h])
-    fence_async_shared()
-    thread_barrier()  # 8
-    _store_squares(t_desc, place, t, SHARING)
+        thread_barrier()  # 6
+        t = inverse._reinterpret(dtype, [64, 64], SHARED)
+        t.store((whole * beta).to(dtype))
+        fence_async_shared()
+        thread_barrier()  # 6
+        tma.async_copy_shared_to_global(t_desc, [(place + h) * 64, 0], t)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _place(dtype: gl.constexpr):
-    """For the inputs of a part."""
-    return gl.allocate_shared_memory(dtype, [UNITS, 8, 64], SHARED)
+def _channel(part, head, group, GROUPS: gl.constexpr, SHARING: gl.constexpr):
+    """The first of a part's: values of the heads, key, query."""
+    return gl.where(part < SHARING, 2 * GROUPS + head + part, GROUPS * (SHARING + 1 - part) + group) * 128
 
 
 @gluon.jit(do_not_specialize=["x_units"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "tiles_ptr"])
@@ -192,8 +195,7 @@ def _ready_kernel(
     first = gl.load(tiles_ptr + 4 * tile + 1).to(gl.int64)
     start = gl.load(tiles_ptr + 4 * tile + 2)
     num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # more than 64: others follow
-    k_channel, q_channel, v_channel = (GROUPS + group) * 128, group * 128, 2 * GROUPS * 128 + head * 128
-    slots = (_place(dtype), _place(dtype), _place(dtype))
+    slots = gl.allocate_shared_memory(dtype, [3 * UNITS, 8, 64], SHARED)
     fulls = ()
     for _part in gl.static_range(PARTS):
         fulls = joined(fulls, (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),))
@@ -203,49 +205,44 @@ def _ready_kernel(
     fence_async_shared()
     thread_barrier()
     x_row = first.to(gl.int32) + start
-    for part in gl.static_range(PARTS):
-        mbarrier.expect(fulls[part], UNITS * 1024)
-    channels = (v_channel, v_channel + 128, k_channel) if SHARING == 2 else (v_channel, k_channel, q_channel)
-    for part in gl.static_range(3):  # one kind first, then the other: two for one barrier need threads to meet between
-        fetch_own(x_desc, x_row, channels[part], slots[part], fulls[part])
     for part in gl.static_range(3):
-        fetch_before(before_desc, x_row, channels[part], slots[part], fulls[part])
+        fetch(x_desc, before_desc, x_row, _channel(part, head, group, GROUPS, SHARING), slots, part, fulls[part])
     thread_barrier()  # or the compiler asks for some of it only when it has made gates
     x_stride = x_units * 8
     loaded = _load_gates(x_ptr + (first + start) * x_stride, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head,
                          CHANNELS + HEADS * 128, HEADS, SHARING)  # fmt: skip
-    taps = load_taps(conv_ptr, v_channel, TAPS)
+    taps = by_age(load_taps(conv_ptr, _channel(0, head, group, GROUPS, SHARING), TAPS), TAPS)
     where = ((state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride), start)
     place = tile.to(gl.int64) * HEADS + head
     _make_gates(loaded, num_tokens, gates_ptr + place * 256, lines, SHARING)
-    # Taps of a part are asked for before the part before it is worked on.
-    for h in gl.static_range(SHARING):
-        channel = v_channel + h * 128
-        taps_ahead = load_taps(conv_ptr, channel + 128 if h + 1 < SHARING else k_channel, TAPS)
-        await_part(slots[h], fulls[h], num_tokens)
-        convolve_values(slots[h], taps, where, channel, values_ptr + (place + h) * (64 * 128), CHANNELS, TAPS)
-        taps = taps_ahead
-        if SHARING == 2 and h == 0:
-            thread_barrier()  # 0
-            fetch_own(x_desc, x_row, q_channel, slots[0], fulls[QUERY])
-            fetch_before(before_desc, x_row, q_channel, slots[0], fulls[QUERY])
-    k_tile = slots[KEY - 1].index(0)._reinterpret(dtype, [64, 128], SHARED)  # A
-    q_tile = slots[KEY].index(0)._reinterpret(dtype, [64, 128], SHARED)  # B
+    values_ptr += place * (64 * 128)
     keys_ptr += (tile.to(gl.int64) * (2 * GROUPS) + group) * (64 * 128)
     mine = (head % (HEADS // GROUPS) == 0).to(gl.int32)  # the others that share them work out the same
-    await_part(slots[KEY], fulls[KEY], num_tokens)
-    thread_barrier()  # 1
-    convolve(
-        slots[KEY], slots[KEY - 1], taps, where, k_channel, 1.0, keys_ptr + GROUPS * (64 * 128), mine, CHANNELS, TAPS
-    )
-    taps = load_taps(conv_ptr, q_channel, TAPS)
-    await_part(slots[QUERY % 3], fulls[QUERY], num_tokens)
-    thread_barrier()  # 2
-    convolve(slots[QUERY % 3], slots[KEY], taps, where, q_channel, query_scale, keys_ptr, mine, CHANNELS, TAPS)
+    for part in range(PARTS):  # its taps are asked for before the part before it is worked on
+        channel = _channel(part, head, group, GROUPS, SHARING)
+        taps_ahead = load_taps(conv_ptr, _channel(gl.minimum(part + 1, QUERY), head, group, GROUPS, SHARING), TAPS)
+        thread_barrier()  # 0
+        if SHARING == 2 and part == 1:  # four parts for three places
+            fetch(x_desc, before_desc, x_row, group * 128, slots, 0, fulls[QUERY])
+        await_part(part, fulls, PARTS)
+        slot = part % 3
+        if num_tokens < 64:
+            clear_behind(slots, slot, num_tokens)
+        for half in range(2):
+            mixed = convolve(slots, slot, half, taps, where, channel, CHANNELS, TAPS)
+            if part < KEY:
+                store_values(mixed, values_ptr + part * (64 * 128), half)
+            else:
+                offset = gl.where(part == KEY, GROUPS * (64 * 128), 0)
+                scale = gl.where(part == KEY, 1.0, query_scale)
+                store_normed(mixed, scale, slots, part - 1, keys_ptr + offset, mine, half)
+        taps = by_age(taps_ahead, TAPS)
     fence_async_shared()
-    thread_barrier()  # 3
-    lowers = slots[QUERY % 3].index(0)._reinterpret(gl.float16, [SHARING, 64, 64], SHARED)  # C
-    diagonals = slots[KEY].index(0)._reinterpret(gl.float32, [16, 4 * SHARING, 16], BLOCKS)  # B
+    thread_barrier()  # 1
+    k_tile = slots.index((KEY - 1) * UNITS)._reinterpret(dtype, [64, 128], SHARED)  # A
+    q_tile = slots.index(KEY * UNITS)._reinterpret(dtype, [64, 128], SHARED)  # B
+    lowers = slots.index(QUERY % 3 * UNITS)._reinterpret(gl.float16, [SHARING, 64, 64], SHARED)  # C
+    diagonals = slots.index(KEY * UNITS)._reinterpret(gl.float32, [SHARING, 16, 4, 16], BLOCKS)  # B
     lines = lines._reinterpret(gl.float32, [2 * SHARING, 64], LINE)
     gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there; earlier it lost
     _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place, SHARING)

@@ -23,32 +23,34 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 
 
 @gluon.jit
-def fetch_before(before_desc, row, channel, slot, full):
-    """Asks for the tokens before a part's own. What lies before x comes as zeros."""
+def fetch(x_desc, before_desc, row, channel, slots, slot, full):
+    """Asks for a part: its own tokens, from `row` of x on, and those before. What lies before x comes as zeros."""
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-    before = slot.index(0)._reinterpret(slot.dtype, [4, 128], PLAIN)
+    before = slots.index(slot * UNITS)._reinterpret(slots.dtype, [4, 128], PLAIN)
+    own = slots.index(slot * UNITS + 1)._reinterpret(slots.dtype, [64, 128], PLAIN)
+    mbarrier.expect(full, UNITS * 1024)
+    tma.async_copy_global_to_shared(x_desc, [row, channel], full, own)
     tma.async_copy_global_to_shared(before_desc, [row - 4, channel], full, before)
 
 
 @gluon.jit
-def fetch_own(x_desc, row, channel, slot, full):
-    """Asks for a part's own tokens, from `row` of x on."""
-    PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-    own = slot.index(1)._reinterpret(slot.dtype, [64, 128], PLAIN)
-    tma.async_copy_global_to_shared(x_desc, [row, channel], full, own)
+def await_part(part, fulls, PARTS: gl.constexpr):
+    """Each has its own allocation: around one that is picked at run time the compiler lets threads meet."""
+    for one in gl.static_range(PARTS):
+        if part == one:
+            mbarrier.wait(fulls[one], 0)
 
 
 @gluon.jit
-def await_part(slot, full, num_tokens):
+def clear_behind(slots, slot, num_tokens):
     """Tokens behind the row's end are another row's: nothing of them may get into this one, least of all a NaN."""
-    mbarrier.wait(full, 0)
-    if num_tokens < 64:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        own = slot.index(1)._reinterpret(slot.dtype, [64, 128], PLAIN)
-        x = own.load(CONV)  # [64, 128]
-        own.store(gl.where(gl.arange(0, 64, gl.SliceLayout(1, CONV))[:, None] < num_tokens, x, 0.0))
-        fence_async_shared()  # the copy engine may write there next
-        thread_barrier()
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])  # two elements in 32 bits
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    own = slots.index(slot * UNITS + 1)._reinterpret(gl.int32, [64, 64], PLAIN)
+    x = own.load(PAIRS)
+    own.store(gl.where(gl.arange(0, 64, gl.SliceLayout(1, PAIRS))[:, None] < num_tokens, x, 0))
+    fence_async_shared()  # the copy engine may write there next
+    thread_barrier()
 
 
 @gluon.jit
@@ -78,7 +80,7 @@ def load_taps(conv_ptr, channel, TAPS: gl.constexpr):
 
 
 @gluon.jit
-def _by_age(loaded, TAPS: gl.constexpr):
+def by_age(loaded, TAPS: gl.constexpr):
     """What a token's own input is multiplied with, then those of the tokens before it: [1, 128] each. Halved, because
     SiLU is of twice the sum."""
     even, odd = gl.split(halved(loaded).reshape([128, 2, 2]))
@@ -114,11 +116,17 @@ def _from_ring(past, ring_ptr, position, channel, CHANNELS: gl.constexpr, TAPS: 
 
 
 @gluon.jit
-def _pasts(slot, half, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """What lies before each block's first token, the youngest first."""
+def _blocks(slots, unit):
+    """32 tokens from some unit on, [8, 4, 128]."""
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return slots.index(unit)._reinterpret(slots.dtype, [8, 4, 128], BLOCKS)
+
+
+@gluon.jit
+def _pasts(slots, slot, half, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
+    """What lies before each block's first token, the youngest first."""
     ring_ptrs, start = where
-    shifted = slot.index(8 * half)._reinterpret(slot.dtype, [8, 4, 128], BLOCKS)  # by the four tokens before
+    shifted = _blocks(slots, slot * UNITS + 8 * half)  # by the four tokens before
     past = ()
     for age in gl.static_range(1, TAPS):
         past = joined(past, (_token(shifted, 4 - age),))
@@ -138,47 +146,43 @@ def _mix(x, past, taps, TAPS: gl.constexpr):
 
 
 @gluon.jit
-def convolve_values(slot, loaded, where, channel, values_ptr, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """Of a part that is there, with `loaded` its taps: SiLU included, in x's type, stored token by token."""
-    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    taps = _by_age(loaded, TAPS)
-    n = 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
-    columns = gl.arange(0, 128, gl.SliceLayout(0, CONV))
-    target = values_ptr + n[:, None] * 128 + columns[None, :]
-    for half in range(2):
-        own = slot.index(1 + 8 * half)._reinterpret(slot.dtype, [8, 4, 128], BLOCKS)
-        past = _pasts(slot, half, where, channel, CHANNELS, TAPS)
-        for token in gl.static_range(4):
-            x = _token(own, token)
-            gl.store(target + token * 128, _mix(x, past, taps, TAPS).to(slot.dtype))
-            past = joined((x,), past[: TAPS - 2])
-        target += 32 * 128
+def convolve(slots, slot, half, taps, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
+    """Half of a part that is there, SiLU included: the four tokens of each block, [8, 128] each, in float32. `where`:
+    the row's ring, the position of its first token, and the chunk's first token within the row."""
+    past = _pasts(slots, slot, half, where, channel, CHANNELS, TAPS)
+    own = _blocks(slots, slot * UNITS + 8 * half + 1)
+    mixed = ()
+    for token in gl.static_range(4):
+        x = _token(own, token)
+        mixed = joined(mixed, (_mix(x, past, taps, TAPS),))
+        past = joined((x,), past[: TAPS - 2])
+    return mixed
 
 
 @gluon.jit
-def convolve(slot, into, loaded, where, channel, scale, keys_ptr, mine, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """The same of a key or a query, normed and scaled, stored in its tile [64 tokens, 128 channels], too. `where`: the
-    row's ring, the position of its first token, and the chunk's first token within the row."""
-    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    taps = _by_age(loaded, TAPS)
+def store_values(mixed, values_ptr, half):
+    """In x's type, [64 tokens, 128 channels]."""
+    n = 32 * half + 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
+    target = values_ptr + n[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, CONV))[None, :]
+    for token in gl.static_range(4):
+        gl.store(target + token * 128, mixed[token].to(values_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def store_normed(mixed, scale, slots, slot, keys_ptr, mine, half):
+    """The same of a key or a query, normed and scaled, and in a place of shared memory, too."""
     n = 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
     columns = gl.arange(0, 128, gl.SliceLayout(0, CONV))
-    target = keys_ptr + n[:, None] * 128 + columns[None, :]
+    target = keys_ptr + (32 * half + n)[:, None] * 128 + columns[None, :]
     stored = (n < 32 * mine)[:, None] & (columns >= 0)[None, :]
-    for half in range(2):
-        own = slot.index(1 + 8 * half)._reinterpret(slot.dtype, [8, 4, 128], BLOCKS)
-        past = _pasts(slot, half, where, channel, CHANNELS, TAPS)
-        mixed = ()
-        for token in gl.static_range(4):
-            x = _token(own, token)
-            total = _mix(x, past, taps, TAPS)
-            past = joined((x,), past[: TAPS - 2])
-            total = total * (gl.rsqrt(gl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
-            gl.store(target + token * 128, total.to(slot.dtype), mask=stored)
-            mixed = joined(mixed, (total.to(slot.dtype),))
-        tile = into.index(4 * half)._reinterpret(slot.dtype, [64, 128], SHARED)
-        tile.slice(0, 32).store(_side_by_side(mixed))
-        target += 32 * 128
+    normed = ()
+    for token in gl.static_range(4):
+        total = mixed[token]
+        total = total * (gl.rsqrt(gl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
+        gl.store(target + token * 128, total.to(slots.dtype), mask=stored)
+        normed = joined(normed, (total.to(slots.dtype),))
+    tile = slots.index(slot * UNITS + 4 * half)._reinterpret(slots.dtype, [64, 128], SHARED)
+    tile.slice(0, 32).store(_side_by_side(normed))
 
 
 @gluon.jit

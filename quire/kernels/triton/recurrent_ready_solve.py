@@ -1,6 +1,6 @@
 """T of a chunk for Hopper's delta net: the inverse of I + L, where L is strictly lower triangular (see
-`recurrent_scan`). Written in Gluon; `recurrent_ready` calls it for the heads that share a key, whose products fill each
-other's pauses.
+`recurrent_scan`). Written in Gluon; `recurrent_ready` calls it for the heads that share a key: the small blocks of all
+at once, the rest head by head, because registers do not suffice for two, and other programs fill the pauses.
 
 Blocks of 16 on the diagonal are inverted first, each row of a block by one thread in its registers. Then by halves:
 with D the inverses of blocks of some size, those of blocks twice as large are (I - D N) D, with N what L has below the
@@ -27,7 +27,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_wid
 @gluon.jit
 def invert_blocks(diagonals, HEADS: gl.constexpr):
     """The inverses of I + each of L's diagonal blocks, [HEADS * 64, 64] float16 as pairs in int32, zeros around them.
-    `diagonals` [16, 4 * HEADS, 16] float32: those of -L, a block's rows first. A thread has a row of one inverse: from
+    `diagonals` [HEADS, 16, 4, 16] float32: those of -L, row by row of all four. A thread has a row of one inverse: from
     the last column on, what is there of it times the block's row is added to the columns before."""
     BLOCKS: gl.constexpr = 4 * HEADS
     ROWS: gl.constexpr = gl.DistributedLinearLayout(  # [blocks, 16]: one a thread
@@ -37,12 +37,12 @@ def invert_blocks(diagonals, HEADS: gl.constexpr):
         block_bases=[],
         shape=[BLOCKS, 16],
     )
-    LINES: gl.constexpr = gl.DistributedLinearLayout(  # [blocks, 16]: all of a block's row in each of its threads
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8]],
-        lane_bases=[[0, 0], [0, 0], [0, 0], [0, 0], [1, 0]],
-        warp_bases=[[2, 0], [4 % BLOCKS, 0]],
+    LINES: gl.constexpr = gl.DistributedLinearLayout(  # all of a block's row in each of its threads
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
+        lane_bases=[[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]],
+        warp_bases=[[0, 0, 2, 0], [HEADS - 1, 0, 0, 0]],
         block_bases=[],
-        shape=[BLOCKS, 16],
+        shape=[HEADS, 1, 4, 16],
     )
     rows = gl.arange(0, 16, gl.SliceLayout(0, ROWS))[None, :]
     zeros = gl.arange(0, BLOCKS, gl.SliceLayout(1, ROWS))[:, None] * 0
@@ -50,7 +50,7 @@ def invert_blocks(diagonals, HEADS: gl.constexpr):
     for column in gl.static_range(16):
         t = joined(t, (gl.where(rows + zeros == column, 1.0, 0.0),))
     for last in gl.static_range(15, 0, -1):
-        line = _columns(diagonals.index(last).load(LINES))
+        line = _columns(diagonals.slice(last, 1, dim=1).load(LINES).reshape([BLOCKS, 16]))
         after = ()
         for column in gl.static_range(16):
             if column < last:
@@ -136,10 +136,9 @@ def _below(inner, within, one):
 
 
 @gluon.jit
-def join_blocks(inverse, negative, SHARING: gl.constexpr):
-    """The whole inverse of each head, [64, 64] float32. `inverse` [SHARING, 64, 64] float16 has blocks of 16, then
-    those of 32; `negative` [SHARING, 64, 64] float16 is -L, and anything on the diagonal. Heads one after the other:
-    registers do not suffice for two, and other programs fill the pauses."""
+def join_blocks(inverse, negative):
+    """The whole inverse, [64, 64] float32. `inverse` [64, 64] float16 has blocks of 16, then those of 32; `negative`
+    [64, 64] float16 is -L, and anything on the diagonal."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
@@ -147,26 +146,19 @@ def join_blocks(inverse, negative, SHARING: gl.constexpr):
     one = gl.where(rows == columns + 1, gl.where((rows & 1) != 0, 0x3C000000, 0), one)
     near = gl.where(columns >> 4 == gl.where(rows & 16 != 0, (rows >> 4) - 1, -1), -1, 0)
     far = gl.where(columns < (rows & 32), -1, 0)
-    lefts = ()
-    for h in gl.static_range(SHARING):
-        inner = warpgroup_mma(inverse.index(h), negative.index(h), nothing, use_acc=False, is_async=True)
-        inner = warpgroup_mma_wait(0, deps=[inner])
-        left = _below(inner, near, one)
-        half = warpgroup_mma(left, inverse.index(h), nothing, use_acc=False, is_async=True)
-        half, left = warpgroup_mma_wait(0, deps=[half, left])
-        left = gl.convert_layout(half.to(gl.float16), LEFT)
-        lefts = joined(lefts, (left,))
+    inner = warpgroup_mma(inverse, negative, nothing, use_acc=False, is_async=True)
+    inner = warpgroup_mma_wait(0, deps=[inner])
+    left = _below(inner, near, one)
+    half = warpgroup_mma(left, inverse, nothing, use_acc=False, is_async=True)
+    half, left = warpgroup_mma_wait(0, deps=[half, left])
+    left = gl.convert_layout(half.to(gl.float16), LEFT)
     thread_barrier()  # blocks of 16 are read
-    for h in gl.static_range(SHARING):
-        inverse.index(h).store(lefts[h])
+    inverse.store(left)
     fence_async_shared()
     thread_barrier()
-    wholes = ()
-    for h in gl.static_range(SHARING):
-        inner = warpgroup_mma(lefts[h], negative.index(h), nothing, use_acc=False, is_async=True)
-        inner, _left = warpgroup_mma_wait(0, deps=[inner, lefts[h]])
-        left = _below(inner, far, one)
-        whole = warpgroup_mma(left, inverse.index(h), nothing, use_acc=False, is_async=True)
-        whole, left = warpgroup_mma_wait(0, deps=[whole, left])
-        wholes = joined(wholes, (whole,))
-    return wholes
+    inner = warpgroup_mma(left, negative, nothing, use_acc=False, is_async=True)
+    inner, left = warpgroup_mma_wait(0, deps=[inner, left])
+    left = _below(inner, far, one)
+    whole = warpgroup_mma(left, inverse, nothing, use_acc=False, is_async=True)
+    whole, left = warpgroup_mma_wait(0, deps=[whole, left])
+    return whole

@@ -398,4 +398,5 @@ def _memory(model: Model, config: Config, limits: Limits, device: torch.device, 
         activations=width * item + logits * 4,
         max_rows=limits.max_rows,
         max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
     )

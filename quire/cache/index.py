@@ -17,6 +17,7 @@ from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
 from quire.cache.stock import Stock
 from quire.cache.tree import ABSENT, Node, PrefixTree
+from quire.cache.windows import Windows
 from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 
 
@@ -30,12 +31,13 @@ class CacheIndex:
         self.stats = CacheStats()
         self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
         self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
-        self.windowed = [g for g in self.paged if specs[g].window is not None]
         self.can_swap = num_host_units is not None and all(n > 1 for n in num_host_units)
         self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
-        leaf_first = [g in self.paged and g not in self.windowed for g in range(len(specs))]
+        leaf_first = [spec.kind == "paged" and spec.window is None for spec in specs]
         self.tree = PrefixTree(len(specs), leaf_first, [spec.kind == "state" for spec in specs])
         self.stock = Stock(self.tree, num_units, num_host_units, self.stats)
+        self._windows = Windows(specs, self.tree, self.stock)
+        self.windowed = self._windows.groups
         self._lookup = Lookup(specs, self.tree)
         self.available = self.stock.available
         self.settle = self.stock.settle
@@ -59,7 +61,7 @@ class CacheIndex:
     def reservable(self, request: Request) -> int:
         """How many tokens this request could have state for, with all that is free now."""
         lease: Lease = request.lease
-        pages = min((len(lease.units[g]) + self.available(g) for g in self.paged), default=1 << 40)
+        pages = min((len(lease.units[g]) + self._free_for(lease, g) for g in self.paged), default=1 << 40)
         return pages * self.page_tokens
 
     def match(self, request: Request, limit: int | None = None) -> Match:
@@ -100,8 +102,8 @@ class CacheIndex:
         request.computed = match.length
         lease.num_inserted = match.length // self.page_tokens
         lease.num_dropped = 0
-        if self._snapshots is not None:
-            self._snapshots.note_fork(lease, match)
+        self._windows.note_start(match)
+        lease.fork = (self._snapshots or self._windows).fork(match)
         for group in self.state:
             snapshot = match.nodes[-1].units[group] if match.nodes else ABSENT
             slot = self.stock.take(group)
@@ -111,8 +113,11 @@ class CacheIndex:
             elif slot != snapshot:  # else the last slot to be had was the snapshot's own, which holds what is wanted
                 plan.copies.append(Copy(CopyKind.DEVICE, group, snapshot, slot))
         for group in self.paged:
-            if group not in self.windowed:  # a window's pages are taken as it moves on
-                lease.units[group] += self.stock.take_all(group, self._num_missing(lease, group, request))
+            missing = self._num_missing(lease, group, request)
+            if group in self.windowed:  # taken as it moves on
+                self._windows.promise(lease, group, missing)
+            else:
+                lease.units[group] += self.stock.take_all(group, missing)
         if source is not None:
             self._copy_tail(request, source, plan)
         self.stats.lookup_tokens += len(request.tokens)
@@ -126,13 +131,16 @@ class CacheIndex:
         lease: Lease = request.lease
         need = -(-length // self.page_tokens)
         for group in self.paged:
-            if need - len(lease.units[group]) > self.available(group):
+            count = need - len(lease.units[group])
+            # A decode's next page is not kept from it: whoever was admitted left one for each that runs.
+            if count > (self.available(group) if count <= 1 else self._free_for(lease, group)):
                 return False
         for group in self.paged:
             units = lease.units[group]
             first = len(units)
             if first < need:
                 units += self.stock.take_all(group, need - first)
+                self._windows.took(lease, group, need - first)
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
@@ -207,6 +215,8 @@ class CacheIndex:
                     if source != ABSENT:
                         plan.copies.append(Copy(CopyKind.IN, group, source, unit))
                         self.stats.swapped_in += 1
+        for group in self.windowed:
+            self._windows.promise(lease, group, self._num_missing(lease, group, request))
         self._drop_host(lease, plan.step)
         self._leases.add(lease)
         return True
@@ -229,8 +239,7 @@ class CacheIndex:
             lease.num_inserted = full
         while lease.snapshots and lease.snapshots[0].length <= request.computed:
             self._insert_snapshot(request, lease.snapshots.pop(0))
-        if self.windowed:
-            self._drop_outside_window(request, fence)
+        self._windows.give_back(request, fence)
         if lease.leads_tail:
             arrived += self.claims.tail_arrived(request)
         return arrived
@@ -269,12 +278,14 @@ class CacheIndex:
         lease.snapshots.clear()
         self._drop_host(lease, fence)
         lease.num_inserted = lease.num_dropped = 0
+        self._windows.release(lease)
         self._leases.discard(lease)
         return self.claims.withdraw(request)
 
     def check(self) -> None:
         """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
         self.stock.check(self._leases)
+        self._windows.check(self._leases)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -302,13 +313,13 @@ class CacheIndex:
         for group in self.paged:
             wanted = need - len(lease.units[group])
             if group in self.windowed:  # older pages come back while it catches up
-                wanted = min(wanted, self._window_pages(group))
-            if wanted + margin > self.available(group):
+                wanted = min(wanted, self._windows.pages(group))
+            if wanted + margin > self._free_for(lease, group):
                 return False
         return all(self.available(group) >= 1 for group in self.state)
 
-    def _window_pages(self, group: int) -> int:
-        return -(-(self.specs[group].window or 0) // self.page_tokens) + 1
+    def _free_for(self, lease: Lease, group: int) -> int:
+        return self.available(group) - self._windows.promised_to_others(lease, group)
 
     def _retire_snapshot(self, snapshot: Snapshot, fence: int) -> None:
         for group, slot in snapshot.slots.items():
@@ -373,18 +384,6 @@ class CacheIndex:
         lease: Lease = request.lease
         lease.extend_keys(request.tokens, last)
         return self.tree.ensure(lease.root, lease.keys, first, last, lambda i, j: lease.pages(request.tokens, i, j))
-
-    def _drop_outside_window(self, request: Request, fence: int) -> None:
-        """Pages no later token can see go back; a step in flight may still read them, hence the fence."""
-        lease: Lease = request.lease
-        for group in self.windowed:
-            units = lease.units[group]
-            first_seen = max(0, request.computed - (self.specs[group].window or 0) + 1) // self.page_tokens
-            for index in range(min(first_seen, len(units)) - 1, -1, -1):
-                if units[index] == ABSENT:
-                    break
-                self.stock.retire(group, [units[index]], fence)
-                units[index] = ABSENT
 
 
 def _present(units: list[int]) -> list[int]:

@@ -40,7 +40,7 @@ class Lease:
     num_dropped: int = 0  # leading pages given back by window groups
     snapshots: list[Snapshot] = field(default_factory=list)
     claimed: list[bytes] = field(default_factory=list)  # keys this request has announced it is computing
-    fork: int = 0  # where its prompt leaves what others have computed, if a snapshot is worth taking there
+    fork: int = 0  # where its prompt leaves what others have computed, if a snapshot or a window is worth keeping there
     leads_tail: bool = False  # it announced its prompt's tail, and has not computed it yet
     _packed: array[int] = field(default_factory=lambda: array(TOKEN_CODE))  # the tokens seen so far
 

@@ -22,6 +22,9 @@ HOST_SHARE = 0.25
 # live state, the snapshot its next turn starts from, and one more for a beginning it shares or an answer it is in.
 CONVERSATION_TOKENS = 4096
 CONVERSATION_SLOTS = 3
+# Of a window as many times what it sees: where the conversation is, and where another turn or another one starts.
+CONVERSATION_WINDOWS = 2
+STEPS_AT_ONCE = 3  # whose pages a window's pool holds at most: planned, computed, and given back but not yet free
 MAX_SLOTS_PER_ROW = 64  # tiny models: more snapshots than anyone comes back to
 
 
@@ -79,20 +82,22 @@ def unit_bytes(spec: CacheSpec) -> int:
 
 
 def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, available: int, host_available: int,
-                weights: int, activations: int, max_rows: int, max_model_len: int) -> MemoryPlan:  # fmt: skip
+                weights: int, activations: int, max_rows: int, max_model_len: int,
+                max_batch_tokens: int) -> MemoryPlan:  # fmt: skip
     """`available` is what is free once the weights are loaded."""
     notes: list[str] = []
     rows = max_rows * (max_model_len + 1) * 4 + max_rows * 4 * sum(
         -(-max_model_len // s.page_tokens) if s.kind == "paged" else 1 for s in specs
     )
-    page = sum(unit_bytes(s) for s in specs if s.kind == "paged")
+    shares = _Shares(specs, max_model_len, max_rows, max_batch_tokens)
+    page = shares.page
     slot = sum(unit_bytes(s) for s in specs if s.kind == "state")
     size = specs[0].page_tokens
-    budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len)
+    budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len, shares)
     num_slots = _num_slots(config, budget, page, slot, max_rows, -(-min(max_model_len, CONVERSATION_TOKENS) // size))
     num_pages = config.num_pages or 0
     if page and not num_pages:
-        num_pages = (budget - num_slots * slot) // page
+        num_pages = shares.most(budget - num_slots * slot)
     if slot and num_slots < MIN_SLOTS:
         raise QuireError(
             "out_of_memory",
@@ -114,41 +119,84 @@ def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, ava
     if capacity < max_model_len:
         notes.append(f"the cache holds {capacity} tokens, so no sequence can reach max_model_len={max_model_len}")
     for spec in specs:
-        need = -(-(spec.window or 0) // size) + 3
+        need = _least_pages(spec)
         if spec.kind == "paged" and spec.window is not None and num_pages < min(need, -(-max_model_len // size) + 1):
             what = f"A window of {spec.window} tokens needs {need} pages, there are {num_pages}."
             raise QuireError("out_of_memory", what, "Give the cache more memory.")
-    host = _host_units(specs, config, device, host_available, page, slot, num_pages, max_rows)
-    units = tuple(num_pages if s.kind == "paged" else num_slots for s in specs)
+    host_shares = _Shares(specs, max_model_len, max_rows=1)  # whoever is there is not at work
+    host = _host_units(specs, config, device, host_available, slot, num_pages, max_rows, host_shares)
+    units = tuple(shares.pages(s, num_pages) if s.kind == "paged" else num_slots for s in specs)
     return MemoryPlan(device, available, weights, activations, rows, tuple(specs), units, host,
                       min(capacity, max_model_len), max_model_len, tuple(notes))  # fmt: skip
+
+
+class _Shares:
+    """How pages are shared out among a model's groups. A window gives back what it no longer sees, so its pool is as
+    much smaller as a conversation needs less of it, but not too small for all rows at once and the steps under way."""
+
+    def __init__(self, specs: list[CacheSpec], max_model_len: int, max_rows: int, max_batch_tokens: int = 0):
+        self._paged = [spec for spec in specs if spec.kind == "paged"]
+        self._all_windowed = all(spec.window is not None for spec in self._paged)
+        size = specs[0].page_tokens
+        self._conversation = -(-min(max_model_len, CONVERSATION_TOKENS) // size)
+        self._under_way = STEPS_AT_ONCE * -(-max_batch_tokens // size)
+        self._max_rows = max_rows
+
+    def pages(self, spec: CacheSpec, num_pages: int) -> int:
+        """Of this group, where one that sees everything has `num_pages`."""
+        if spec.window is None or self._all_windowed:
+            return num_pages
+        least = _least_pages(spec)
+        share = -(-num_pages * CONVERSATION_WINDOWS * least // self._conversation)
+        return min(num_pages, max(share, self._under_way + self._max_rows * least))
+
+    def size(self, num_pages: int) -> int:
+        return sum(unit_bytes(spec) * self.pages(spec, num_pages) for spec in self._paged)
+
+    def most(self, budget: int) -> int:
+        """Pages that fit."""
+        if not self._paged:
+            return 0
+        few, many = 0, budget // min(unit_bytes(spec) for spec in self._paged) + 1
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (middle, many) if self.size(middle) <= budget else (few, middle)
+        return few
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page, on average over a large cache."""
+        many = 1 << 20
+        return -(-self.size(many) // many)
+
+
+def _least_pages(spec: CacheSpec) -> int:
+    """With which a sequence gets on."""
+    return -(-(spec.window or 0) // spec.page_tokens) + 3
 
 
 def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPlan:
     """The plan with this share of its pages, because they could not be allocated; what was `wanted` is noted."""
     size = plan.specs[0].page_tokens
     units = tuple(int(n * share) if s.kind == "paged" else n for s, n in zip(plan.specs, plan.num_units, strict=True))
-    pages = [n for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
-    needed = max((-(-(s.window or 0) // size) + 3 for s in plan.specs if s.kind == "paged"), default=3)
-    if units == plan.num_units or min(pages) < needed:
+    paged = [(s, n) for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
+    if units == plan.num_units or any(n < _least_pages(s) for s, n in paged):
         what = f"The cache could not be allocated on {plan.device}: {_bytes(wanted.cache)} were planned."
         raise QuireError("out_of_memory", what, "Free memory, or give a smaller cache_memory.")
-    capacity = plan.capacity_tokens
-    if any(s.window is None for s in plan.specs if s.kind == "paged"):
-        capacity = min(capacity, (min(pages) - 1) * size)
+    capacity = min([plan.capacity_tokens, *((n - 1) * size for s, n in paged if s.window is None)])
     smaller = replace(plan, num_units=units, capacity_tokens=capacity)
     note = f"{_bytes(smaller.cache)} of the {_bytes(wanted.cache)} planned could be allocated"
     return replace(smaller, notes=(*wanted.notes, note))
 
 
-def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int) -> int:
+def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int,
+                  shares: _Shares) -> int:  # fmt: skip
     if config.cache_memory is not None:
         return config.cache_memory
     budget = int(free * config.memory_fraction)
     if device == "cpu":
-        num_pages = -(-max_model_len // specs[0].page_tokens) + 2
-        counts = [num_pages if s.kind == "paged" else 1 + CONVERSATION_SLOTS for s in specs]
-        one_sequence = sum(unit_bytes(s) * count for s, count in zip(specs, counts, strict=True))
+        slots = (1 + CONVERSATION_SLOTS) * sum(unit_bytes(s) for s in specs if s.kind == "state")
+        one_sequence = shares.size(-(-max_model_len // specs[0].page_tokens) + 2) + slots
         budget = min(budget, max(LAPTOP_CACHE, one_sequence))
     return budget
 
@@ -167,15 +215,15 @@ def _num_slots(config: CacheConfig, budget: int, page: int, slot: int, max_rows:
     return max(num_slots, MIN_SLOTS) if budget >= MIN_SLOTS * (slot + page) else num_slots
 
 
-def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, available: int, page: int, slot: int,
-                num_pages: int, max_rows: int) -> tuple[int, ...] | None:  # fmt: skip
+def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, available: int, slot: int, num_pages: int,
+                max_rows: int, shares: _Shares) -> tuple[int, ...] | None:  # fmt: skip
     """Room for victims, at most as much as the device itself has."""
     budget = config.host_memory
     if budget is None:
         budget = min(int(available * HOST_SHARE), HOST_LIMITS.get(device, GIB))
     num_slots = min(max_rows + 1, budget // (2 * slot)) if slot else 0
-    pages = min(num_pages, (budget - num_slots * slot) // page) if page else 0
-    units = tuple(pages if s.kind == "paged" else num_slots for s in specs)
+    pages = min(num_pages, shares.most(budget - num_slots * slot))
+    units = tuple(shares.pages(s, pages) if s.kind == "paged" else num_slots for s in specs)
     return units if all(n >= 2 for n in units) else None
 
 

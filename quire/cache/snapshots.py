@@ -20,9 +20,9 @@ class SnapshotRule:
         self._page_tokens = specs[0].page_tokens
         self._worth = max(self._interval // 16, self._page_tokens)  # tokens a snapshot at a fork must spare at least
 
-    def note_fork(self, lease: Lease, match: Match) -> None:
-        """What was matched goes on in the tree beyond the last snapshot: remember where it ends."""
-        lease.fork = match.reach if match.reach - match.length >= self._worth else 0
+    def fork(self, match: Match) -> int:
+        """Where what is matched ends, if it goes on in the tree far enough beyond the last snapshot."""
+        return match.reach if match.reach - match.length >= self._worth else 0
 
     def next_due(self, request: Request, start: int) -> int:
         """The first length beyond `start` at which a snapshot is due."""

@@ -25,7 +25,8 @@ def page_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Node:
-    __slots__ = ("below", "children", "depth", "hits", "key", "last_use", "parent", "pins", "spare", "tokens", "units")
+    __slots__ = ("below", "children", "depth", "hits", "key", "last_use", "parent", "passed", "pins", "spare", "tokens",
+                 "units")  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, num_groups: int):
         self.key = key
@@ -38,6 +39,7 @@ class Node:
         self.hits = 0
         self.pins = 0
         self.spare = False  # a snapshot with a later one on the same path, from which nobody has set out: goes first
+        self.passed = 0  # a bit for each group whose window has passed this page, and nobody sets out there: go first
         self.last_use = 0
 
 
@@ -93,6 +95,7 @@ class PrefixTree:
         for node, unit in new:
             assert node.units[group] == ABSENT and node.parent is not None
             node.units[group] = unit
+            node.passed &= ~(1 << group)
             node.parent.below[group] += 1
             holders[unit] = node
 
@@ -126,7 +129,8 @@ class PrefixTree:
 
     def _rank(self, node: Node, group: int) -> Rank:
         """The lowest goes first. A page is not less useful because a snapshot beside it is."""
-        return node.pins > 0, not (node.spare and self._atomic[group]), node.last_use
+        spare = (node.spare and self._atomic[group]) or bool(node.passed >> group & 1)
+        return node.pins > 0, not spare, node.last_use
 
     def _compact(self, group: int) -> None:
         """One entry per node that still holds a unit. In place: `evict` may be holding the list."""

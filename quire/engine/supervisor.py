@@ -281,8 +281,8 @@ def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, f
 
 
 def num_pages(ready: wire.Ready) -> int:
-    """Pages of the engine's smallest paged pool; 0: it has none."""
-    return min((group["units"] for group in _paged(ready)), default=0)
+    """Pages of the engine's pool, which those of windows are smaller than; 0: it has none."""
+    return max((group["units"] for group in _paged(ready)), default=0)
 
 
 def num_pages_for(num_tokens: int, ready: wire.Ready) -> int:

@@ -201,7 +201,7 @@ SPEC = CacheSpec("full", "paged", (0,), (2, 4), "float32", page_tokens=4)
 def planned(num_pages: int) -> Any:
     config = CacheConfig(num_pages=num_pages)
     return plan_memory([SPEC], config, device="cpu", available=1 << 30, host_available=0, weights=0, activations=0,
-                       max_rows=4, max_model_len=100)  # fmt: skip
+                       max_rows=4, max_model_len=100, max_batch_tokens=64)  # fmt: skip
 
 
 def test_a_cache_that_can_not_be_allocated_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,7 @@ class Rig:
 
     mix: str = "full"
     num_pages: int = 24
+    num_window: int | None = None  # pages of a window's pool, if other than the others'
     num_slots: int = 12
     num_host: int = 40
     max_rows: int = 6
@@ -236,7 +237,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         specs = MIXES[self.mix]
-        units = [self.num_pages if s.kind == "paged" else self.num_slots for s in specs]
+        paged = [self.num_pages if s.window is None else self.num_window or self.num_pages for s in specs]
+        units = [pages if s.kind == "paged" else self.num_slots for s, pages in zip(specs, paged, strict=True)]
         host = [self.num_host] * len(specs) if self.num_host else None
         self.now = 0.0
         self.cache = CacheIndex(specs, units, host, prefix_cache=self.prefix_cache)

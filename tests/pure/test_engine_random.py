@@ -18,11 +18,14 @@ MOVES = 600  # for each of the combinations below: more than ten thousand in all
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("preemption", ["auto", "recompute"])
-@pytest.mark.parametrize("mix", list(MIXES))
+@pytest.mark.parametrize("mix", [*MIXES, "full+window, few", "all, few"])
 def test_random_moves(mix: str, preemption: str, depth: int) -> None:
+    """`few`: with so few pages for the window that it runs out, too."""
     print(f"seed {SEED}")
     rng = random.Random(f"{SEED}/{mix}/{preemption}/{depth}")
-    rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]))
+    mix, _, few = mix.partition(", ")
+    rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]),
+              num_window=rng.choice([8, 12, 15]) if few else None)  # fmt: skip
     pool: list[list[int]] = []
     expected: dict[str, list[int]] = {}
     ended_early: set[str] = set()

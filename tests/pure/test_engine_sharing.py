@@ -270,3 +270,41 @@ def test_a_prompt_larger_than_the_cache_is_refused() -> None:
     rig = Rig(num_pages=5)
     with pytest.raises(QuireError, match="cache holds 16"):
         rig.add(LONG, max_tokens=1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_windows_pages_are_promised_once(depth: int) -> None:
+    """Prompts that catch up in small chunks take a window's pages one by one. As many are admitted as can have them, so
+    nobody is pushed out; and a long prompt passes through a pool that could never hold it."""
+    rig = Rig("full+window", num_pages=300, num_window=14, chunk_tokens=4, max_batch_tokens=32, max_rows=8, depth=depth,
+              late=depth == 2)  # fmt: skip
+    prompts = [[(7 * i * i + 3 * i + n) % 50 for i in range(40)] for n in range(8)] + [LONG * 5]
+    names = [rig.add(prompt, max_tokens=8, seed=n) for n, prompt in enumerate(prompts)]
+    most = 0
+    while rig.scheduler.requests:
+        rig.turn()
+        rig.scheduler.check()
+        most = max(most, len(rig.scheduler.running))
+    assert most == 2 and rig.scheduler.stats.preemptions == 0
+    assert [rig.outputs[name] for name in names] == [
+        reference_output(prompt, n, 8, frozenset()) for n, prompt in enumerate(prompts)
+    ]
+
+
+def test_the_windows_one_may_set_out_from_stay_in_a_small_pool() -> None:
+    """That of the prompt and that of the end: what the window has passed between them goes first. A beginning that
+    others share has its window back once someone has missed it."""
+    rig = Rig("full+window", num_pages=300, num_window=24, chunk_tokens=16, max_batch_tokens=32, max_rows=2)
+    rig.add(LONG, max_tokens=60)
+    rig.finish()
+    rig.add([9] * 40, max_tokens=1)  # takes what is left, and what was passed
+    rig.finish()
+    rig.add(LONG + rig.outputs["r1"] + [3, 4, 5], max_tokens=1)
+    rig.add(LONG, max_tokens=1)
+    rig.finish()
+    assert rig.cached["r3"] == 100, "all that was computed: the last token never is"
+    assert rig.cached["r4"] == 40
+    for length in (30, 31, 32):
+        rig.add(LONG[:24] + [length] * length, max_tokens=1)
+        rig.finish()
+    assert [rig.cached[f"r{n}"] for n in (5, 6, 7)] == [0, 24, 24]

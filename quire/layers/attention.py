@@ -16,7 +16,7 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.join import Join
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, QKNorm, WideQKNorm, fuse_norm
+from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, WideQKNorm, fuse_norm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
@@ -94,8 +94,8 @@ class Attention(nn.Module):
     sinks: Tensor | None  # [heads]
 
     def __init__(self, prefix: str, norm: Norm | None, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
-                 out_bias: bool, qk_norm: QKNorm | WideQKNorm | None, dtype: torch.dtype, ops: Ops, scheme: Scheme,
-                 names: AttentionNames | None = None, join: Join | None = None):  # fmt: skip
+                 out_bias: bool, qk_norm: QKNorm | HeadLayerNorm | WideQKNorm | None, dtype: torch.dtype, ops: Ops,
+                 scheme: Scheme, names: AttentionNames | None = None, join: Join | None = None):  # fmt: skip
         """`cache_index`: this layer's place within its cache group; `join`: how the output comes to the stream."""
         super().__init__()
         names = names or AttentionNames()
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
-        self.wide_norm = qk_norm if isinstance(qk_norm, WideQKNorm) else None
+        self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # what no kernel of rope takes along
         self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
         self.join = join or Join()
 
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         )
         x, norm = fuse_norm(self.norm, stream)
         qkv = self.qkv(x, norm=norm)
-        if self.wide_norm is not None:
-            qkv = self.wide_norm(qkv)
+        if self.qkv_norm is not None:
+            qkv = self.qkv_norm(qkv)
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )

@@ -101,6 +101,48 @@ class WideQKNorm(nn.Module):
         return qkv
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """How a checkpoint keeps the layer norms of query heads and key heads."""
+
+    q_name: str = "q_norm"
+    k_name: str = "k_norm"
+
+
+class HeadLayerNorm(nn.Module):
+    """Each query head and each key head normed with its mean taken off, by weights of its own, before rope."""
+
+    weight: Tensor  # [query and key heads, head_dim]
+
+    def __init__(self, prefix: str, norms: HeadNorms, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+                 dtype: torch.dtype, order: HeadOrder | None = None):  # fmt: skip
+        """`order`: that of the heads the weights are for."""
+        super().__init__()
+        shape = (num_heads + num_kv_heads, head_dim)
+        form = None if order is None else _OrderedHeads(order)
+        self.weight = Weight(shape, dtype, (
+            Part(f"{prefix}.{norms.q_name}.weight", (num_heads, head_dim), 0, num_heads, form=form),
+            Part(f"{prefix}.{norms.k_name}.weight", (num_kv_heads, head_dim), num_heads, shape[0], form=form),
+        ))  # fmt: skip
+        self.eps = eps
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """qkv [tokens, (heads + 2 kv_heads) * head_dim], changed in place"""
+        num_heads, head_dim = self.weight.shape
+        heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+        heads.copy_(functional.layer_norm(heads.float(), (head_dim,), eps=self.eps).mul_(self.weight))
+        return qkv
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderedHeads:
+    order: HeadOrder
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """weight [heads, head_dim]"""
+        return self.order(weight.flatten()).view(weight.shape)
+
+
 def _norm_weight(name: str, width: int, dtype: torch.dtype, offset: float, order: HeadOrder | None = None) -> Weight:
     """In float32 where something is added to it: next to one, a small type would round it away."""
     form: Form | None = Offset(offset) if offset else None

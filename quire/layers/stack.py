@@ -16,7 +16,7 @@ from quire.kernels.table import Ops
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import LayerNorm, Norm
+from quire.layers.norm import LayerNorm, Norm, WideQKNorm
 from quire.layers.rope import Rope
 from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
@@ -32,8 +32,8 @@ def plan_layer(attention: Attention, mlp: GatedMLP | PlainMLP, group: int, rope:
     q_norm, k_norm = None, None
     if attention.head_norm is not None:
         q_norm, k_norm = attention.head_norm.q_weight, attention.head_norm.k_weight
-    elif attention.wide_norm is not None:
-        q_norm, k_norm = attention.wide_norm.q_norm.weight, attention.wide_norm.k_norm.weight
+    elif isinstance(attention.qkv_norm, WideQKNorm):
+        q_norm, k_norm = attention.qkv_norm.q_norm.weight, attention.qkv_norm.k_norm.weight
     up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     return LayerPlan(
         before_attention=_plan_norm(attention.norm),
@@ -86,7 +86,7 @@ def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm
         has_gate=isinstance(mlp, GatedMLP),
         takes_mean=isinstance(norm, LayerNorm),
         is_parallel=is_parallel,
-        is_wide=attention.wide_norm is not None,
+        is_wide=isinstance(attention.qkv_norm, WideQKNorm),
         eps=norm.eps,
         attention_scale=attention.scale,
         softcap=shape.softcap,

@@ -24,7 +24,7 @@ from quire.layers.attention import (
 from quire.layers.embedding import Embedding, Head
 from quire.layers.join import Join
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import LayerNorm, Norm, QKNorm, RMSNorm, WideQKNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
@@ -133,7 +133,9 @@ class DenseModel(nn.Module):
         """Whether the native CPU library can run all its layers in one call."""
         from quire.kernels.native.library import MAX_GROUP
 
-        return cls is DenseModel and not config.sinks and config.num_heads // config.num_kv_heads <= MAX_GROUP
+        if cls is not DenseModel or config.sinks or config.head_norms is not None:
+            return False
+        return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
@@ -205,8 +207,11 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
 
 
 def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype,
-             ops: Ops) -> QKNorm | WideQKNorm | None:  # fmt: skip
+             ops: Ops) -> QKNorm | HeadLayerNorm | WideQKNorm | None:  # fmt: skip
     style = config.norm
+    if config.head_norms is not None:
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, dtype, order)
     match config.qk_norm:
         case "head":
             return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order)

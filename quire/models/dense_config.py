@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.layers.attention import AttentionNames
 from quire.layers.mlp import MLPNames, check_activation
+from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
 from quire.models.fields import check_heads, check_layer_types, flag, number, whole
 from quire.types import QuireError
@@ -57,6 +58,7 @@ class DenseConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: str = "none"  # head: each head on its own; wide: all heads together
+    head_norms: HeadNorms | None = None  # instead of that, heads with their means taken off, by weights of their own
     rope_interleaved: bool = False  # the checkpoint turns neighbours, not halves, against each other
     parallel: bool = False  # attention and feed-forward block both read the layer's input
     activation: str = "silu"

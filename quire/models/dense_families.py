@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.layers.attention import AttentionNames
 from quire.layers.mlp import MLPNames
+from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
 from quire.models.fields import above_zero, flag, number, whole
@@ -190,10 +191,12 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
-    _refuse(config, "use_qk_norm")
     dense = _layer_norm(config, dense)
-    return replace(dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
-                   logit_scale=number(config, "logit_scale", 0.0625))  # fmt: skip
+    return replace(
+        dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
+        head_norms=HeadNorms() if flag(config, "use_qk_norm", False) else None,
+        logit_scale=number(config, "logit_scale", 0.0625),
+    )  # fmt: skip
 
 
 def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:

@@ -125,7 +125,7 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
 
 
 @pytest.mark.parametrize(("kind", "field"), [
-    ("gemma4_text", "enable_moe_block"), ("cohere", "use_qk_norm"), ("phi", "qk_layernorm"),
+    ("gemma4_text", "enable_moe_block"), ("phi", "qk_layernorm"),
     ("stablelm", "qk_layernorm"), ("olmo", "clip_qkv"), ("olmoe", "clip_qkv"),
 ])  # fmt: skip
 def test_variants_that_are_not_built_are_refused_by_name(kind: str, field: str) -> None:

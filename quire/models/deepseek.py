@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3, GLM-4.7 Flash: latent attention, and past the first layers routed experts beside shared ones.
+"""DeepSeek V2 and V3, Kimi K2, GLM-4.7 Flash: latent attention, and past the first layers routed experts beside shared
+ones.
 
 The registry names `DeepSeekModel`. The latent is one paged group: a page holds, per token and layer, one vector that
 all heads read.
@@ -30,10 +31,12 @@ from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
+_V3 = {"q_lora_rank": 1536, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+       "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
-    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
-                    "topk_group": 4, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1},
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,  # its files name the class of DeepSeek V3, under a type of their own
     "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
                       "routed_scaling_factor": 1.8},
 }  # fmt: skip

@@ -29,6 +29,7 @@ OWN_SIZES = {
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "kimi_k2",
 }  # any number of heads makes a layer; the checkpoint's shapes must agree
 WITHOUT_HEADS = {"mamba2"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act", "activation_function")

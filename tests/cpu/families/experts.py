@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
     SolarOpenConfig,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
@@ -37,6 +38,19 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.
                         "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "truncate": False,
                              "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
+                        "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
+KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+class KimiK2Config(DeepseekV3Config):
+    """transformers has no such type: published files bring DeepSeek V3's config class and call it this."""
+
+    model_type = "kimi_k2"
+
+
+conversions = get_checkpoint_conversion_mapping("deepseek_v3")  # experts are saved one by one, as they are published
+register_checkpoint_conversion_mapping("kimi_k2", conversions, overwrite=True)
 
 
 def draw_sharp(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -64,6 +78,7 @@ FAMILIES = [
                                                    q_lora_rank=None, routed_scaling_factor=1.5, rope_parameters=YARN),
            draw_sharp),
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("kimi_k2", lambda: KimiK2Config(**KIMI, rope_parameters=KIMI_YARN), draw_sharp, "DeepseekV3ForCausalLM"),
     Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,

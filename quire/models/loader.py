@@ -74,6 +74,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     )  # fmt: skip
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
+    eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     notes = list(getattr(model, "notes", ()))
     if file is None and text_part(files.config or {}) is not None:
@@ -103,7 +104,6 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     if isinstance(model, FallbackModel):
         model.verify()
     defaults = gguf.sampling_defaults(file) if file is not None else generation_defaults(files.generation_config)
-    eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config)
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
 
 
@@ -255,12 +255,20 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: generation_config[key] for key in _SAMPLING_KEYS if generation_config.get(key) is not None}
 
 
-def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json knows best (chat models often end a turn in several ways), else config.json."""
-    for config in (generation_config, hf_config):
-        ids = config.get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, Any],
+                 vocab_size: int) -> tuple[int, ...]:  # fmt: skip
+    """generation_config.json knows best (chat models often end a turn in several ways), else config.json. What no token
+    can be would never end a sequence."""
+    for name, config in (("generation_config.json", generation_config), ("config.json", hf_config)):
+        given = config.get("eos_token_id")
+        if given is None:
+            continue
+        ids = tuple(given) if isinstance(given, list) else (given,)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                what = f"eos_token_id in {name} names {token!r}, which is none of the model's {vocab_size} tokens."
+                raise QuireError("bad_config", what, f"Give a whole number below {vocab_size}, or a list of such.")
+        return ids
     return ()
 
 

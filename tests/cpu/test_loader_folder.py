@@ -204,6 +204,23 @@ def test_generation_config_is_honoured(folder: Path) -> None:
     assert load(folder).generation_defaults == {}
 
 
+@pytest.mark.parametrize("given", ["</s>", [2, "2"], -1, [2, 256], True, 2.0, {"id": 2}, [[2]]], ids=str)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_what_no_token_can_be_ends_no_sequence(folder: Path, file: str, given: Any) -> None:
+    """It would never match, and every answer would run on to its last allowed token."""
+    edit_config(folder, "generation_config.json", eos_token_id=None)
+    edit_config(folder, file, eos_token_id=given)
+    wrong = given[-1] if isinstance(given, list) else given
+    refused(folder, "bad_config", f"eos_token_id in {file} names {wrong!r}, which is none of the model's 256 tokens")
+
+
+def test_a_model_may_have_no_token_to_end_with(folder: Path) -> None:
+    edit_config(folder, "generation_config.json", eos_token_id=[])
+    assert load(folder).eos_ids == ()
+    edit_config(folder, "generation_config.json", eos_token_id=[0, 255])
+    assert load(folder).eos_ids == (0, 255)
+
+
 def test_auto_dtype() -> None:
     cuda = torch.device("cuda")
     assert resolve_dtype("auto", CPU, {"dtype": "bfloat16"}) == "float32"

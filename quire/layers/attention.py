@@ -80,6 +80,7 @@ class AttentionShape:
     softcap: float | None = None  # scores are bent to stay within plus and minus this
     order: HeadOrder | None = None  # what brings the checkpoint's heads into our order; None: they are in it
     sinks: bool = False  # each head also gives a score of its own to nothing at all
+    clip: float | None = None  # queries, keys and values, normed but not yet turned, stay within plus and minus this
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x, norm=norm)
         if self.qkv_norm is not None:
             qkv = self.qkv_norm(qkv)
+        if self.shape.clip is not None:
+            qkv = qkv.clamp_(-self.shape.clip, self.shape.clip)
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )

@@ -59,7 +59,7 @@ class DenseLayer(nn.Module):
             norm(config.norms.before_attention),
             AttentionShape(
                 config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
-                config.attention_softcap, order, config.sinks,
+                config.attention_softcap, order, config.sinks, config.clip,
             ),
             cache_index,
             qkv_bias=config.qkv_bias,
@@ -133,7 +133,7 @@ class DenseModel(nn.Module):
         """Whether the native CPU library can run all its layers in one call."""
         from quire.kernels.native.library import MAX_GROUP
 
-        if cls is not DenseModel or config.sinks or config.head_norms is not None:
+        if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
             return False
         return config.num_heads // config.num_kv_heads <= MAX_GROUP
 

@@ -66,6 +66,7 @@ class DenseConfig:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     sinks: bool = False  # heads have a score for nothing
+    clip: float | None = None  # what queries, keys and values may come to
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each block adds
     logit_scale: float = 1.0

@@ -16,7 +16,7 @@ from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
-from quire.models.fields import above_zero, flag, number, whole
+from quire.models.fields import above_zero, bound, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -134,8 +134,8 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
         _gemma(config, dense),
         norms=SANDWICH,
         attention_scale=above_zero(config, "query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=_softcap(config, "attn_logit_softcapping"),
-        logit_softcap=_softcap(config, "final_logit_softcapping"),
+        attention_softcap=bound(config, "attn_logit_softcapping"),
+        logit_softcap=bound(config, "final_logit_softcapping"),
     )
 
 
@@ -163,8 +163,7 @@ def _phi(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _olmo(config: Fields, dense: DenseConfig) -> DenseConfig:
-    _refuse(config, "clip_qkv")
-    return replace(dense, norm=NormStyle("layer", 1e-5, weight=False))
+    return replace(dense, norm=NormStyle("layer", 1e-5, weight=False), clip=bound(config, "clip_qkv"))
 
 
 def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -266,10 +265,6 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
     return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
-
-
-def _softcap(config: Fields, key: str) -> float | None:
-    return None if config.get(key) is None else above_zero(config, key, 0.0)
 
 
 def _refuse(config: Fields, key: str) -> None:

@@ -34,6 +34,11 @@ def above_zero(config: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
+def bound(config: Mapping[str, Any], key: str) -> float | None:
+    """What something may come to; None: anything."""
+    return None if config.get(key) is None else above_zero(config, key, 0.0)
+
+
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = config.get(key)
     if value is None:

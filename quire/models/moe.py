@@ -21,7 +21,7 @@ from quire.layers.quant import Scheme
 from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig, LayerNames, read_common
 from quire.models.dense_families import read_dense
-from quire.models.fields import check_layer_types, check_silu, flag, number, whole
+from quire.models.fields import bound, check_layer_types, check_silu, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -118,10 +118,7 @@ def _qwen3(config: Fields) -> DenseConfig:
 
 
 def _olmoe(config: Fields) -> DenseConfig:
-    if config.get("clip_qkv"):
-        what = f"olmoe with clip_qkv={config['clip_qkv']!r} is not supported."
-        raise QuireError("unsupported_model", what, "Published models do not have it.")
-    return replace(read_common({"rms_norm_eps": 1e-5, **config}), qk_norm="wide")
+    return replace(read_common({"rms_norm_eps": 1e-5, **config}), qk_norm="wide", clip=bound(config, "clip_qkv"))
 
 
 def _dots1(config: Fields) -> DenseConfig:

@@ -66,6 +66,8 @@ FAMILIES = [
     Family("qwen2_moe", lambda: Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=40), draw_sharp),
     Family("mixtral", lambda: MixtralConfig(**TINY, num_local_experts=4), draw_sharp),
     Family("olmoe", lambda: OlmoeConfig(**TINY, num_experts=8, num_experts_per_tok=3), draw_sharp),
+    Family("olmoe clipped", lambda: OlmoeConfig(**TINY, num_experts=8, num_experts_per_tok=3, clip_qkv=0.7),
+           draw_sharp),
     Family("dots1", lambda: Dots1Config(**TINY, **GROUPS, head_dim=16, sliding_window=9, max_window_layers=1),
            draw_sharp),
     Family("glm4_moe", lambda: Glm4MoeConfig(**TINY, **GROUPS, head_dim=32, use_qk_norm=True, attention_bias=True),

@@ -1,4 +1,5 @@
-"""OLMo 1 (norms without weights), 2 (norms behind the blocks, queries and keys normed in full), 3 (windows)."""
+"""OLMo 1 (norms without weights, later ones clipped), 2 (norms behind the blocks, queries and keys normed in full), 3
+(windows)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "
 
 FAMILIES = [
     Family("olmo", lambda: OlmoConfig(**TINY)),
+    Family("olmo clipped", lambda: OlmoConfig(**TINY, clip_qkv=0.7)),
     Family("olmo2", lambda: Olmo2Config(**TINY)),
     Family("olmo3", lambda: Olmo3Config(**{**TINY, "num_hidden_layers": 4}, sliding_window=10, rope_parameters=ROPES)),
 ]

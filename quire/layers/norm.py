@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,40 +108,65 @@ class HeadNorms:
 
     q_name: str = "q_norm"
     k_name: str = "k_norm"
+    kept: Literal["rows", "apart", "shared"] = "rows"  # of one tensor; a tensor for each head; one that all heads share
+    bias: bool = False
 
 
 class HeadLayerNorm(nn.Module):
     """Each query head and each key head normed with its mean taken off, by weights of its own, before rope."""
 
     weight: Tensor  # [query and key heads, head_dim]
+    bias: Tensor | None  # likewise
 
     def __init__(self, prefix: str, norms: HeadNorms, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
                  dtype: torch.dtype, order: HeadOrder | None = None):  # fmt: skip
         """`order`: that of the heads the weights are for."""
         super().__init__()
-        shape = (num_heads + num_kv_heads, head_dim)
-        form = None if order is None else _OrderedHeads(order)
-        self.weight = Weight(shape, dtype, (
-            Part(f"{prefix}.{norms.q_name}.weight", (num_heads, head_dim), 0, num_heads, form=form),
-            Part(f"{prefix}.{norms.k_name}.weight", (num_kv_heads, head_dim), num_heads, shape[0], form=form),
-        ))  # fmt: skip
         self.eps = eps
+        shape = (num_heads + num_kv_heads, head_dim)
+
+        def parts(kind: str) -> tuple[Part, ...]:
+            q_parts = _head_parts(f"{prefix}.{norms.q_name}", kind, norms.kept, 0, num_heads, head_dim, order)
+            k_name = f"{prefix}.{norms.k_name}"
+            return q_parts + _head_parts(k_name, kind, norms.kept, num_heads, num_kv_heads, head_dim, order)
+
+        self.weight = Weight(shape, dtype, parts("weight"))
+        self.bias = Weight(shape, dtype, parts("bias")) if norms.bias else None
 
     def forward(self, qkv: Tensor) -> Tensor:
         """qkv [tokens, (heads + 2 kv_heads) * head_dim], changed in place"""
         num_heads, head_dim = self.weight.shape
         heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
-        heads.copy_(functional.layer_norm(heads.float(), (head_dim,), eps=self.eps).mul_(self.weight))
+        normed = functional.layer_norm(heads.float(), (head_dim,), eps=self.eps).mul_(self.weight)
+        heads.copy_(normed if self.bias is None else normed.add_(self.bias))
         return qkv
 
 
+def _head_parts(name: str, kind: str, kept: str, start: int, num_heads: int, head_dim: int,
+                order: HeadOrder | None) -> tuple[Part, ...]:  # fmt: skip
+    """The rows of `num_heads` heads, from row `start` on."""
+    if kept == "apart":
+        form = _HeadRows(1, head_dim, order)
+        return tuple(
+            Part(f"{name}.norms.{head}.{kind}", (head_dim,), start + head, start + head + 1, form=form)
+            for head in range(num_heads)
+        )
+    shape = (num_heads, head_dim) if kept == "rows" else (head_dim,)
+    form = _HeadRows(num_heads, head_dim, order)
+    return (Part(f"{name}.{kind}", shape, start, start + num_heads, form=form),)
+
+
 @dataclass(frozen=True, slots=True)
-class _OrderedHeads:
-    order: HeadOrder
+class _HeadRows:
+    """One row for each head, in our order, of a tensor that has as many or one for all."""
+
+    num_heads: int
+    head_dim: int
+    order: HeadOrder | None
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """weight [heads, head_dim]"""
-        return self.order(weight.flatten()).view(weight.shape)
+        ordered = weight.flatten() if self.order is None else self.order(weight.flatten())
+        return ordered.view(-1, self.head_dim).expand(self.num_heads, -1)
 
 
 def _norm_weight(name: str, width: int, dtype: torch.dtype, offset: float, order: HeadOrder | None = None) -> Weight:

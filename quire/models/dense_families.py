@@ -154,11 +154,12 @@ def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _phi(config: Fields, dense: DenseConfig) -> DenseConfig:
-    _refuse(config, "qk_layernorm")
+    heads = HeadNorms("q_layernorm", "k_layernorm", "shared", bias=True)
     return replace(
         _layer_norm(config, dense), norms=ONE_NORM, parallel=True, gated=False, qkv_bias=True, out_bias=True,
         mlp_bias=True, head_bias=True, attention_names=AttentionNames(out="dense"),
         mlp_names=MLPNames(up=("fc1",), down="fc2"), final_norm="model.final_layernorm",
+        head_norms=heads if flag(config, "qk_layernorm", False) else None,
     )  # fmt: skip
 
 
@@ -213,10 +214,13 @@ def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
-    _refuse(config, "qk_layernorm")
     parallel = flag(config, "use_parallel_residual", False)
-    return replace(_layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False,
-                   parallel=parallel, norms=ONE_NORM if parallel else dense.norms)  # fmt: skip
+    heads = HeadNorms("q_layernorm", "k_layernorm", "apart")
+    return replace(
+        _layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
+        norms=ONE_NORM if parallel else dense.norms,
+        head_norms=heads if flag(config, "qk_layernorm", False) else None,
+    )  # fmt: skip
 
 
 def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -265,13 +269,6 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
     return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
-
-
-def _refuse(config: Fields, key: str) -> None:
-    """A variant of the family that no one has asked for yet."""
-    if config.get(key):
-        what = f"{config['model_type']} with {key}={config[key]!r} is not supported."
-        raise QuireError("unsupported_model", what, "Use a checkpoint without it.")
 
 
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}

@@ -126,13 +126,9 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
     refuse({**fields_of(kind), **changes})
 
 
-@pytest.mark.parametrize(("kind", "field"), [
-    ("gemma4_text", "enable_moe_block"), ("phi", "qk_layernorm"),
-    ("stablelm", "qk_layernorm"),
-])  # fmt: skip
-def test_variants_that_are_not_built_are_refused_by_name(kind: str, field: str) -> None:
+def test_a_variant_that_is_not_built_is_refused_by_name() -> None:
     """As docs/models.md says."""
-    assert field in refuse({**fields_of(kind), field: True})
+    assert "enable_moe_block" in refuse({**fields_of("gemma4_text"), "enable_moe_block": True})
 
 
 def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:

@@ -16,6 +16,7 @@ LONG = {
 
 FAMILIES = [
     Family("phi", lambda: PhiConfig(**TINY)),
+    Family("phi heads normed", lambda: PhiConfig(**TINY, qk_layernorm=True)),
     Family("phi3", lambda: Phi3Config(**TINY, sliding_window=13)),
     # transformers changes factors with the length of what it is given; beyond 2 tokens it is the long ones, always.
     Family("phi4", lambda: Phi3Config(**TINY, rope_parameters=LONG, original_max_position_embeddings=2)),

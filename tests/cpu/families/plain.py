@@ -40,5 +40,6 @@ FAMILIES = [
     Family("smollm3", lambda: SmolLM3Config(**{**FOUR_LAYERS, "pad_token_id": 0})),
     Family("stablelm", lambda: StableLmConfig(**TINY, use_qkv_bias=True)),
     Family("stablelm parallel", lambda: StableLmConfig(**TINY, use_parallel_residual=True)),
+    Family("stablelm heads normed", lambda: StableLmConfig(**TINY, use_parallel_residual=True, qk_layernorm=True)),
     Family("starcoder2", lambda: Starcoder2Config(**TINY, sliding_window=14)),
 ]

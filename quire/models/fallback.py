@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -239,7 +240,17 @@ def _rehearse(causal: Any, config: FallbackConfig) -> list[LayerShape]:
     if sorted(rehearsal.layers) != list(range(num_layers)):
         what = f"{len(rehearsal.layers)} of its {num_layers} layers attend, and others may keep a state"
         raise unsupported(config.model_type, what)
-    return [rehearsal.layers[index] for index in range(num_layers)]
+    shapes = [rehearsal.layers[index] for index in range(num_layers)]
+    window = None if any(shape.window for shape in shapes) else _window_of_mask(causal, config.hf)
+    return shapes if window is None else [replace(shape, window=window) for shape in shapes]
+
+
+def _window_of_mask(causal: Any, hf: Any) -> int | None:
+    """Some models tell their mask of a window and not their attention, and give neither to one that makes no use of
+    masks. Those that have it in some layers only say which (`layer_types`), and tell the attention of each."""
+    masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
+    window = getattr(hf, "sliding_window", None)
+    return window if masks and getattr(hf, "layer_types", None) is None else None
 
 
 def _cache_specs(shapes: list[LayerShape], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

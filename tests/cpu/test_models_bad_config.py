@@ -56,7 +56,7 @@ def refuse(config: Fields) -> str:
 def unknown_rope(text: Fields) -> None:
     ropes = text.get("rope_parameters") or {}
     kinds = {"full_attention", "sliding_attention"} & set(ropes)
-    spiral = {"rope_type": "spiral"}
+    spiral = {"rope_type": "spiral", "short_mscale": 1.0, "long_mscale": 1.0}  # which Phi-MoE asks for before the name
     text["rope_parameters"] = {kind: {**ropes[kind], **spiral} for kind in kinds} if kinds else {**ropes, **spiral}
     text["rope_scaling"] = None
 

@@ -14,6 +14,7 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     OPTConfig,
+    PhimoeConfig,
     VaultGemmaConfig,
 )
 
@@ -22,6 +23,7 @@ from tests.cpu.families.gemma import CAPS, HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
 ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
 GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
 
 
@@ -39,6 +41,7 @@ FAMILIES = [
         Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE), draw_sharp),
         Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
+        Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),
         Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),
     )
 ]

@@ -125,12 +125,13 @@ class HeadLayerNorm(nn.Module):
         self.eps = eps
         shape = (num_heads + num_kv_heads, head_dim)
 
-        def parts(kind: str) -> tuple[Part, ...]:
-            q_parts = _head_parts(f"{prefix}.{norms.q_name}", kind, norms.kept, 0, num_heads, head_dim, order)
+        def parts(kind: str, kept: str = norms.kept) -> tuple[Part, ...]:
+            q_parts = _head_parts(f"{prefix}.{norms.q_name}", kind, kept, 0, num_heads, head_dim, order)
             k_name = f"{prefix}.{norms.k_name}"
-            return q_parts + _head_parts(k_name, kind, norms.kept, num_heads, num_kv_heads, head_dim, order)
+            return q_parts + _head_parts(k_name, kind, kept, num_heads, num_kv_heads, head_dim, order)
 
-        self.weight = Weight(shape, dtype, parts("weight"))
+        joined = (parts("weight", "rows"),) if norms.kept == "apart" else ()  # as GGUF files have them
+        self.weight = Weight(shape, dtype, parts("weight"), joined)
         self.bias = Weight(shape, dtype, parts("bias")) if norms.bias else None
 
     def forward(self, qkv: Tensor) -> Tensor:

@@ -93,6 +93,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": arch != "qwen2" and has_bias,
         "use_qkv_bias": has_bias,
         "use_bias": has_bias,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **(_experts(file, num_experts) if num_experts else {}),

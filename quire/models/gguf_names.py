@@ -58,6 +58,7 @@ STYLES = {
     "olmo2": GGUFStyle(_AROUND),
     "phi3": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
     "smollm3": GGUFStyle(permuted=True),
+    "stablelm": GGUFStyle({"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "starcoder2": GGUFStyle({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
 }
 PLAIN = GGUFStyle()

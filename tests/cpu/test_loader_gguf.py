@@ -63,6 +63,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("phi3", {"rope.scaling.original_context_length": 2}),
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {}),
+    "stablelm parallel": ("stablelm", {}),
+    "stablelm heads normed": ("stablelm", {}),
     "starcoder2": ("starcoder2", {"attention.sliding_window": 14}),
 }  # fmt: skip
 

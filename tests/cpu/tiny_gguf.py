@@ -70,7 +70,7 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
             writer.add_layer_norm_eps(getattr(config, name))
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in _split_experts(model.state_dict()):
+    for name, tensor in _split_experts(_join_head_norms(model.state_dict())):
         if (name == "lm_head.weight" and config.tie_word_embeddings) or called(name) == without:
             continue
         if "norm" in name and name.endswith("weight") and arch in RAISED:
@@ -85,6 +85,15 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _join_head_norms(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """StableLM's norms of heads are a tensor each; GGUF has them as rows of one."""
+    joined: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        whole, found = re.subn(r"\.norms\.\d+\.", ".", name)
+        joined[whole] = torch.cat([*([joined[whole]] if whole in joined else []), tensor[None]]) if found else tensor
+    return joined
 
 
 def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

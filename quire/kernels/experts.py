@@ -14,7 +14,8 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Routing:
     """From router logits to experts. In order: scores of all experts, plus a bias where there is one; the best groups
-    of neighbouring experts; the best experts within them; their scores, without the bias, as weights."""
+    of neighbouring experts; the best experts within them; their scores, without the bias, as weights, each times its
+    expert's own scale where there are such."""
 
     num_experts: int
     top_k: int
@@ -29,11 +30,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """What stands between an expert's two products: (up + shift) * gate * sigmoid(alpha * gate), both clamped first."""
+    """What stands between an expert's two products: (up + shift) * curve(gate), both clamped first. The curve is
+    gate * sigmoid(alpha * gate), or GELU in its form with a hyperbolic tangent."""
 
     alpha: float = 1.0
     shift: float = 0.0
     limit: float | None = None  # gate at most this, up within plus and minus this
+    curve: Literal["sigmoid", "gelu_tanh"] = "sigmoid"
 
     @property
     def is_silu_mul(self) -> bool:

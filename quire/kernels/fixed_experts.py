@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+               choice_bias: Tensor | None, routing: Routing,
+               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
 
     def choose(tile: Tensor) -> Tensor:
-        chosen, weights = route(router_logits(tile, router, router_bias, routing), choice_bias, routing)
+        logits = router_logits(tile, router, router_bias, routing)
+        chosen, weights = route(logits, choice_bias, routing, expert_scale)
         return torch.stack((chosen.double(), weights.double()), 1)
 
     chosen, weights = in_tiles(choose, x).unbind(1)

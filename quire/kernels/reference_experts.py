@@ -14,11 +14,12 @@ from quire.kernels.reference import rms_norm
 
 
 def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+               choice_bias: Tensor | None, routing: Routing,
+               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
     as `route`. `router` is [experts, width]."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
-    return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing)
+    return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing, expert_scale)
 
 
 def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -28,9 +29,10 @@ def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routi
     return functional.linear(x, router, bias)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """logits [tokens, experts], bias [experts] -> the chosen experts [tokens, top_k] int64, best first, and their
-    weights [tokens, top_k] float32."""
+def route(logits: Tensor, bias: Tensor | None, routing: Routing,
+          expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """logits [tokens, experts], bias and expert_scale [experts] -> the chosen experts [tokens, top_k] int64, best
+    first, and their weights [tokens, top_k] float32."""
     logits = logits.float()
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     ranks = scores if bias is None else scores + bias
@@ -40,6 +42,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(1, chosen)
     if routing.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale[chosen]
     return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
 
@@ -87,7 +91,9 @@ def join_halves(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor
     """Element by element."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.alpha == 1.0:
+    if activation.curve == "gelu_tanh":
+        gate = functional.gelu(gate, approximate="tanh")
+    elif activation.alpha == 1.0:
         gate = functional.silu(gate)
     else:
         gate = gate * torch.sigmoid(activation.alpha * gate)

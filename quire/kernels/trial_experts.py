@@ -43,6 +43,7 @@ class ExpertsTrialShape:
     gate_up_bias: bool = False
     down_bias: bool = False
     residual: bool = True  # the experts' sum is added to something
+    expert_scale: bool = False  # each expert's share is scaled
 
 
 def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
@@ -62,8 +63,9 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     norm = None if shape.norm_dtype is None else normal(device, shape.norm_dtype, width).abs_()
     router_bias = normal(device, dtype, routing.num_experts) if shape.router_bias else None
     choice_bias = normal(device, torch.float32, routing.num_experts) * 0.1 if shape.choice_bias else None
+    expert_scale = normal(device, torch.float32, routing.num_experts) if shape.expert_scale else None
     finish_writes(device)
-    weights: list[Any] = [router, router_bias, choice_bias, routing]
+    weights: list[Any] = [router, router_bias, choice_bias, routing, expert_scale]
     x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
     if x.is_meta:  # a rehearsal, see `compare`
         return

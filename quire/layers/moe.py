@@ -19,7 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Part, Weight
+from quire.layers.weights import Form, Part, Weight
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -60,6 +60,21 @@ class MoEShape:
 
 def _bad(what: str) -> QuireError:
     return QuireError("bad_config", f"{what}.", "Check config.json.")
+
+
+ACTIVATIONS = {  # by the names of config.json
+    "silu": GatedActivation(),
+    "swish": GatedActivation(),
+    "gelu_new": GatedActivation(curve="gelu_tanh"),
+    "gelu_pytorch_tanh": GatedActivation(curve="gelu_tanh"),
+}
+
+
+def expert_activation(name: str) -> GatedActivation:
+    if name not in ACTIVATIONS:
+        what = f"Activation {name!r} is not supported in experts."
+        raise QuireError("unsupported_model", what, f"Supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +137,18 @@ class Experts(nn.Module):
         down = Weight.stacked([(names.expert(e, names.down), width) for e in range(num)], (inner,), dtype)
         down.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width),),)
         return cls(gate_up, down, None, None, num, shape.activation, scheme)
+
+    @classmethod
+    def from_two(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
+                 down_form: Form | None = None) -> Experts:  # fmt: skip
+        """Experts that a checkpoint holds in two tensors of these names, gates above ups."""
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        above = Part(gate_up, (num, 2 * inner, width), 0, num * 2 * inner)
+        below = Part(down, (num, width, inner), 0, num * width, form=down_form)
+        return cls(
+            Weight((num * 2 * inner, width), dtype, (above,)), Weight((num * width, inner), dtype, (below,)), None,
+            None, num, shape.activation, scheme,
+        )  # fmt: skip
 
     def weights(self) -> ExpertWeights | PackedExperts:
         num = self.num_experts

@@ -18,6 +18,16 @@ Form = Callable[[Tensor], Tensor]  # from a tensor as a checkpoint holds it to o
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """A form: what a tensor is multiplied with when it is loaded."""
+
+    by: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight * self.by
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills: `start` to before `stop`."""
 

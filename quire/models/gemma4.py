@@ -1,7 +1,7 @@
 """Gemma 4's text model: heads of two sizes, layers that read the keys and values of earlier ones, inputs per layer.
 
 The registry names `Gemma4Model`. What it shares with Gemma 3 (norms around both blocks, alternating windows, two ropes)
-it takes from the layers all families use; what is its own is here.
+it takes from the layers all families use; what is its own is here, but for its experts (`gemma4_experts`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.mlp import ACTIVATIONS, GatedMLP, check_activation
+from quire.layers.moe import MoEShape, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
 from quire.models.fields import above_zero, check_heads, check_layer_types, flag, number, whole
+from quire.models.gemma4_experts import MLPAndExperts, read_experts
 from quire.types import CacheSpec, QuireError
 
 _ROPES = {
@@ -62,6 +64,7 @@ class Gemma4Config:
     logit_softcap: float | None
     input_vocab: int  # of the inputs per layer
     input_width: int  # of one layer's; 0: there are none
+    experts: MoEShape | None  # beside every layer's feed-forward block
 
     @property
     def head_dim(self) -> int:
@@ -69,12 +72,10 @@ class Gemma4Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
-        for key in ("enable_moe_block", "attention_bias"):
-            if config.get(key):
-                raise QuireError(
-                    "unsupported_model", f"Gemma 4 with {key} is not supported.", "Use a dense checkpoint."
-                )
-        num_layers = whole(config, "num_hidden_layers", 30)
+        if config.get("attention_bias"):
+            what = "Gemma 4 with attention_bias is not supported."
+            raise QuireError("unsupported_model", what, "Published models do not have it.")
+        num_layers, width = whole(config, "num_hidden_layers", 30), whole(config, "hidden_size", 2304)
         kinds = config.get("layer_types")
         if kinds is None:
             kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)]
@@ -84,7 +85,7 @@ class Gemma4Config:
         caps = config.get("final_logit_softcapping")
         return cls(
             vocab_size=whole(config, "vocab_size", 262144),
-            width=whole(config, "hidden_size", 2304),
+            width=width,
             num_heads=whole(config, "num_attention_heads", 8),
             layers=_layers(config, list(kinds)),
             window=whole(config, "sliding_window", 512),
@@ -98,6 +99,7 @@ class Gemma4Config:
             logit_softcap=None if caps is None else above_zero(config, "final_logit_softcapping", 0.0),
             input_vocab=whole(config, "vocab_size_per_layer_input", 262144),
             input_width=int(number(config, "hidden_size_per_layer_input", 256)),
+            experts=read_experts(config, width) if flag(config, "enable_moe_block", False) else None,
         )
 
 
@@ -174,10 +176,18 @@ class Gemma4Layer(nn.Module):
             owns_kv=layer.source == index, k_is_v=layer.k_is_v, eps=config.eps, dtype=dtype, ops=ops, scheme=scheme,
             join=Join(norm("post_attention_layernorm")),
         )  # fmt: skip
-        self.mlp = GatedMLP(
+        experts, last = config.experts, norm("post_feedforward_layernorm")
+        mlp = GatedMLP(
             f"{prefix}.mlp", norm("pre_feedforward_layernorm"), config.width, layer.inner_width, bias=False,
-            dtype=dtype, scheme=scheme, activation=config.activation, join=Join(norm("post_feedforward_layernorm")),
+            dtype=dtype, scheme=scheme, activation=config.activation,
+            join=Join(last if experts is None else norm("post_feedforward_layernorm_1")),
         )  # fmt: skip
+        self.mlp: nn.Module = mlp
+        if experts is not None:
+            self.mlp = MLPAndExperts(
+                prefix, mlp, experts, norm("pre_feedforward_layernorm_2"), norm("post_feedforward_layernorm_2"), last,
+                dtype=dtype, ops=ops, scheme=scheme,
+            )  # fmt: skip
         self.input = None
         if config.input_width:
             self.input = LayerInput(prefix, config.width, config.input_width, config.activation,
@@ -225,6 +235,8 @@ class Gemma4Model(nn.Module):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         widest = max(3 * layer.inner_width for layer in config.layers)
+        if config.experts is not None:
+            widest = max(widest + config.width, moe_activations(config.experts))
         self.activation_elements = 5 * config.width + widest + 3 * len(config.layers) * config.input_width
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: place for spec in self.specs for place, layer in enumerate(spec.layers)}

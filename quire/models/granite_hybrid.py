@@ -20,7 +20,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import Part, Weight, set_forms
+from quire.layers.weights import Scale, Weight, set_forms
 from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
@@ -35,16 +35,6 @@ from quire.models.hybrid import (
 from quire.models.mamba2 import Mixers
 
 MLP_NAMES = MLPNames(("input_linear",), "output_linear")
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What a matrix is multiplied with when it is loaded."""
-
-    by: float
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        return weight * self.by
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +93,12 @@ class SharedAndExperts(nn.Module):
         self.shared = shared
         self.ops = ops
         self.routing = shape.routing
-        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         prefix = f"{layer}.block_sparse_moe"
-        self.router = Weight.whole(f"{prefix}.router.layer.weight", (num, width), dtype)
-        gate_up = Part(f"{prefix}.input_linear.weight", (num, 2 * inner, width), 0, num * 2 * inner)
-        down = Part(f"{prefix}.output_linear.weight", (num, width, inner), 0, num * width, form=_Flat(scale))
-        self.experts = Experts(
-            Weight((num * 2 * inner, width), dtype, (gate_up,)), Weight((num * width, inner), dtype, (down,)), None,
-            None, num, shape.activation, scheme,
-        )  # fmt: skip
+        router = (shape.routing.num_experts, shape.width)
+        self.router = Weight.whole(f"{prefix}.router.layer.weight", router, dtype)
+        self.experts = Experts.from_two(
+            f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight", shape, dtype, scheme, _Flat(scale)
+        )
 
     def forward(self, stream: Tensor) -> Tensor:
         """stream [tokens, width] -> the stream with the shares of all added"""

@@ -203,8 +203,10 @@ class Trials:
         for block in self._modules():
             experts = getattr(block, "experts", None)
             if isinstance(experts, Experts):
-                # Others than `MoE` norm the stream themselves.
+                # Others than `MoE` norm the stream themselves, or have a norm for the router alone.
                 norm = block.norm if isinstance(block, MoE) else None
+                weight = norm.weight if isinstance(norm, RMSNorm) else getattr(block, "router_norm", None)
+                before_stream = (getattr(block, name, None) for name in ("widen", "after_experts"))
                 return ExpertsTrialShape(
                     block.routing,
                     stream_width=block.router.shape[1],
@@ -212,12 +214,13 @@ class Trials:
                     inner_width=experts.down.shape[1],
                     activation=experts.activation,
                     dtype=self.dtype,
-                    norm_dtype=norm.weight.dtype if isinstance(norm, RMSNorm) else None,
+                    norm_dtype=None if weight is None else weight.dtype,
                     router_bias=getattr(block, "router_bias", None) is not None,
                     choice_bias=getattr(block, "choice_bias", None) is not None,
                     gate_up_bias=experts.gate_up_bias is not None,
                     down_bias=experts.down_bias is not None,
-                    residual=getattr(block, "widen", None) is None,
+                    residual=all(each is None for each in before_stream),
+                    expert_scale=getattr(block, "expert_scale", None) is not None,
                 )
         return None
 

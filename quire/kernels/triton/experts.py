@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights, GatedActivation
 from quire.kernels.triton import experts_few
-from quire.kernels.triton.experts_few import activation_args, gated
+from quire.kernels.triton.experts_few import activation_args, activation_options, gated
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.route import TILE_FIELDS, SortedPairs, sort_by_expert
 
@@ -26,8 +26,8 @@ def _grouped_kernel(
     x_ptr, weight_ptr, bias_ptr, shares_ptr, order_ptr, tiles_ptr, out_ptr,
     x_stride, in_features, num_outs, num_out_blocks, alpha, shift, limit,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of an expert's rows times BLOCK_OUT of its outputs. GATED, the first product: rows are gathered by
     `order`, gates and ups joined, results left in sorted places. If not, the second: rows are taken from there, results
@@ -76,7 +76,7 @@ def _grouped_kernel(
             if GATED:
                 up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            out = gated(acc, up, alpha, shift, limit, LIMITED)
+            out = gated(acc, up, alpha, shift, limit, LIMITED, GELU)
             targets = places
         else:
             out = acc * tl.load(shares_ptr + pairs, mask=live, other=0.0)[None, :]
@@ -171,7 +171,7 @@ def _launch_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, shares: Tens
         x.stride(0), in_features, num_outs, blocks, *activation_args(activation),
         TOP_K=top_k, ROWS=pairs.rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         EVEN=num_outs % block_out == 0 and in_features % block_in == 0, GATED=activation is not None,
-        LIMITED=activation is not None and activation.limit is not None, BIAS=bias is not None,
-        PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
+        **activation_options(activation), BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
+        STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
         **launch_options(x.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip

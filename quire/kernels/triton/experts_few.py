@@ -48,18 +48,23 @@ def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr):
+def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constexpr):
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
-    return gate * tl.sigmoid(alpha * gate) * (up + shift)
+    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z), and z is sqrt(2 / pi) * (gate + 0.044715 * gate**3)
+        gate *= tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
+    else:
+        gate *= tl.sigmoid(alpha * gate)
+    return gate * (up + shift)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, ALONE: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, ALONE: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
     that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
@@ -101,7 +106,7 @@ def _few_gate_up_kernel(
                 bias = bias_ptr + expert * 2 * num_outs + outs
                 gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
                 up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
-            out = gated(gate, up, alpha, shift, limit, LIMITED)
+            out = gated(gate, up, alpha, shift, limit, LIMITED, GELU)
             tl.store(out_ptr + pair * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
             if ALONE:
                 pair = num_pairs
@@ -208,6 +213,14 @@ def activation_args(activation: GatedActivation | None) -> tuple[float, float, f
     return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
 
 
+def activation_options(activation: GatedActivation | None) -> dict[str, bool]:
+    """What `gated` is compiled for."""
+    return {
+        "LIMITED": activation is not None and activation.limit is not None,
+        "GELU": activation is not None and activation.curve == "gelu_tanh",
+    }
+
+
 def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
             tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
@@ -227,7 +240,7 @@ def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTu
         *activation_args(experts.activation),
         TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
-        BIAS=experts.gate_up_bias is not None, LIMITED=experts.activation.limit is not None,
+        BIAS=experts.gate_up_bias is not None, **activation_options(experts.activation),
         **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip
     return joined

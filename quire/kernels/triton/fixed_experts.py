@@ -18,14 +18,15 @@ from quire.kernels.triton.route import route
 
 
 def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+               choice_bias: Tensor | None, routing: Routing,
+               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `route.norm_route`; logits are always float32."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
     if routing.exact and x.dtype != torch.float32:
         logits = fixed_linear(x.float(), router.float(), None if router_bias is None else router_bias.float())
     else:
         logits = fixed_linear(x, router, router_bias, out_dtype=torch.float32)
-    return x, *route(logits, choice_bias, routing)
+    return x, *route(logits, choice_bias, routing, expert_scale)
 
 
 def run_experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor,

@@ -33,10 +33,10 @@ TAKEN = tl.constexpr(-(2**31))
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, chosen_ptr, weights_ptr, logits_stride, scale,
+    logits_ptr, bias_ptr, expert_scale_ptr, chosen_ptr, weights_ptr, logits_stride, scale,
     TOP_K: tl.constexpr, TOP_BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
     NUM_MEMBERS: tl.constexpr, MEMBERS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program; its experts lie as [groups, members]."""
     let_next_start(PDL)
@@ -95,23 +95,26 @@ def _route_kernel(
         keys = tl.where(mine, TAKEN, keys)
     if NORMALISE:
         weights = weights / total
+    if SCALED:
+        weights *= tl.load(expert_scale_ptr + chosen)
     tl.store(chosen_ptr + token * TOP_K + places, chosen, mask=places < TOP_K)
     tl.store(weights_ptr + token * TOP_K + places, weights * scale, mask=places < TOP_K)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing,
+          expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like `reference_experts.route`, with experts as int32."""
     num_tokens = logits.shape[0]
     chosen = torch.empty(num_tokens, routing.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=logits.device)
     members = routing.num_experts // routing.num_groups
     _route_kernel[(num_tokens,)](
-        logits, bias, chosen, weights, logits.stride(0), routing.scale,
+        logits, bias, expert_scale, chosen, weights, logits.stride(0), routing.scale,
         TOP_K=routing.top_k, TOP_BLOCK=triton.next_power_of_2(routing.top_k), NUM_GROUPS=routing.num_groups,
         GROUPS=triton.next_power_of_2(routing.num_groups), NUM_MEMBERS=members,
         MEMBERS=triton.next_power_of_2(members), TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_members,
         SOFTMAX=routing.score == "softmax", NORMALISE=routing.normalise, BIAS=bias is not None,
-        **launch_options(logits.device, num_warps=1),
+        SCALED=expert_scale is not None, **launch_options(logits.device, num_warps=1),
     )  # fmt: skip
     return chosen, weights
 
@@ -142,12 +145,13 @@ def _norm_router_kernel(
 
 
 def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+               choice_bias: Tensor | None, routing: Routing,
+               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Like `reference_experts.norm_route`, with experts as int32."""
     num_tokens, width = stream.shape
     if norm_weight is None or num_tokens > FEW_ROWS or width > MAX_WIDTH:
         x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
-        return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing)
+        return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing, expert_scale)
     x = torch.empty_like(stream)
     logits = torch.empty(num_tokens, routing.num_experts, dtype=torch.float32, device=stream.device)
     block = 8 if width <= 2048 else 4
@@ -156,7 +160,7 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
         NUM_EXPERTS=routing.num_experts, BLOCK=block, WIDTH=triton.next_power_of_2(width),
         BIAS=router_bias is not None, **launch_options(stream.device, num_warps=4 if width <= 2048 else 8),
     )  # fmt: skip
-    return x, *route(logits, choice_bias, routing)
+    return x, *route(logits, choice_bias, routing, expert_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Gemma 1 to 4: scaled embeddings, norms around both blocks, soft caps, alternating windows, two ropes; in 4 heads of
-two sizes, keys and values shared between layers, inputs per layer."""
+two sizes, keys and values shared between layers, inputs per layer, experts beside feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ GEMMA4 = {
     "final_logit_softcapping": 5.0,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 128}
 
 
 def draw_around_zero(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -40,6 +41,16 @@ def draw_around_zero(name: str, parameter: Tensor, generator: torch.Generator) -
         parameter.normal_(0.0, 0.3, generator=generator)
     else:
         draw_wide(name, parameter, generator)
+
+
+def draw_routed(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Routers wide apart, so that no choice is a near tie, though their inputs are scaled down by the width's root;
+    scales away from one."""
+    draw_wide(name, parameter, generator)
+    if name.endswith("router.proj.weight"):
+        parameter.mul_(32.0)
+    elif name.endswith(("router.scale", "per_expert_scale")):
+        parameter.mul_(2.0).add_(1.0)
 
 
 FAMILIES = [
@@ -85,5 +96,17 @@ FAMILIES = [
             num_global_key_value_heads=1,
             hidden_size_per_layer_input=0,
         ),
+    ),
+    Family(
+        "gemma4 experts",
+        lambda: Gemma4TextConfig(
+            **SIX_LAYERS,
+            **GEMMA4,
+            **GEMMA4_EXPERTS,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            hidden_size_per_layer_input=0,
+        ),
+        draw_routed,
     ),
 ]

@@ -32,7 +32,7 @@ GEMMA4 = {
     "final_logit_softcapping": 5.0,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 128}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 160}
 
 
 def draw_around_zero(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -48,7 +48,7 @@ def draw_routed(name: str, parameter: Tensor, generator: torch.Generator) -> Non
     scales away from one."""
     draw_wide(name, parameter, generator)
     if name.endswith("router.proj.weight"):
-        parameter.mul_(32.0)
+        parameter.mul_(8.0)
     elif name.endswith(("router.scale", "per_expert_scale")):
         parameter.mul_(2.0).add_(1.0)
 

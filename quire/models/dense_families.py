@@ -16,7 +16,7 @@ from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
-from quire.models.fields import above_zero, bound, flag, number, whole
+from quire.models.fields import above_zero, bound, check_causal, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -117,6 +117,7 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
+    check_causal(config)
     return replace(
         dense,
         norm=replace(dense.norm, offset=number(config, "norm_offset", 1.0)),

@@ -75,3 +75,11 @@ def check_silu(config: Mapping[str, Any]) -> None:
     if activation not in ("silu", "swish"):
         what = f"Activation {activation!r} is not supported in a model of this type."
         raise QuireError("unsupported_model", what, "Supported is silu.")
+
+
+def check_causal(config: Mapping[str, Any]) -> None:
+    """Gemmas may be told to look ahead; what is said of images ("vision") is no matter to text."""
+    ahead = config.get("use_bidirectional_attention")
+    if ahead and ahead != "vision":
+        what = f"use_bidirectional_attention={ahead!r} is not supported: such a model sees tokens that are yet to come."
+        raise QuireError("unsupported_model", what, "Use a model that generates text.")

@@ -29,7 +29,7 @@ from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
-from quire.models.fields import above_zero, check_heads, check_layer_types, flag, number, whole
+from quire.models.fields import above_zero, check_causal, check_heads, check_layer_types, flag, number, whole
 from quire.models.gemma4_experts import MLPAndExperts, read_experts
 from quire.types import CacheSpec, QuireError
 
@@ -75,19 +75,20 @@ class Gemma4Config:
         if config.get("attention_bias"):
             what = "Gemma 4 with attention_bias is not supported."
             raise QuireError("unsupported_model", what, "Published models do not have it.")
+        check_causal(config)
         num_layers, width = whole(config, "num_hidden_layers", 30), whole(config, "hidden_size", 2304)
         kinds = config.get("layer_types")
         if kinds is None:
             kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)]
-            kinds[-1] = "full_attention"
         check_layer_types(kinds, _ROPES, num_layers)
+        kinds = [*kinds[:-1], "full_attention"]  # whatever config.json says, as in transformers
         ropes = config.get("rope_parameters") or _ROPES
         caps = config.get("final_logit_softcapping")
         return cls(
             vocab_size=whole(config, "vocab_size", 262144),
             width=width,
             num_heads=whole(config, "num_attention_heads", 8),
-            layers=_layers(config, list(kinds)),
+            layers=_layers(config, kinds),
             window=whole(config, "sliding_window", 512),
             ropes={
                 kind: RopeConfig.from_hf({**config, "rope_parameters": ropes.get(kind) or {}}) for kind in set(kinds)

@@ -244,17 +244,19 @@ def test_an_element_is_the_same_wherever_it_stands(function: Callable[[Tensor], 
     assert torch.equal(columns, x[:300].view(100, 3)[:, :2] + x[:100].view(100, 1))
 
 
-def test_experts_agree_with_the_reference() -> None:
+@pytest.mark.parametrize("activation", [GatedActivation(1.702, 1.0, 0.7), GatedActivation(curve="gelu_tanh")],
+                         ids=["clamped", "gelu"])  # fmt: skip
+def test_experts_agree_with_the_reference(activation: GatedActivation) -> None:
     torch.manual_seed(9)
-    activation = GatedActivation(1.702, 1.0, 0.7)
-    experts = ExpertWeights(torch.randn(5, 48, 40), torch.randn(5, 40, 24), torch.randn(5, 48), torch.randn(5, 40),
-                            activation)  # fmt: skip
+    gate_up, down = torch.randn(5, 48, 40) * 40**-0.5, torch.randn(5, 40, 24) * 24**-0.5
+    experts = ExpertWeights(gate_up, down, torch.randn(5, 48), torch.randn(5, 40), activation)
     routing = Routing(5, 2, "sigmoid", scale=1.5)
+    scale = torch.randn(5)
     for rows in (1, 16, 45):
         stream, parts = torch.randn(rows, 40), (torch.randn(40), 1e-5, torch.randn(5, 40), None, torch.randn(5))
         results = []
         for room in (fixed_experts, reference_experts):
-            x, chosen, shares = room.norm_route(stream, *parts, routing)
+            x, chosen, shares = room.norm_route(stream, *parts, routing, scale)
             results.append((chosen, shares, room.run_experts(x, experts, chosen, shares, stream)))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs)

@@ -126,9 +126,18 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
     refuse({**fields_of(kind), **changes})
 
 
-def test_a_variant_that_is_not_built_is_refused_by_name() -> None:
+@pytest.mark.parametrize(("kind", "changes"), [
+    *((kind, {"use_bidirectional_attention": True}) for kind in ("gemma", "gemma2", "gemma3_text")),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}), ("gemma4_text", {"attention_bias": True}),
+], ids=str)  # fmt: skip
+def test_variants_that_are_not_built_are_refused_by_name(kind: str, changes: Fields) -> None:
     """As docs/models.md says."""
-    assert "enable_moe_block" in refuse({**fields_of("gemma4_text"), "enable_moe_block": True})
+    assert all(field in refuse({**fields_of(kind), **changes}) for field in changes)
+
+
+def test_a_gemma_whose_images_alone_look_ahead_is_not_refused() -> None:
+    fields = {**fields_of("gemma4_text"), "use_bidirectional_attention": "vision"}
+    build_model(fields, dtype="float32", device=CPU, page_tokens=16)
 
 
 def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:

@@ -73,3 +73,11 @@ def test_what_is_left_out_is_what_transformers_takes_it_for(family: Family) -> N
         if ours is not None and want is not None and computed(ours) != computed(want):
             wrong += [key] if tensors(less) == tensors(theirs) else []
     assert not wrong, f"left out, {wrong} mean something else than in transformers"
+
+
+def test_a_gemma_4_ends_with_a_layer_that_sees_everything() -> None:
+    """Whatever its config.json says: transformers corrects it."""
+    config = next(family for family in OWN if family.name == "gemma4 experts").config()
+    other = [*config.layer_types[:-1], "sliding_attention"]
+    assert type(config)(**{**config.to_dict(), "layer_types": list(other)}).layer_types == config.layer_types
+    assert computed(read({**config.to_dict(), "layer_types": other})) == computed(read(config.to_dict()))

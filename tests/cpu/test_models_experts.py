@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma4TextConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from quire.assemble import memory_report
 from quire.config import Config
@@ -29,6 +36,7 @@ from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loader import build_model
 from quire.types import QuireError
 from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
+from tests.cpu.families.gemma import GEMMA4, GEMMA4_EXPERTS, SIX_LAYERS, draw_routed
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import load, make_engine
@@ -53,6 +61,10 @@ def assert_equal(folder: Path, reference: Any) -> None:
 def qwen3_moe(folder: Path, **fields: Any) -> Any:
     config = Qwen3MoeConfig(**{**TINY, **QWEN, "head_dim": 16, "norm_topk_prob": True, **fields})
     return save_checkpoint(Family("qwen3_moe", lambda: config, draw_sharp), folder)
+
+
+def gemma4(**fields: Any) -> Gemma4TextConfig:
+    return Gemma4TextConfig(**{**SIX_LAYERS, **GEMMA4, **GEMMA4_EXPERTS, "vocab_size_per_layer_input": 256, **fields})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,6 +193,41 @@ def test_mxfp4_numbers() -> None:
     assert got[:5].tolist() == [1.0, 2.0, -12.0, 12.0, 0.0] and got.shape == (32,)
 
 
+@pytest.mark.parametrize("fields", [
+    {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
+    {"hidden_activation": "silu", "hidden_size_per_layer_input": 0},
+    {"top_k_experts": 8, "hidden_size_per_layer_input": 0},
+], ids=["shared keys, inputs per layer", "silu", "all experts"])  # fmt: skip
+def test_gemma_4_has_experts_beside_all_else(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert_equal(tmp_path, save_checkpoint(Family("", lambda: gemma4(**fields), draw_routed), tmp_path))
+
+
+def test_gemma_4_says_which_experts_do_not_fit(tmp_path: Path) -> None:
+    save_checkpoint(Family("", lambda: gemma4(hidden_size_per_layer_input=0), draw_routed), tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.2.experts.gate_up_proj"
+
+    def refused(name: str, instead: Tensor | None) -> str:
+        changed = {**tensors, name: instead}
+        save_file({key: value for key, value in changed.items() if value is not None}, tmp_path / "model.safetensors")
+        with pytest.raises(QuireError) as caught:
+            load(tmp_path)
+        assert caught.value.code == "bad_weights" and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert f"lacks tensor {name}" in refused(name, None)
+    scale = "model.layers.2.router.per_expert_scale"
+    assert f"lacks tensor {scale}" in refused(scale, None)
+    said = refused(name, tensors[name][:-1].clone())
+    assert name in said and "wrong shape" in said and "7" in said
+    said = refused(name, tensors[name][:, :-2].clone())
+    assert name in said and "wrong shape" in said and "318" in said
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "enable_moe_block": False}))
+    with pytest.raises(QuireError, match="which this model has no place for"):
+        load(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Configs
 
@@ -202,6 +249,16 @@ BAD_LATENT: dict[str, tuple[dict[str, Any], str]] = {
     "dense layers": ({"first_k_dense_replace": 9}, "first_k_dense_replace=9"),
 }
 
+BAD_GEMMA: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"hidden_activation": "relu"}, "Activation 'relu' is not supported in experts"),
+    "unknown activation": ({"hidden_activation": "mish"}, "Activation 'mish'"),
+    "no number of experts": ({"num_experts": None}, "num_experts=None"),
+    "no experts a token": ({"top_k_experts": 0}, "top_k_experts=0"),
+    "too many experts a token": ({"top_k_experts": 9}, "9 experts a token can't be chosen from 8"),
+    "no size": ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+    "neither yes nor no": ({"enable_moe_block": "yes"}, "enable_moe_block='yes'"),
+}
+
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_configs_name_the_field(name: str) -> None:
@@ -217,6 +274,13 @@ def test_bad_latent_configs_name_the_field(name: str) -> None:
     config = DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28).to_dict()
     with pytest.raises(QuireError, match=message):
         build_model({**config, **fields}, dtype="float32", device=torch.device("cpu"), page_tokens=16)
+
+
+@pytest.mark.parametrize("name", BAD_GEMMA)
+def test_bad_configs_of_gemma_4_name_the_field(name: str) -> None:
+    fields, message = BAD_GEMMA[name]
+    with pytest.raises(QuireError, match=message):
+        build_model({**gemma4().to_dict(), **fields}, dtype="float32", device=torch.device("cpu"), page_tokens=16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

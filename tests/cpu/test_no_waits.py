@@ -35,7 +35,8 @@ READS = (
     "_unique2",
     "bincount",
 )
-KINDS = ("gemma3", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "nemotron_h experts", "mamba2")
+KINDS = ("gemma3", "gemma4 experts", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next",
+         "nemotron_h experts", "mamba2")  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.6, "seed": 3},

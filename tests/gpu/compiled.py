@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
-from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import (
     attention,
@@ -182,6 +183,9 @@ def compile_experts() -> None:
             experts_few.run_few(x, weights, chosen, shares, x)
         fixed_experts.norm_route(x, norm, 1e-6, router, None, None, Routing(8, 4))
         fixed_experts.run_experts(x, weights, chosen, shares, x)
+        if tokens in (1, 2048):  # Gemma 4's kind
+            route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4), torch.ones(8))
+            experts.run_experts(x, replace(weights, activation=GatedActivation(curve="gelu_tanh")), chosen, shares)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
     route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
 

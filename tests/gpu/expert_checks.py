@@ -11,6 +11,7 @@ from quire.kernels import reference, reference_experts
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from tests.gpu.where import Where, close
 
+GELU = GatedActivation(curve="gelu_tanh")
 ROUTINGS = (
     Routing(8, 2),
     Routing(60, 4, normalise=False),
@@ -32,14 +33,15 @@ def check_route(where: Where) -> None:
                 norm = where.normal(width) + 1
                 router = where.normal(routing.num_experts, width) * width**-0.5
                 router_bias = where.normal(routing.num_experts) if biased else None
+                scale = None if biased else where.normal(routing.num_experts)
                 where.settle()
                 where.poison()
-                x, chosen, weights = route.norm_route(stream, norm, 1e-6, router, router_bias, bias, routing)
+                x, chosen, weights = route.norm_route(stream, norm, 1e-6, router, router_bias, bias, routing, scale)
                 normed = reference.rms_norm(stream.double(), norm.double(), 1e-6)
                 close(x, normed, torch.float32, "norm_route: the norm")
                 # By what the kernel normed itself: near ties may fall otherwise after another order of sums.
                 logits = x @ router.T if router_bias is None else x @ router.T + router_bias
-                want, want_weights = reference_experts.route(logits, bias, routing)
+                want, want_weights = reference_experts.route(logits, bias, routing, scale)
                 same = (chosen.long() == want).all(1)
                 assert same.float().mean() >= (1.0 if tokens < 100 else 0.995), f"{routing}: other experts"
                 close(weights[same], want_weights[same], torch.float32, f"{routing}: weights")
@@ -70,7 +72,8 @@ def check_experts(where: Where) -> None:
 
     small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,)), (8, 2, 24, 16, (2,))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16, 100, 256, 1000, 4000)), (32, 4, 2880, 2880, (1, 8, 300)),
-             (60, 4, 2048, 1408, (1, 33, 2000)), (8, 2, 4096, 14336, (1, 40))]  # fmt: skip
+             (60, 4, 2048, 1408, (1, 33, 2000)), (8, 2, 4096, 14336, (1, 40)),
+             (128, 8, 2816, 704, (1, 4, 16, 100, 1000))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, token_counts in large if where.large else small:
             gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5
@@ -80,7 +83,7 @@ def check_experts(where: Where) -> None:
             clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
             where.settle()
             for tokens in token_counts:
-                for experts in (plain, clamped):
+                for experts in (plain, clamped, replace(plain, activation=GELU)):
                     _check_experts(where, dtype, experts, tokens, top_k, run_experts)
 
 
@@ -95,16 +98,17 @@ def check_few_experts(where: Where) -> None:
 
     small = [(5, 3, 40, 24, (1, 4))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8)),
-             (8, 2, 4096, 14336, (2,))]  # fmt: skip
+             (8, 2, 4096, 14336, (2,)), (128, 8, 2816, 704, (1, 4))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, token_counts in large if where.large else small:
             gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5
             down = where.normal(num, width, inner, dtype=dtype) * inner**-0.5
             biases = where.normal(num, 2 * inner, dtype=dtype), where.normal(num, width, dtype=dtype)
+            plain = ExpertWeights(gate_up, down)
             clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
             where.settle()
             for tokens in token_counts:
-                for experts in (ExpertWeights(gate_up, down), clamped):
+                for experts in (plain, clamped, replace(plain, activation=GELU)):
                     _check_experts(where, dtype, experts, tokens, top_k, run_few)
 
 

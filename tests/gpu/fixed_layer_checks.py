@@ -19,10 +19,11 @@ COUNTS = (1, 2, 7, 16, 17, 33, 64, 100, 300, 1000)  # tokens: every size of tile
 
 
 def check_fixed_experts(where: Where) -> None:
-    """The shapes of Qwen3-30B-A3B and gpt-oss, the latter with fewer experts."""
+    """The shapes of Qwen3-30B-A3B and gpt-oss, the latter with fewer experts, and Gemma 4's kind of experts."""
     from quire.kernels.triton import fixed_experts
 
-    cases = [(128, 8, 2048, 768, None), (32, 4, 1440, 1440, GatedActivation(1.702, 1.0, 7.0))]
+    cases = [(128, 8, 2048, 768, None), (32, 4, 1440, 1440, GatedActivation(1.702, 1.0, 7.0)),
+             (32, 8, 1408, 704, GatedActivation(curve="gelu_tanh"))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, activation in cases if where.large else [(6, 2, 40, 24, None)]:
             weights, routing = _experts(where, dtype, num, width, inner, activation), Routing(num, top_k)

@@ -35,7 +35,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SWAPS = {"num_pages": 26, "preemption": "swap", "host_memory": 1 << 26, "prefix_cache": False}
 # Mixed steps of the last four are launched kernel by kernel.
-KINDS = ("gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h experts", "mamba2")
+KINDS = (
+    "gemma3",
+    "gemma4 experts",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "nemotron_h experts",
+    "mamba2",
+)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from tests.gpu.where import Where
 
 CLAMPED = GatedActivation(1.702, 1.0, 7.0)
 SQUARED = GatedActivation(alpha=1e30)
+GELU = GatedActivation(curve="gelu_tanh")
 
 
 def assert_pass(ops: Ops, rows: Iterable[Row], what: str) -> None:
@@ -54,7 +55,7 @@ def check_dense(where: Where) -> None:
 
 
 def _mixtures(where: Where) -> list[ExpertsTrialShape]:
-    """Qwen3-MoE's, gpt-oss's, DeepSeek V3's and Nemotron-H's kinds."""
+    """Qwen3-MoE's, gpt-oss's, DeepSeek V3's, Nemotron-H's and Gemma 4's kinds."""
     dtype = where.dtypes[-1]
     if where.large:
         return [
@@ -65,12 +66,15 @@ def _mixtures(where: Where) -> list[ExpertsTrialShape]:
             ExpertsTrialShape(Routing(512, 10), 2048, 2048, 512, GatedActivation(), dtype, torch.float32),
             ExpertsTrialShape(Routing(64, 6, "sigmoid"), 4096, 1024, 1856, SQUARED, dtype, None, choice_bias=True,
                               residual=False),
+            ExpertsTrialShape(Routing(128, 8), 2816, 2816, 704, GELU, dtype, torch.float32, residual=False,
+                              expert_scale=True),
         ]  # fmt: skip
     return [
         ExpertsTrialShape(Routing(5, 2), 48, 48, 24, GatedActivation(), torch.float32, torch.float32),
         ExpertsTrialShape(Routing(4, 1), 40, 40, 16, CLAMPED, dtype, torch.float32, True, False, True, True),
         ExpertsTrialShape(Routing(8, 2, "sigmoid", True, 2.5, 4, 2, 2, True), 32, 16, 16, SQUARED, dtype, None,
                           choice_bias=True, residual=False),
+        ExpertsTrialShape(Routing(4, 2), 40, 40, 24, GELU, dtype, torch.float32, residual=False, expert_scale=True),
     ]  # fmt: skip
 
 

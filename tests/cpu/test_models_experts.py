@@ -202,6 +202,20 @@ def test_gemma_4_has_experts_beside_all_else(fields: dict[str, Any], tmp_path: P
     assert_equal(tmp_path, save_checkpoint(Family("", lambda: gemma4(**fields), draw_routed), tmp_path))
 
 
+def test_gemma_4_with_experts_as_it_is_published(tmp_path: Path) -> None:
+    """Beside a tower for images, whose tensors are left alone; its wide heads are said once for all layers."""
+    wide = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32}
+    config = gemma4(**wide, hidden_size_per_layer_input=0)
+    reference = save_checkpoint(Family("", lambda: config, draw_routed), tmp_path)
+    text = {key: value for key, value in config.to_dict().items() if key != "per_layer_config"}
+    text |= {**wide, "use_bidirectional_attention": "vision"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": text}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    published = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file({**published, "model.vision_tower.patch.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert_equal(tmp_path, reference)
+
+
 def test_gemma_4_says_which_experts_do_not_fit(tmp_path: Path) -> None:
     save_checkpoint(Family("", lambda: gemma4(hidden_size_per_layer_input=0), draw_routed), tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.2.experts.gate_up_proj"

@@ -60,6 +60,7 @@ class Gemma4Config:
     max_positions: int
     eps: float
     activation: str
+    attention_bias: bool
     tied: bool
     logit_softcap: float | None
     input_vocab: int  # of the inputs per layer
@@ -72,9 +73,6 @@ class Gemma4Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
-        if config.get("attention_bias"):
-            what = "Gemma 4 with attention_bias is not supported."
-            raise QuireError("unsupported_model", what, "Published models do not have it.")
         check_causal(config)
         num_layers, width = whole(config, "num_hidden_layers", 30), whole(config, "hidden_size", 2304)
         kinds = config.get("layer_types")
@@ -96,6 +94,7 @@ class Gemma4Config:
             max_positions=whole(config, "max_position_embeddings", 131072),
             eps=number(config, "rms_norm_eps", 1e-6),
             activation=check_activation(config.get("hidden_activation") or "gelu_pytorch_tanh"),
+            attention_bias=flag(config, "attention_bias", False),
             tied=flag(config, "tie_word_embeddings", True),
             logit_softcap=None if caps is None else above_zero(config, "final_logit_softcapping", 0.0),
             input_vocab=whole(config, "vocab_size_per_layer_input", 262144),
@@ -106,7 +105,8 @@ class Gemma4Config:
 
 class Gemma4Attention(nn.Module):
     def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, owns_kv: bool,
-                 k_is_v: bool, eps: float, dtype: torch.dtype, ops: Ops, scheme: Scheme, join: Join):  # fmt: skip
+                 k_is_v: bool, bias: bool, eps: float, dtype: torch.dtype, ops: Ops, scheme: Scheme,
+                 join: Join):  # fmt: skip
         super().__init__()
         self.norm = norm
         self.shape = shape
@@ -121,8 +121,8 @@ class Gemma4Attention(nn.Module):
         if owns_kv:
             sources += [(f"{prefix}.k_proj", kv_rows), (f"{prefix}.{'k_proj' if k_is_v else 'v_proj'}", kv_rows)]
             self.k_weight = Weight.whole(f"{prefix}.k_norm.weight", (shape.head_dim,), dtype)
-        self.project = Linear(shape.width, sources, dtype=dtype, scheme=scheme)
-        self.out = Linear(self.q_rows, [(f"{prefix}.o_proj", shape.width)], dtype=dtype, scheme=scheme)
+        self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(self.q_rows, [(f"{prefix}.o_proj", shape.width)], bias=bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, tables: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this block's share added; `tables` are the angles as tables"""
@@ -174,8 +174,8 @@ class Gemma4Layer(nn.Module):
         self.attention = Gemma4Attention(
             f"{prefix}.self_attn", norm("input_layernorm"),
             AttentionShape(config.width, config.num_heads, layer.num_kv_heads, layer.head_dim), cache_index,
-            owns_kv=layer.source == index, k_is_v=layer.k_is_v, eps=config.eps, dtype=dtype, ops=ops, scheme=scheme,
-            join=Join(norm("post_attention_layernorm")),
+            owns_kv=layer.source == index, k_is_v=layer.k_is_v, bias=config.attention_bias, eps=config.eps, dtype=dtype,
+            ops=ops, scheme=scheme, join=Join(norm("post_attention_layernorm")),
         )  # fmt: skip
         experts, last = config.experts, norm("post_feedforward_layernorm")
         mlp = GatedMLP(

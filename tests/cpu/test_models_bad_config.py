@@ -128,7 +128,7 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
 
 @pytest.mark.parametrize(("kind", "changes"), [
     *((kind, {"use_bidirectional_attention": True}) for kind in ("gemma", "gemma2", "gemma3_text")),
-    ("gemma4_text", {"use_bidirectional_attention": "all"}), ("gemma4_text", {"attention_bias": True}),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}),
 ], ids=str)  # fmt: skip
 def test_variants_that_are_not_built_are_refused_by_name(kind: str, changes: Fields) -> None:
     """As docs/models.md says."""

@@ -41,9 +41,8 @@ linear layer, not experts, embeddings and convolutions), FP8 keys and values the
 and all of them together as near as rounding activations lets any kernel come; logits to 1e-4 through the FP8 scheme
 with kernels in CUDA's place that keep all bits. LoRA comes later.
 
-Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), Gemma
-4 with biases in its attention (`attention_bias`), and checkpoints that are already quantized, but for GGUF files and
-gpt-oss's MXFP4, which is decoded while it is read.
+Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), and
+checkpoints that are already quantized, but for GGUF files and gpt-oss's MXFP4, which is decoded while it is read.
 
 Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
 what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the

@@ -101,7 +101,6 @@ class CacheIndex:
         self._leases.add(lease)
         request.computed = match.length
         lease.num_inserted = match.length // self.page_tokens
-        lease.num_dropped = 0
         self._windows.note_start(match)
         lease.fork = (self._snapshots or self._windows).fork(match)
         for group in self.state:
@@ -188,9 +187,9 @@ class CacheIndex:
                     plan.copies.append(Copy(CopyKind.OUT, group, unit, target))
                     self.stats.swapped_out += 1
             host.append(moved)
-        num_inserted, num_dropped = lease.num_inserted, lease.num_dropped
+        num_inserted = lease.num_inserted
         self.release(request, plan.step)
-        lease.host, lease.num_inserted, lease.num_dropped = host, num_inserted, num_dropped
+        lease.host, lease.num_inserted = host, num_inserted
         self._leases.add(lease)
         return True
 
@@ -277,7 +276,7 @@ class CacheIndex:
             self._retire_snapshot(snapshot, fence)
         lease.snapshots.clear()
         self._drop_host(lease, fence)
-        lease.num_inserted = lease.num_dropped = 0
+        lease.num_inserted = 0
         self._windows.release(lease)
         self._leases.discard(lease)
         return self.claims.withdraw(request)

@@ -37,7 +37,6 @@ class Lease:
     # more, it fell out of the window), or the one live state slot
     host: list[list[int]] = field(default_factory=list)  # the same, on the host, while swapped out
     num_inserted: int = 0  # leading pages that have been offered to the tree
-    num_dropped: int = 0  # leading pages given back by window groups
     snapshots: list[Snapshot] = field(default_factory=list)
     claimed: list[bytes] = field(default_factory=list)  # keys this request has announced it is computing
     fork: int = 0  # where its prompt leaves what others have computed, if a snapshot or a window is worth keeping there

@@ -1,6 +1,6 @@
 """What the delta net's kernels for Hopper do element by element, in as few instructions as the card has for it: in
-these kernels the units that issue instructions are what is short. Written in Gluon; `recurrent_ready` and its parts and
-`recurrent_hopper` call it.
+these kernels the units that issue instructions are what is short. Written in Gluon; `recurrent_ready` and its parts,
+`recurrent_hopper` and `recurrent_finish` call it.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def note_launches(tell: Tell) -> None:
 
 @torch.inference_mode()
 def rehearse(config: Config) -> None:
-    """The trials and what stands before a first token, then what a server does before it is ready."""
+    """The trials, what every start does before it is ready, and what stands before a first token."""
     limits = resolve_limits(config, CUDA)
     hf_config = read_config(find_files(config, None))
     if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
@@ -127,6 +127,7 @@ def rehearse(config: Config) -> None:
     sampler = Sampler(model.vocab_size, META, try_sampling_ops(model, config, CUDA, META))
     row_ops = try_row_ops(model, config, max_len, CUDA, META)
     runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
+    runner.rehearse(1, 32)  # the first of the chores, which every start does before its first request
     for length, params in PROMPTS:
         added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
         plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
@@ -134,7 +135,6 @@ def rehearse(config: Config) -> None:
     if row_ops is not None:
         row = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)[:1]
         decode_rows(model, store.tensors, rows, row_ops, row, choose=True)
-    runner.rehearse(1, 32)  # the first of the chores
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class SamplingRows:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._columns: Arrays = {name: np.zeros(max_rows, dtype) for name, dtype in _COLUMNS.items()}
+        self._columns: Arrays = {name: np.full(max_rows, _NOBODY[name], dtype) for name, dtype in _COLUMNS.items()}
         self._lists: dict[int, _Lists] = {}
         self._special: set[int] = set()  # rows that ask for more than greedy or temperature
         self._cached: tuple[list[int], Batch] | None = None  # decoding asks for the same rows step after step
@@ -82,8 +82,8 @@ class SamplingRows:
         self._cached = None
 
     def clear(self, row: int) -> None:
-        for column in self._columns.values():
-            column[row] = 0
+        for name, column in self._columns.items():
+            column[row] = _NOBODY[name]
         self._lists.pop(row, None)
         self._special.discard(row)
         self._cached = None
@@ -140,6 +140,11 @@ def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
         "dry_search_len": params.dry_range or _NO_LIMIT,
         "num_top": _NO_LOGPROBS if params.logprobs is None else params.logprobs,
     }
+
+
+# Of a row that nobody has, which padding is sampled with: greedy, and nothing else, or it would need kernels that no
+# request has asked for.
+_NOBODY = {"key": 0, "prompt_len": 0, "until": 0} | _fixed_values(SamplingParams(temperature=0.0).resolve(), 1)
 
 
 def _is_plain(values: dict[str, Any]) -> bool:

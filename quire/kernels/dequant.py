@@ -37,6 +37,15 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.unsqueeze(-1).int() - 127).flatten(-2)
 
 
+def dequantize_fp8(rows: Tensor, scales: Tensor, first: int, *, block: tuple[int, int]) -> Tensor:
+    """FP8 as safetensors keep it: `rows` [n, columns] of a matrix, and a scale for each `block` of rows and columns,
+    cut off at the matrix's edges. The first of these rows is the `first` of its block. Returns [n, columns] float32."""
+    num_rows, num_columns = rows.shape
+    of_row = (torch.arange(num_rows, device=rows.device) + first) // block[0]
+    of_column = torch.arange(num_columns, device=rows.device) // block[1]
+    return rows.float().mul_(scales.float()[:, of_column][of_row])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared pieces
 

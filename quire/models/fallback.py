@@ -37,6 +37,7 @@ from quire.types import CacheSpec, QuireError
 
 SLOWER = "has no file of its own: it runs through transformers, right but slower"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_OURS = ("model_type", "served_len", "quantization_config")  # the last: weights are decoded when they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class FallbackModel(nn.Module):
             )
             raise QuireError("unsupported_model", f"{what} of that type either.", supported_types())
         _check_layers(model_type, config.get("layer_types"))
-        fields = {key: value for key, value in config.items() if key not in ("model_type", "served_len")}
+        fields = {key: value for key, value in config.items() if key not in _OURS}
         try:
             hf = transformers.AutoConfig.for_model(model_type, **fields)
         except Exception as error:  # whatever its checks raise

@@ -28,15 +28,10 @@ from quire.models.fallback import FallbackModel
 from quire.models.fallback_names import OwnNames
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
+from quire.models.packed_tensors import read_fp8_block
 from quire.models.registry import Model, find_family, find_model_type
-from quire.models.sources import (
-    Checkpoint,
-    CheckpointFill,
-    GGUFCheckpoint,
-    RandomFill,
-    SafetensorsCheckpoint,
-    fill_model,
-)
+from quire.models.shards import SafetensorsCheckpoint
+from quire.models.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
 from quire.models.text_part import TextPart, text_part
 from quire.models.trials import Trials, settle_kernels
 from quire.types import QuireError
@@ -79,6 +74,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     notes = list(getattr(model, "notes", ()))
     if file is None and text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    if read_fp8_block(hf_config) is not None and quant == "none":
+        keeps = " (`--quant fp8` keeps linear layers so)" if device.type == "cuda" else ""
+        notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     for note in notes:
         if progress is None:
             warnings.warn(note, stacklevel=2)
@@ -93,7 +91,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             checkpoint = GGUFCheckpoint(file, config.head_dim)
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
-            shards: Checkpoint = SafetensorsCheckpoint(list_shards(files.path), str(files.path))
+            shards: Checkpoint = SafetensorsCheckpoint(
+                list_shards(files.path), str(files.path), read_fp8_block(hf_config)
+            )
             if text_part(files.config or {}) is not None:
                 shards = TextPart(shards)
             if isinstance(model, FallbackModel):
@@ -141,11 +141,7 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
                 at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
     tables of angles are, by default there, too."""
-    quantized = hf_config.get("quantization_config")
-    method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, dict) else quantized
-    if quantized and method != "mxfp4":  # that one is decoded while loading
-        what = f"This checkpoint is quantized ({method}), which is not supported."
-        raise QuireError("unsupported_model", what, "Use the original checkpoint, or a GGUF file.")
+    read_fp8_block(hf_config)  # or refuse what can't be decoded while loading
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors shards, a GGUF file, or nowhere (random, for speed measurements).
+"""Where weights come from: a checkpoint (`shards`, or a GGUF file), or nowhere (random, for speed measurements).
 
 The loader picks one and calls `fill_model`. Every name and shape is checked before the first byte is read; then each
 weight is filled in place, part by part, so at no time is there a second copy of the model in memory.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from quire.files.gguf import GGUFFile
-from quire.files.safetensors import check_safetensors
-from quire.kernels.dequant import dequantize_mxfp4
 from quire.layers.linear import Linear
 from quire.layers.weights import Part, PartSource, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
@@ -26,13 +22,11 @@ from quire.models.gguf_names import hf_name, style_of
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
-MXFP4_BYTES = 16  # of a block of 32 numbers
 HEAD = "lm_head.weight"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
 # heads that draft, a vision tower where the text model alone runs.
-_NEEDLESS = re.compile(
+NEEDLESS = re.compile(
     r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
     r"model\.visual\..*|backbone\.mtp\..*"
 )
@@ -150,7 +144,7 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
     beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
-    needless = [_NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
+    needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
     unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
                   and not any(fits(name) for fits in needless)]  # fmt: skip
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
@@ -218,63 +212,6 @@ def _numbers(experts: list[int]) -> str:
 
 def bad_weights(what: str) -> QuireError:
     return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
-
-
-class SafetensorsCheckpoint:
-    """Any number of shards. Files stay mapped, tensors are read one at a time. A tensor in MXFP4, `_blocks` beside
-    `_scales`, looks like one under the name of its blocks, and is decoded as it is read."""
-
-    def __init__(self, shards: list[Path], where: str):
-        self.where = where
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._shard_of: dict[str, Path] = {}
-        self._open: tuple[Path, safe_open] | None = None
-        entries = {}
-        for shard in shards:
-            for name, entry in check_safetensors(shard).items():
-                if name in entries:
-                    raise bad_weights(f"{where} holds {name} twice")
-                entries[name] = entry
-                self._shard_of[name] = shard
-        packed = {name: name.removesuffix("_blocks") + "_scales" for name in entries if name.endswith("_blocks")}
-        self._scales = {
-            name: scales
-            for name, scales in packed.items()
-            if scales in entries and entries[name].dtype == entries[scales].dtype == "U8"
-            and entries[name].shape == (*entries[scales].shape, MXFP4_BYTES)
-        }  # fmt: skip
-        for name, entry in entries.items():
-            if name in self._scales:
-                *outer, num_blocks, num_bytes = entry.shape
-                self.shapes[name] = (*outer, 2 * num_blocks * num_bytes)
-            elif name not in self._scales.values():
-                if entry.dtype not in _FLOATS and not _NEEDLESS.fullmatch(name):
-                    what = f"{where} holds {name} as {entry.dtype}, which is not supported."
-                    raise QuireError("unsupported_model", what, f"Supported types are {', '.join(_FLOATS)}.")
-                self.shapes[name] = entry.shape
-
-    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
-        if name in self._scales:
-            blocks, scales = (self._read(part, index).to(target.device) for part in (name, self._scales[name]))
-            target.copy_(dequantize_mxfp4(blocks, scales))
-        else:
-            target.copy_(self._read(name, index))
-
-    def source(self, name: str) -> PartSource:
-        def read(first: int, count: int) -> Tensor:
-            return self._file_of(name).get_slice(name)[first : first + count]
-
-        return PartSource(self.shapes[name], read)
-
-    def _read(self, name: str, index: int | None) -> Tensor:
-        file = self._file_of(name)
-        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
-
-    def _file_of(self, name: str) -> safe_open:
-        shard = self._shard_of[name]
-        if self._open is None or self._open[0] != shard:
-            self._open = (shard, safe_open(shard, framework="pt"))
-        return self._open[1]
 
 
 class GGUFCheckpoint:

@@ -1,4 +1,4 @@
-"""Every family whole, on a GPU, in float32: tiny random models against transformers. Hybrids: `test_hybrid`."""
+"""Every family whole, on a GPU, in float32: tiny random models against transformers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 
 from quire.files.source import resolve_model
 from quire.models.loader import load_model
-from tests.cpu.families.harness import Family, all_families, save_checkpoint
+from tests.cpu.families.checks import CHECKS
+from tests.cpu.families.harness import Case, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.gpu.script import DEVICE, ON_GPU, marks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = marks()
+
+SCHEDULES = ("chunks", "warm prefix", "swap", "recompute", "depth 2", "depth 2, swap", "depth 2, recompute")
 
 
 @pytest.mark.parametrize("family", all_families(), ids=str)
 def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
     """Catch-ups, decodes, both in one step, and a step of one row, which has kernels of its own."""
     reference = save_checkpoint(family, tmp_path)
-    device = torch.device("cuda")
     model = load_model(
-        resolve_model(str(tmp_path)), dtype="float32", device=device, max_model_len=None, page_tokens=16,
+        resolve_model(str(tmp_path)), dtype="float32", device=DEVICE, max_model_len=None, page_tokens=16,
         strict_kernels=True,
     ).model  # fmt: skip
     if any(spec.kind == "state" for spec in model.specs):
@@ -30,7 +33,7 @@ def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
     got: list[list[torch.Tensor]] = [[], [], []]
     steps = [[(0, 100), (2, 57)], [(0, 1), (1, 1), (2, 1)], [(0, 40), (2, 1)], [(0, 8), (1, 7)], [(1, 1)], [(2, 1)],
              [(0, 1)]]  # fmt: skip
-    with torch.device("cuda"):
+    with DEVICE:
         harness = PagedHarness(model, num_pages=40, seed=2)
         for work in steps:
             out = harness.step([(rows[row], count) for row, count in work]).split([count for _, count in work])
@@ -40,3 +43,14 @@ def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
         with torch.inference_mode():
             want = reference(torch.tensor([row.tokens])).logits[0]
         assert (torch.cat(parts) - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", all_families(), ids=str)
+def test_greedy_tokens_equal_those_of_transformers(family: Family, tmp_path: Path) -> None:
+    """The engine with its captured steps, whatever the schedule: the checks that every family passes on a CPU."""
+    case = Case(family, tmp_path, DEVICE, page_tokens=16, strict_kernels=True)
+    for name in SCHEDULES:
+        CHECKS[name](case)
+    if ON_GPU and not getattr(case.model, "eager_only", False):
+        graphs = case.first_run[0].workers._inner._graphs
+        assert graphs is not None and graphs._graphs, "decode steps were captured"

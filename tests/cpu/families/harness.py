@@ -68,7 +68,6 @@ class Family:
     config: Callable[[], Any]  # makes the transformers config
     draw: Draw = draw_wide  # fills one parameter
     model_class: str | None = None  # of transformers, where AutoModelForCausalLM does not find it
-    small_pool: int | None = None  # pages for the longest request, not for all; None: worked out from the specs
     knobs: Mapping[str, Any] = field(default_factory=dict)  # of the engine, for every check
     without: frozenset[str] = frozenset()  # checks that do not apply to it
 
@@ -133,11 +132,14 @@ def ragged_prompts(seed: int = 5) -> list[list[int]]:
 class Case:
     """One family, saved, loaded and ready to be run. Tokens to compare with are worked out once."""
 
-    def __init__(self, family: Family, folder: Path):
+    def __init__(self, family: Family, folder: Path, device: torch.device = rig.CPU, page_tokens: int = PAGE_TOKENS,
+                 **how: Any):  # fmt: skip
         self.family = family
         self.folder = folder
+        self.device = device
+        self.page_tokens = page_tokens
         self.reference = save_checkpoint(family, folder)
-        self.model = load(folder, PAGE_TOKENS)
+        self.model = load(folder, page_tokens, device, **how)
         self.prompts = ragged_prompts()
 
     @cached_property
@@ -174,15 +176,14 @@ class Case:
         return torch.stack([recorder.logits_at[0, position] for position in range(len(prompt))])
 
     def engine(self, model: Model | None = None, **knobs: Any) -> Engine:
-        knobs = {"page_tokens": PAGE_TOKENS, "max_rows": 8, "num_pages": 400, **self.family.knobs, **knobs}
-        return make_engine(model or self.model, **knobs)
+        knobs = {"page_tokens": self.page_tokens, "max_rows": 8, "num_pages": 400, **self.family.knobs, **knobs}
+        return make_engine(model or self.model, device=self.device, **knobs)
 
     @property
     def small_pool(self) -> int:
         """Pages for the longest request, not for all."""
-        if self.family.small_pool is not None:
-            return self.family.small_pool
-        return 40 if any(spec.window is None for spec in self.model.specs if spec.kind == "paged") else 24
+        sees_all = any(spec.window is None for spec in self.model.specs if spec.kind == "paged")
+        return max(12, (160 if sees_all else 96) // self.page_tokens)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

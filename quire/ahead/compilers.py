@@ -3,7 +3,8 @@ weights are read. `LLM`, `AsyncLLM` and the engine process start it before they 
 
 One process rehearses the start and tells which kernels it will launch (`rehearsal`); those it has forked before compile
 them (`workers`). The start finds each on disk when it comes to it, waits for one that is under way, and compiles one
-that nobody has begun itself. Nothing depends on any of this: whatever fails here is left to the start.
+that nobody has begun itself. Behind those come the kernels of larger steps, which nobody waits for yet. Nothing depends
+on any of this: whatever fails here is left to the start.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PATIENCE_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "quire/kernels/triton"
 OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
-END = "end"  # the rehearsal's last line
+NEEDED = "needed"  # what the rehearsal says when it has told of all that the start needs before its first token
+END = "end"  # its last line
 
 Key = tuple[str, str, str]  # of a kernel: its module, its name, what it is compiled for
 
@@ -120,6 +122,8 @@ class Compilers:
         self._changed = threading.Condition()
         self._states: dict[Key, State] = {}
         self._queue: deque[tuple[Key, str]] = deque()  # kernels, and the line that asks for each
+        self._later: set[Key] = set()  # of them: what no first token needs
+        self._needed_listed = False  # no more will come that one does
         self._listed = False  # no more will come
         self._is_whole = True  # nobody was lost on the way
         self._num_working = num_workers
@@ -161,7 +165,7 @@ class Compilers:
     def settle(self, key: Key) -> None:
         """Returns when this kernel is compiled, or when the caller should do it."""
         with self._changed:
-            self._list_patience.wait_for(self._changed, lambda: key in self._states or self._listed)
+            self._list_patience.wait_for(self._changed, lambda: key in self._states or self._needed_listed)
             self._patience.wait_for(self._changed, lambda: self._is_settled(key) or self._is_stuck(key))
             if self._is_stuck(key):
                 self._mark(key, State.ENDED)  # quicker than waiting for its turn
@@ -189,19 +193,31 @@ class Compilers:
             for line in told:
                 if said_end := line.strip() == END:
                     break
-                kernel = json.loads(line)
-                key = (kernel["module"], kernel["name"], kernel["data"])
-                with self._changed:
-                    if key not in self._states:
-                        self._queue.append((key, line.strip()))
-                        self._mark(key, State.QUEUED)
+                if line.strip() == NEEDED:
+                    self._end_list(self._is_whole)
+                else:
+                    self._queue_kernel(json.loads(line), line.strip())
         finally:
             told.close()
             with self._changed:
                 self._listed = True
-                self._is_whole &= said_end
-                self._leave_stamp()
-                self._changed.notify_all()
+                self._end_list(self._is_whole and (said_end or self._needed_listed))
+
+    def _queue_kernel(self, kernel: dict[str, str], line: str) -> None:
+        key = (kernel["module"], kernel["name"], kernel["data"])
+        with self._changed:
+            if key not in self._states:
+                self._queue.append((key, line))
+                if self._needed_listed:
+                    self._later.add(key)
+                self._mark(key, State.QUEUED)
+
+    def _end_list(self, is_whole: bool) -> None:
+        """Of what is needed, at the latest."""
+        with self._changed:
+            self._needed_listed, self._is_whole = True, is_whole
+            self._leave_stamp()
+            self._changed.notify_all()
 
     def _feed(self, line: socket.socket) -> None:
         """One of the workers, for as long as it answers."""
@@ -243,7 +259,8 @@ class Compilers:
         self._changed.notify_all()
 
     def _leave_stamp(self) -> None:
-        if self._listed and self._is_whole and all(state is State.ENDED for state in self._states.values()):
+        needed = (state for key, state in self._states.items() if key not in self._later)
+        if self._needed_listed and self._is_whole and all(state is State.ENDED for state in needed):
             with suppress(OSError):  # the next start rehearses again
                 self._stamp.parent.mkdir(parents=True, exist_ok=True)
                 self._stamp.touch()
@@ -254,7 +271,7 @@ class Compilers:
             is_last = self._num_working == 0
             if is_last:  # nobody is left to wait for
                 self._states = dict.fromkeys(self._states, State.ENDED)
-                self._listed = True
+                self._needed_listed = self._listed = True
                 if self._detach is not None:  # before anybody hears that all is over
                     self._detach()
             self._changed.notify_all()

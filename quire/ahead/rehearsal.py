@@ -13,14 +13,14 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from quire.ahead import light_meta
-from quire.ahead.compilers import END
-from quire.ahead.workers import end_with_parent, fork_workers
+from quire.ahead.compilers import END, NEEDED
+from quire.ahead.workers import NICE, end_with_parent, fork_workers
 from quire.assemble import (
     find_files,
     plan_cache,
@@ -37,9 +37,9 @@ from quire.layers.linear import Linear
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
 from quire.models.registry import find_family, find_model_type
-from quire.runtime.graphs import decode_rows
+from quire.runtime.graphs import decode_rows, graph_sizes
 from quire.runtime.rows import DeviceRows
-from quire.runtime.runner import Runner
+from quire.runtime.runner import Runner, step_sizes
 from quire.runtime.store import CacheStore
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -73,7 +73,9 @@ def main() -> None:
 
     try:
         note_launches(lambda kernel: tell(json.dumps(kernel)))
-        rehearse(config)
+        for _ in rehearse(config):
+            tell(NEEDED)
+            os.nice(NICE)  # for what comes now nobody waits
     except Exception as error:  # the same would happen the next time: what it has told so far is all
         print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
     tell(END)
@@ -102,8 +104,9 @@ def note_launches(tell: Tell) -> None:
 
 
 @torch.inference_mode()
-def rehearse(config: Config) -> None:
-    """The trials, what every start does before it is ready, and what stands before a first token."""
+def rehearse(config: Config) -> Iterator[None]:
+    """The trials, what every start does before it is ready, and what stands before a first token. Yields, and goes on
+    with steps of all sizes, which the engine meets in idle moments."""
     limits = resolve_limits(config, CUDA)
     hf_config = read_config(find_files(config, None))
     if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
@@ -127,14 +130,22 @@ def rehearse(config: Config) -> None:
     sampler = Sampler(model.vocab_size, META, try_sampling_ops(model, config, CUDA, META))
     row_ops = try_row_ops(model, config, max_len, CUDA, META)
     runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
-    runner.rehearse(1, 32)  # the first of the chores, which every start does before its first request
+    first, *others = step_sizes(limits.max_rows, limits.max_batch_tokens)
+    runner.rehearse(*first)
     for length, params in PROMPTS:
         added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
         plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
         runner.sample(runner.forward(plan))
+    numbers = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)
     if row_ops is not None:
-        row = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)[:1]
-        decode_rows(model, store.tensors, rows, row_ops, row, choose=True)
+        decode_rows(model, store.tensors, rows, row_ops, numbers[:1], choose=True)
+    yield
+    sampling.clear(0)  # the last prompt is over
+    for num_decodes, num_tokens in others:
+        runner.rehearse(num_decodes, num_tokens)
+    if row_ops is not None:
+        for size in graph_sizes(limits.max_rows):
+            decode_rows(model, store.tensors, rows, row_ops, numbers[:size], choose=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,19 @@ from quire.sampling.sampler import Histories, Sampled, Sampler, start_copy, to_h
 from quire.types import Plan, PlanRow, StepOutput
 
 
+def step_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
+    """Decodes and tokens of prompts in steps that between them need the kernels of all steps: these choose by powers of
+    two, or more coarsely. The first is one request's; the allocator and the libraries meet the largest, too."""
+    count = 1
+    while count <= max_rows:
+        yield count, 32
+        count *= 2
+    while count < max_batch_tokens:
+        yield 0, count
+        count *= 2
+    yield 0, max_batch_tokens
+
+
 @dataclass(slots=True)
 class Forward:
     """A forward pass under way: what sampling needs of it."""
@@ -108,13 +121,9 @@ class Runner:
         then graphs."""
         if self._graphs is None:
             return
-        count = 1
-        while count <= self._rows.padding_row:
-            self.rehearse(count, 32)
+        for num_decodes, num_tokens in step_sizes(self._rows.padding_row, self._max_batch_tokens):
+            self.rehearse(num_decodes, num_tokens)
             yield
-            count *= 2
-        self.rehearse(0, self._max_batch_tokens)  # the allocator and the libraries meet the largest step, too
-        yield
         yield from self._graphs.capture_missing()
         if self._mixed is not None:
             yield from self._mixed.capture_missing()

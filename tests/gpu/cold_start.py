@@ -1,7 +1,7 @@
-"""A start to its tenth token in a process of its own: `python -m tests.gpu.cold_start <folder>`. Prints in JSON the
-tokens, which kernels were compiled here and which were found on disk, whether any were compiled beside it, and how
-many trials were made. It leaves to the others whatever they know of, however long that takes: a start on a busy machine
-would sooner do some of it itself.
+"""A start to its tenth token in a process of its own, and then its chores: `python -m tests.gpu.cold_start <folder>`.
+Prints in JSON the tokens, which kernels were compiled here and which were found on disk, whether any were compiled
+beside it, how many trials were made, and what was still compiled for the chores. It leaves to the others whatever they
+know of, however long that takes: a start on a busy machine would sooner do some of it itself.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def main(folder: str) -> None:
     with LLM(folder, random_weights=True, num_pages=200) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
         (output,) = llm.generate([list(range(1, 17))], params)
-    if beside[0] is not None:
-        beside[0].wait()
-    told = {"tokens": output.token_ids, "compiled": compiled, "found": found, "beside": beside[0] is not None,
-            "tried": len(tried)}  # fmt: skip
-    print(json.dumps(told))
+        told = {"tokens": output.token_ids, "compiled": [*compiled], "found": [*found], "beside": beside[0] is not None,
+                "tried": len(tried)}  # fmt: skip
+        compiled.clear()
+        if beside[0] is not None:
+            beside[0].wait()
+        llm.prepare()
+    print(json.dumps(told | {"for chores": compiled}))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def check_sort(where: Where) -> None:
     """Every pair once, expert by expert, in tiles that hold pairs of one expert only."""
     from quire.kernels.triton import route
 
-    cases = [(8, 1, 2, 16), (60, 5, 4, 16), (128, 40, 8, 16), (128, 700, 8, 32), (5, 300, 2, 64)]
+    cases = [(8, 1, 2, 16), (60, 5, 4, 16), (128, 40, 8, 16), (128, 700, 8, 32), (5, 300, 2, 64), (5, 300, 1, 16),
+             (512, 40, 10, 16), (3, 9000, 2, 64)]  # fmt: skip
     for experts, tokens, top_k, rows in [*cases, (512, 5000, 10, 128), (128, 8192, 8, 128)] if where.large else cases:
         skew = torch.linspace(0, 3, experts, device=where.device)  # some experts get much more than others
         chosen = (where.normal(tokens, experts) + skew).topk(top_k).indices.int()
@@ -64,6 +65,8 @@ def check_sort(where: Where) -> None:
             if expert >= 0:
                 assert first == seen and 0 < end - first <= rows and set(by_place[first:end]) == {expert}
                 seen = end
+            else:
+                assert expert == -1 and seen == tokens * top_k, "nothing comes behind an empty tile"
         assert seen == tokens * top_k
 
 

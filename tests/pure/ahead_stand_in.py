@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from quire.ahead.compilers import END
+from quire.ahead.compilers import END, NEEDED
 from quire.ahead.workers import end_with_parent, fork_workers
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     def work(job: dict[str, Any]) -> None:
         if settings.get("work") == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif settings.get("work") == "hang":
+        elif settings.get("work") == "hang" or job["name"] == settings.get("endless"):
             signal.pause()
         elif settings.get("work") == "raise":
             raise RuntimeError("no such kernel")
@@ -32,8 +32,9 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(workers,)).start()
     seen = {"settings": settings, "variables": sorted(os.environ), "pids": [os.getpid(), *workers]}
     Path(settings["folder"], "seen.json").write_text(json.dumps(seen))
-    for name in settings.get("tell", ()):
-        print(json.dumps({"module": "m", "name": name, "data": "", "target": ["cuda", 90, 32]}), flush=True)
+    for name in [*settings.get("tell", ()), *([NEEDED, *settings["later"]] if "later" in settings else [])]:
+        kernel = json.dumps({"module": "m", "name": name, "data": "", "target": ["cuda", 90, 32]})
+        print(NEEDED if name == NEEDED else kernel, flush=True)
     end = settings.get("end", "say")
     if end == "say":
         print(END, flush=True)

@@ -187,6 +187,19 @@ def test_kernels_the_rehearsal_did_not_tell_of_are_not_waited_for(start: Callabl
     assert compilers._listed
 
 
+def test_what_no_first_token_needs_is_compiled_and_kept_nobody_waiting(start: Callable[..., Compilers],
+                                                                       tmp_path: Path) -> None:  # fmt: skip
+    """The stamp says that what is needed is there, whatever becomes of the rest."""
+    compilers = start(tell=["kernel"], later=["endless", "large"], endless="endless", end="hang")
+    compilers.settle(key("another"))  # the list goes on, but not with what a start needs
+    assert not compilers._listed
+    compilers.settle(key("kernel"))
+    compilers.settle(key("large"))  # that may be needed all the same
+    assert (tmp_path / "kernel").exists() and (tmp_path / "large").exists()
+    assert (tmp_path / "cache/stamp").exists()
+    end(compilers)
+
+
 def test_what_does_not_compile_is_left_to_who_launches_it(start: Callable[..., Compilers], tmp_path: Path) -> None:
     compilers = start(tell=["kernel"], work="raise")
     compilers.settle(key("kernel"))

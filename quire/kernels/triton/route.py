@@ -27,7 +27,7 @@ MANY_PAIRS = 16384  # from so many on,
 MANY_BLOCKS = 4  # a program places so many blocks
 FEW_ROWS = 16  # up to so many, norm and router are one kernel
 MAX_WIDTH = 8192  # of a token that such a kernel holds at once
-NUM_WRITTEN = 64  # tiles described at a time
+NUM_WRITTEN = 128  # tiles said to be empty at a time
 TAKEN = tl.constexpr(-(2**31))
 
 
@@ -179,14 +179,14 @@ def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOC
     tl.store(counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS, pairs < num_pairs))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_programs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_programs", "num_tiles", "rows"])
 def _place_kernel(
-    chosen_ptr, counts_ptr, order_ptr, tiles_ptr, num_pairs, num_programs, num_tiles,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
-    COUNTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr, WRITTEN: tl.constexpr, TILE_FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
+    chosen_ptr, counts_ptr, order_ptr, tiles_ptr, num_pairs, num_programs, num_tiles, rows,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr, COUNTS: tl.constexpr,
+    COUNTED: tl.constexpr, WRITTEN: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place BLOCKS blocks of pairs, and describe a share of the tiles."""
+    """Place BLOCKS blocks of pairs, and describe a share of the tiles. Nothing here is as large as a block times all
+    experts: with hundreds of them that takes the assembler many seconds."""
     let_next_start(PDL)
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -201,36 +201,37 @@ def _place_kernel(
             total += tl.sum(counts, 0)
             before += tl.sum(tl.where((counted < program)[:, None], counts, 0), 0)
     else:
-        pairs = tl.arange(0, ALL)
-        experts = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=0)
-        total = tl.histogram(experts, EXPERTS, pairs < num_pairs)
-        before = tl.histogram(experts, EXPERTS, pairs < tl.minimum(program * BLOCK * BLOCKS, num_pairs))
+        every = tl.arange(0, ALL)
+        experts = tl.load(chosen_ptr + every, mask=every < num_pairs, other=0)
+        total = tl.histogram(experts, EXPERTS, every < num_pairs)
+        if program > 0:
+            before = tl.histogram(experts, EXPERTS, every < tl.minimum(program * BLOCK * BLOCKS, num_pairs))
     ends = tl.cumsum(total, 0)
     starts = ends - total
 
-    for block in tl.static_range(BLOCKS):
+    for block in range(BLOCKS):
         pairs = (program * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        mine = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=EXPERTS)
-        place = tl.sum(tl.where(mine[:, None] == expert[None, :], (starts + before)[None, :], 0), 1)
+        mine = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=0)
+        place = tl.gather(starts + before, mine, 0)
         others = (program * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        same = tl.load(chosen_ptr + others, mask=others < num_pairs, other=EXPERTS)
+        same = tl.load(chosen_ptr + others, mask=others < num_pairs, other=0)
         place += tl.sum(((mine[:, None] == same[None, :]) & (others[None, :] < pairs[:, None])).to(tl.int32), 1)
         tl.store(order_ptr + place, pairs, mask=pairs < num_pairs)
-        if block + 1 < BLOCKS:
+        if BLOCKS > 1:
             before += tl.histogram(mine, EXPERTS, pairs < num_pairs)
 
-    tile_ends = tl.cumsum((total + ROWS - 1) // ROWS, 0)
-    tile_starts = tile_ends - (total + ROWS - 1) // ROWS
+    own_tiles = (total + rows - 1) // rows
+    tile_ends = tl.cumsum(own_tiles, 0)
+    for nth in range(program, tl.max(own_tiles, 0), num_programs):  # each expert's nth tile
+        described = tiles_ptr + (tile_ends - own_tiles + nth) * TILE_FIELDS
+        first = starts + nth * rows
+        tl.store(described, expert, mask=nth < own_tiles)
+        tl.store(described + 1, first, mask=nth < own_tiles)
+        tl.store(described + 2, tl.minimum(first + rows, ends), mask=nth < own_tiles)
+    num_described = tl.max(tile_ends, 0)
     for first_tile in range(program * WRITTEN, num_tiles, num_programs * WRITTEN):
         tile = first_tile + tl.arange(0, WRITTEN)
-        owner = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)  # EXPERTS: past the last tile
-        owned = owner[:, None] == expert[None, :]
-        first = tl.sum(tl.where(owned, starts[None, :] + (tile[:, None] - tile_starts[None, :]) * ROWS, 0), 1)
-        end = tl.minimum(first + ROWS, tl.sum(tl.where(owned, ends[None, :], 0), 1))
-        described = tiles_ptr + tile * TILE_FIELDS
-        tl.store(described, tl.where(owner < NUM_EXPERTS, owner, -1), mask=tile < num_tiles)
-        tl.store(described + 1, first, mask=tile < num_tiles)
-        tl.store(described + 2, end, mask=tile < num_tiles)
+        tl.store(tiles_ptr + tile * TILE_FIELDS, -1, mask=(tile >= num_described) & (tile < num_tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +259,10 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
             chosen, counts, num_pairs, EXPERTS=experts, BLOCK=BLOCK * blocks, **launch_options(device, num_warps=4)
         )
     _place_kernel[(num_programs,)](
-        chosen, counts, order, tiles, num_pairs, num_programs, num_tiles,
-        NUM_EXPERTS=num_experts, EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
+        chosen, counts, order, tiles, num_pairs, num_programs, num_tiles, rows,
+        EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
         ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts),
-        ROWS=rows, COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS,
+        COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS,
         **launch_options(device, num_warps=4),
     )  # fmt: skip
     return SortedPairs(order, tiles, num_tiles, rows)

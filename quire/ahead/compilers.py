@@ -194,14 +194,14 @@ class Compilers:
                 if said_end := line.strip() == END:
                     break
                 if line.strip() == NEEDED:
-                    self._end_list(self._is_whole)
+                    self._end_list()
                 else:
                     self._queue_kernel(json.loads(line), line.strip())
         finally:
             told.close()
             with self._changed:
                 self._listed = True
-                self._end_list(self._is_whole and (said_end or self._needed_listed))
+                self._end_list(said_end or self._needed_listed)
 
     def _queue_kernel(self, kernel: dict[str, str], line: str) -> None:
         key = (kernel["module"], kernel["name"], kernel["data"])
@@ -212,10 +212,11 @@ class Compilers:
                     self._later.add(key)
                 self._mark(key, State.QUEUED)
 
-    def _end_list(self, is_whole: bool) -> None:
+    def _end_list(self, is_whole: bool = True) -> None:
         """Of what is needed, at the latest."""
         with self._changed:
-            self._needed_listed, self._is_whole = True, is_whole
+            self._needed_listed = True
+            self._is_whole &= is_whole
             self._leave_stamp()
             self._changed.notify_all()
 

@@ -140,7 +140,6 @@ def rehearse(config: Config) -> Iterator[None]:
     if row_ops is not None:
         decode_rows(model, store.tensors, rows, row_ops, numbers[:1], choose=True)
     yield
-    sampling.clear(0)  # the last prompt is over
     for num_decodes, num_tokens in others:
         runner.rehearse(num_decodes, num_tokens)
     if row_ops is not None:

@@ -70,18 +70,19 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
-    num_bytes = _check_fits(weights_bytes(model), device, files.name)
     notes = list(getattr(model, "notes", ()))
     if file is None and text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
     if read_fp8_block(hf_config) is not None and quant == "none":
-        keeps = " (`--quant fp8` keeps linear layers so)" if device.type == "cuda" else ""
+        can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
+        keeps = " (`--quant fp8` keeps linear layers so)" if can_keep else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     for note in notes:
         if progress is None:
             warnings.warn(note, stacklevel=2)
         else:
             progress.note(note)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:

@@ -1,9 +1,9 @@
 """Tensors that published checkpoints keep packed, beside the scales that make them numbers again: which of a file's
-tensors are such pairs, what each stands for, and how its rows are decoded. `sources` reads them as if they were floats.
+tensors are such pairs, what each stands for, and how its rows are decoded. `shards` reads them as if they were floats.
 
-MXFP4: `X_blocks` and `X_scales`, bytes (gpt-oss). FP8: `X` and `X_scale_inv`, with a scale for each block of so many
-rows and columns, as config.json says, or one for all of it (DeepSeek V3, Kimi K2, MiniMax M2, and what Qwen and Mistral
-publish in FP8). Activations are not rounded to FP8 here, so scales for those (`activation_scale`) are of no use.
+MXFP4: `X_blocks` and `X_scales`, bytes (gpt-oss). FP8: `X` and `X_scale_inv`, or `X_scale`, with a scale for each block
+of so many rows and columns, as config.json says, or one for all of it (DeepSeek V3, Kimi K2, MiniMax M2, what Qwen
+publishes in FP8). Neither activations nor caches are rounded by a file's scales, so those for them are of no use.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from quire.types import QuireError
 MXFP4_BYTES = 16  # of a block of 32 numbers
 FP8 = "F8_E4M3"
 FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one
+USELESS = ("activation_scale", "input_scale", "k_scale", "v_scale")
 
 Block = tuple[int, int]  # rows and columns that share a scale
 WHOLE: Block = (1 << 62, 1 << 62)  # all of a matrix does
@@ -51,7 +53,7 @@ def read_fp8_block(hf_config: Mapping[str, Any]) -> Block | None:
     if method != "fp8" or not isinstance(quantized, dict):
         what = f"This checkpoint is quantized ({method}), which is not supported."
         raise QuireError("unsupported_model", what, "Use the original checkpoint, one in FP8, or a GGUF file.")
-    if quantized.get("fmt", "e4m3") != "e4m3":
+    if quantized.get("fmt", "e4m3") not in FP8_FORMATS:
         what = f"This checkpoint is in FP8 of the format {quantized['fmt']!r}, which is not supported."
         raise QuireError("unsupported_model", what, "Use the original checkpoint, or one in the format e4m3.")
     block = quantized.get("weight_block_size")
@@ -74,15 +76,15 @@ def find_packed(entries: Mapping[str, TensorEntry], block: Block | None) -> dict
                 shape = (*outer, 2 * num_blocks * num_bytes)
                 found[name] = Packed(shape, scales, 1, _decode_mxfp4)
         elif entry.dtype == FP8 and block is not None and len(entry.shape) in (2, 3):
-            scales = f"{name}_scale_inv"
-            _check_scales(name, entry, entries.get(scales), block)
+            scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in entries), "")
+            _check_scales(name, entry, scales, entries.get(scales), block)
             found[name] = Packed(entry.shape, scales, block[0], partial(dequantize_fp8, block=block))
     return found
 
 
-def is_of_activations(name: str, packed: Mapping[str, Packed]) -> bool:
-    beginning, _, last = name.rpartition(".")
-    return last == "activation_scale" and f"{beginning}.weight" in packed
+def is_useless(name: str, packed: Mapping[str, Packed]) -> bool:
+    """A scale for what is not rounded here."""
+    return bool(packed) and name.rpartition(".")[2] in USELESS
 
 
 def _is_mxfp4(blocks: TensorEntry, scales: TensorEntry | None) -> bool:
@@ -95,17 +97,17 @@ def _decode_mxfp4(blocks: Tensor, scales: Tensor, first: int) -> Tensor:
     return dequantize_mxfp4(blocks, scales)
 
 
-def _check_scales(name: str, entry: TensorEntry, scales: TensorEntry | None, block: Block) -> None:
+def _check_scales(name: str, entry: TensorEntry, named: str, scales: TensorEntry | None, block: Block) -> None:
+    """`named`: what the scales are called, if there are any."""
     hint = "The weights do not belong to this config; fetch both again."
     if scales is None:
-        raise QuireError("bad_weights", f"{name} is in FP8, but there is no {name}_scale_inv.", hint)
+        raise QuireError("bad_weights", f"{name} is in FP8, but there is neither {name}_scale_inv nor _scale.", hint)
     *outer, rows, columns = entry.shape
     wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
-    written = (*scales.shape, *[1] * (len(wanted) - len(scales.shape)))
+    written = scales.shape
+    if block == WHOLE:  # one number, with dimensions or without
+        written = (*written, *[1] * (len(wanted) - len(written)))
     if written != wanted or scales.dtype not in FP8_SCALES:
         blocks = "one scale for each matrix" if block == WHOLE else f"scales for blocks of {block[0]} x {block[1]}"
-        what = (
-            f"{name}_scale_inv is {scales.dtype} {list(scales.shape)}, where {list(entry.shape)} with {blocks} needs "
-        )
-        what += f"{' or '.join(FP8_SCALES)} {list(wanted)}."
-        raise QuireError("bad_weights", what, hint)
+        what = f"{named} is {scales.dtype} {list(scales.shape)}, where {list(entry.shape)} with {blocks}"
+        raise QuireError("bad_weights", f"{what} needs {' or '.join(FP8_SCALES)} {list(wanted)}.", hint)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.files.safetensors import check_safetensors
 from quire.layers.weights import PartSource
-from quire.models.packed_tensors import Block, find_packed, is_of_activations
+from quire.models.packed_tensors import Block, find_packed, is_useless
 from quire.models.sources import NEEDLESS, READ_ELEMENTS, bad_weights
 from quire.types import QuireError
 
@@ -38,7 +38,7 @@ class SafetensorsCheckpoint:
         for name, entry in entries.items():
             if name in self._packed:
                 self.shapes[name] = self._packed[name].shape
-            elif name not in scales and not is_of_activations(name, self._packed):
+            elif name not in scales and not is_useless(name, self._packed):
                 if entry.dtype not in FLOATS and not NEEDLESS.fullmatch(name):
                     what = f"{where} holds {name} as {entry.dtype}, which is not supported."
                     raise QuireError("unsupported_model", what, f"Supported types are {', '.join(FLOATS)}.")

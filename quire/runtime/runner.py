@@ -26,15 +26,15 @@ from quire.types import Plan, PlanRow, StepOutput
 
 
 def step_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
-    """Decodes and tokens of prompts in steps that between them need the kernels of all steps: these choose by powers of
-    two, or more coarsely. The first is one request's; the allocator and the libraries meet the largest, too."""
-    count = 1
-    while count <= max_rows:
-        yield count, 32
-        count *= 2
-    while count < max_batch_tokens:
-        yield 0, count
-        count *= 2
+    """Decodes and tokens of prompts in steps that between them need the kernels of all steps, which change with powers
+    of two or more slowly. The first is one request's; the allocator and the libraries meet the largest, too."""
+    few, many = 1, 3  # 1, 2, 3, 4, 6, 8, 12, ...
+    while few <= max_rows:
+        yield few, 32
+        few, many = sorted((many, 2 * few))
+    while few < max_batch_tokens:
+        yield 0, few
+        few, many = sorted((many, 2 * few))
     yield 0, max_batch_tokens
 
 
@@ -138,7 +138,7 @@ class Runner:
         plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
         gathered = self._rows.gather(plan, samples_only=True)
         logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
-        batch = self._sampling.gather([0] * count)
+        batch = self._sampling.gather([padding] * count)
         zeros = torch.zeros_like(gathered.sample_rows)
         self._sampler.sample(logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * count))
         self._rows.computed[padding].zero_()

@@ -56,9 +56,10 @@ class _Lists:
 
 class SamplingRows:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
+        """One row more than there may be requests: nobody gets the last one, and padding is sampled with it."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._columns: Arrays = {name: np.full(max_rows, _NOBODY[name], dtype) for name, dtype in _COLUMNS.items()}
+        self._columns: Arrays = {name: np.full(max_rows + 1, _NOBODY[name], dtype) for name, dtype in _COLUMNS.items()}
         self._lists: dict[int, _Lists] = {}
         self._special: set[int] = set()  # rows that ask for more than greedy or temperature
         self._cached: tuple[list[int], Batch] | None = None  # decoding asks for the same rows step after step

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 LARGEST = 448.0  # of e4m3
 TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
 UP = "model.layers.1.mlp.up_proj.weight"
+PRODUCTS = tuple(f"{end}.weight" for end in ("proj", "mqa", "w1", "w2", "w3", "qkvz"))
 
 Scaled = dict[str, Tensor]
 Change = Callable[[Scaled], object]
@@ -53,14 +54,15 @@ def pack_folder(folder: Path, block: tuple[int, int] | None, scale_dtype: torch.
     activations."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in list(tensors.items()):
-        if name.endswith(("proj.weight", "mqa.weight", "w1.weight", "w2.weight", "w3.weight")):
+        if name.endswith(PRODUCTS):
             tensors[name], scales = pack(tensor, block)
             tensors[f"{name}_scale_inv"] = scales.to(scale_dtype) if block else scales.reshape(())
             if block is None:
                 tensors[name.replace("weight", "activation_scale")] = torch.tensor(0.25)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     scheme = "dynamic" if block else "static"
-    say(folder, {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block and list(block)})
+    size = {"fmt": "float8_e4m3fn", "weight_block_size": list(block)} if block else {}
+    say(folder, {"quant_method": "fp8", "activation_scheme": scheme, **size})
 
 
 def say(folder: Path, quantized: Any) -> None:
@@ -141,12 +143,33 @@ def test_matrices_one_behind_the_other(block: tuple[int, int] | None, tmp_path: 
     assert torch.equal(entry.read(17, 5), got[1, 17:22])
 
 
+def test_names_that_others_give_them(tmp_path: Path) -> None:
+    """The same factor under a shorter name, and scales for activations and caches, as AutoFP8 writes them."""
+    save_checkpoint(family("llama"), tmp_path)
+    pack_folder(tmp_path, None)
+    want = logits_of(load(tmp_path).model)
+
+    def rename(tensors: Scaled) -> None:
+        for name in list(tensors):
+            new = name.replace("weight_scale_inv", "weight_scale").replace("activation_scale", "input_scale")
+            tensors[new] = tensors.pop(name)
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+
+    edit(tmp_path, rename)
+    assert "model.layers.0.self_attn.q_proj.input_scale" in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(load(tmp_path).model), want)
+
+
 def halve(tensors: Scaled) -> None:
     tensors[f"{UP}_scale_inv"] = tensors[f"{UP}_scale_inv"][:2].clone()
 
 
 def round_off(tensors: Scaled) -> None:
     tensors[f"{UP}_scale_inv"] = tensors[f"{UP}_scale_inv"].to(torch.int8)
+
+
+def flatten(tensors: Scaled) -> None:
+    tensors[f"{UP}_scale_inv"] = tensors[f"{UP}_scale_inv"].flatten()
 
 
 def no_scales(tensors: Scaled) -> None:
@@ -160,7 +183,8 @@ def no_weight(tensors: Scaled) -> None:
 @pytest.mark.parametrize(("change", "code", "words"), [
     (halve, "bad_weights", (f"{UP}_scale_inv", "[2, 2]", "blocks of 16 x 32", "[6, 2]")),
     (round_off, "bad_weights", (f"{UP}_scale_inv", "I8", "F32 or BF16")),
-    (no_scales, "bad_weights", (UP, f"no {UP}_scale_inv")),
+    (no_scales, "bad_weights", (UP, f"neither {UP}_scale_inv nor _scale")),
+    (flatten, "bad_weights", (f"{UP}_scale_inv", "[12]", "[6, 2]")),
     (no_weight, "bad_weights", (UP, "lacks")),
 ])  # fmt: skip
 def test_a_file_with_a_fault(change: Change, code: str, words: tuple[str, ...], tmp_path: Path) -> None:

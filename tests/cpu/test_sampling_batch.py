@@ -103,10 +103,10 @@ def test_gather_is_remembered_until_a_row_changes():
 def test_a_row_that_nobody_has_asks_for_nothing():
     """Padding is sampled with it, ahead of every request: kernels would be compiled that none may ever need."""
     rows = SamplingRows(4, 100, "cpu")
-    never = rows.gather([0, 0])
+    never, nobodys = rows.gather([0, 0]), rows.gather([4, 4])
     rows.set(Case(resolved(temperature=0.8, top_k=5, logprobs=2, presence_penalty=1.0)).init(0))
     rows.clear(0)
-    for batch in (never, rows.gather([0, 0])):
+    for batch in (never, nobodys, rows.gather([0, 0])):
         assert [cohort.width for cohort in batch.cohorts] == [GREEDY]
         assert not batch.edits and batch.edited is None and batch.logprobs is None
         assert batch.draws is not None and not batch.draws.any_filter

@@ -193,8 +193,9 @@ def test_what_no_first_token_needs_is_compiled_and_kept_nobody_waiting(start: Ca
     compilers = start(tell=["kernel"], later=["endless", "large"], endless="endless", end="hang")
     compilers.settle(key("another"))  # the list goes on, but not with what a start needs
     assert not compilers._listed
-    compilers.settle(key("kernel"))
-    compilers.settle(key("large"))  # that may be needed all the same
+    with compilers._changed:
+        done = [key("kernel"), key("large")]
+        compilers._changed.wait_for(lambda: all(compilers._states.get(each) is ahead.State.ENDED for each in done))
     assert (tmp_path / "kernel").exists() and (tmp_path / "large").exists()
     assert (tmp_path / "cache/stamp").exists()
     end(compilers)

@@ -4,7 +4,8 @@
 With an argument it reads a list from stdin instead, and prints a line of JSON for each entry. `start`: settings, from
 which it does what the start itself would: what it would tell of, under which names Triton would look for each on disk,
 and what went wrong. `work`: what `start` would tell of, compiled in another order: under which names each would lie on
-disk. Only FEW_KERNELS of the first start are compiled in truth, and looked up.
+disk. Only FEW_KERNELS of the first start are compiled in truth, and looked up. `steps`: settings and sizes of steps;
+which kernels those need that the rehearsal did not.
 """
 
 from __future__ import annotations
@@ -100,6 +101,24 @@ def start(settings: dict[str, Any], compiler: Compiler) -> dict[str, Any]:
     return {"told": told, "needed": needed, "trouble": trouble, "imported": heavy, **compiler.take()}
 
 
+def steps(asked: tuple[dict[str, Any], list[tuple[int, int]]]) -> dict[str, Any]:
+    settings, sizes = asked
+    told: list[dict[str, Any]] = []
+    runners: list[Any] = []
+    make = rehearsal.Runner
+    rehearsal.Runner = lambda *args, **knobs: runners.append(make(*args, **knobs)) or runners[0]  # type: ignore
+    rehearsal.note_launches(told.append)
+    for _ in rehearsal.rehearse(override_config(Config(), settings)):
+        pass
+    rehearsal.Runner = make  # type: ignore[misc]
+    num_told, found = len(told), []
+    for num_decodes, num_tokens in sizes:
+        before = len(told)
+        runners[0].rehearse(num_decodes, num_tokens)
+        found += [(kernel["name"], num_decodes, num_tokens) for kernel in told[before:]]
+    return {"told": num_told, "found": found}
+
+
 def compile_only() -> None:
     from triton.runtime import JITFunction
 
@@ -119,7 +138,11 @@ def work(told: list[dict[str, Any]], compiler: Compiler) -> dict[str, Any]:
 
 if __name__ == "__main__":
     stand_in()
-    if sys.argv[1:] in (["start"], ["work"]):
+    if sys.argv[1:] == ["steps"]:
+        light_meta.install()
+        for each in json.loads(sys.stdin.readline()):
+            print(json.dumps(steps(each)), flush=True)
+    elif sys.argv[1:] in (["start"], ["work"]):
         light_meta.install()
         compile_only()
         compiler = Compiler()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import partial
@@ -18,6 +19,7 @@ from quire import LLM, SamplingParams
 from quire.ahead import compilers as ahead
 from quire.ahead.compilers import Compilers
 from tests.cpu.families.harness import all_families
+from tests.cpu.published_shapes import published_shapes
 from tests.cpu.tiny_llm import make_tiny_llm
 
 FEW = ("_silu_mul_kernel", "_finish_kernel")  # small ones
@@ -68,6 +70,23 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
     (work,) = ask("work", [told])
     missed = {name for start in starts.values() for name in start["names"]} - {*work["names"]}
     assert not missed, f"{len(missed)} of {len(told)} would lie elsewhere"
+
+
+def test_no_size_of_step_needs_a_kernel_that_idle_moments_have_not_met(tmp_path: Path) -> None:
+    """Or a request would wait for the compiler, and everybody beside it. Steps of decodes alone are captured, in sizes
+    that are all met."""
+    seed = int(os.environ.get("TEST_SEED", "1"))
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    sizes = [(rng.choice((0, 0, 1, 3, rng.randrange(257))), 1 + int(2 ** rng.uniform(0, 14))) for _ in range(50)]
+    settings = []
+    for name, config in published_shapes().items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config.to_json_string(use_diff=False))
+        settings.append({"model": str(tmp_path / name), "random_weights": True, "dtype": "bfloat16",
+                         "max_model_len": 4224, "max_batch_tokens": 16384})  # fmt: skip
+    for name, steps in zip(published_shapes(), ask("steps", [(each, sizes) for each in settings]), strict=True):
+        assert steps["told"] > 0 and not steps["found"], f"{name}: {steps['found']}"
 
 
 def test_a_start_beside_which_everything_fails_answers_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

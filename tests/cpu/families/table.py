@@ -43,8 +43,8 @@ with kernels in CUDA's place that keep all bits. LoRA comes later.
 
 Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), and
 checkpoints that are already quantized, but for GGUF files and what is decoded while it is read: gpt-oss's MXFP4, and
-FP8 with scales for blocks or whole matrices (`quant_method` fp8: DeepSeek V3, Kimi K2, MiniMax M2, what Qwen
-publishes in FP8), whose activations are not rounded here.
+FP8 with scales for blocks or whole matrices (`quant_method` fp8: DeepSeek V3, Kimi K2, MiniMax M2, what Qwen and
+Mistral publish so), whose activations are not rounded here.
 
 Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
 what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the

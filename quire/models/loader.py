@@ -78,10 +78,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         keeps = " (`--quant fp8` keeps linear layers so)" if can_keep else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     for note in notes:
-        if progress is None:
-            warnings.warn(note, stacklevel=2)
-        else:
-            progress.note(note)
+        warnings.warn(note, stacklevel=2)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)

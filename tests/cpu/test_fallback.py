@@ -5,6 +5,7 @@ That it is right for those it takes is shown in `families/others.py`.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quire import LLM
 from quire.files.source import resolve_model
 from quire.models import fallback, fallback_names
 from quire.models.loader import build_model, load_model
@@ -21,7 +23,9 @@ from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.tiny_llm import make_tiny_llm
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no file of its own")
 CPU = torch.device("cpu")
 
 
@@ -65,31 +69,24 @@ def save_opt(folder: Path) -> Path:
     return folder
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def start(self, what: str, total: int, done: int = 0) -> None: ...
-
-    def update(self, done: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def load(folder: Path, progress: Any = None) -> Any:
+def load(folder: Path) -> Any:
     files = resolve_model(str(folder))
-    return load_model(files, dtype="float32", device=CPU, max_model_len=None, page_tokens=4, progress=progress)
+    return load_model(files, dtype="float32", device=CPU, max_model_len=None, page_tokens=4)
 
 
 def test_it_says_so_at_start(tmp_path: Path) -> None:
-    notes = Notes()
-    load(save_opt(tmp_path), notes)
-    assert notes.lines == ["opt has no file of its own: it runs through transformers, right but slower."]
-    with pytest.warns(UserWarning, match="opt has no file of its own"):
-        load(tmp_path)
+    """To whoever starts it: in Python as a warning, on the command line as a note."""
+    make_tiny_llm(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    save_opt(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"^opt has no file of its own: it runs through transformers, right but slower\.$"
+    ):
+        LLM(str(tmp_path), dtype="float32", num_pages=50, max_model_len=100).close()
+    command = [sys.executable, "-m", "quire", "run", "--model", str(tmp_path), "--max-tokens", "2", "--num-pages", "50"]
+    done = subprocess.run([*command, "--max-model-len", "100", "z"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("quire: note: opt has no file of its own") == 1
 
 
 def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monk
 
     monkeypatch.setattr(fallback.PagedStep, "attend", wrong)
     with pytest.raises(QuireError, match="opt can't run through transformers here: its logits would be off by"):
-        load(save_opt(tmp_path), Notes())
+        load(save_opt(tmp_path))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -110,7 +107,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     del tensors[gone]
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(QuireError, match=f"lacks tensor {gone}"):
-        load(tmp_path, Notes())
+        load(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +133,7 @@ def save_flex_olmo(folder: Path) -> Any:
 def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
     reference = save_flex_olmo(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
-    assert_equal(load(tmp_path, Notes()).model, reference)
+    assert_equal(load(tmp_path).model, reference)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -158,7 +155,7 @@ def test_experts_that_do_not_fit_are_named(change: dict[str, Any], words: str, t
                     tensors[name] = torch.zeros(shape)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(QuireError, match=words) as caught:
-        load(tmp_path, Notes())
+        load(tmp_path)
     assert caught.value.code == "bad_weights" and "\n" not in str(caught.value)
 
 
@@ -171,14 +168,14 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
     assert "h.0.attn.c_attn.weight" in older
     older["h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_equal(load(tmp_path, Notes()).model, reference)
+    assert_equal(load(tmp_path).model, reference)
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_flex_olmo(tmp_path)
     monkeypatch.setattr(fallback_names, "_only_joins", lambda converter: False)
     with pytest.raises(QuireError, match=r"flex_olmo can't run .* in another form \(MergeModulelist"):
-        load(tmp_path, Notes())
+        load(tmp_path)
 
 
 def test_attention_s_output_may_be_viewed(tmp_path: Path) -> None:
@@ -186,4 +183,4 @@ def test_attention_s_output_may_be_viewed(tmp_path: Path) -> None:
     config = transformers.AfmoeConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, sliding_window=9, num_experts=4,
                                       num_experts_per_tok=2, moe_intermediate_size=24)  # fmt: skip
     reference = save_checkpoint(Family("afmoe", lambda: config, draw_sharp), tmp_path)
-    assert_equal(load(tmp_path, Notes()).model, reference)
+    assert_equal(load(tmp_path).model, reference)

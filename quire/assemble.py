@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from quire.kernels.table import (
 from quire.kernels.trial import TOLERANCE
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
-from quire.models.loader import LoadedModel, build_model, load_model, read_config
+from quire.models.loader import LoadedModel, build_model, list_notes, load_model, read_config, resolve_dtype
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
@@ -325,7 +325,9 @@ def memory_report(config: Config) -> MemoryPlan:
     )  # fmt: skip
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
-    return plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+    plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+    dtype = resolve_dtype(config.model.dtype, device, hf_config)
+    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, device, config.model.quant)))
 
 
 def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,

@@ -70,14 +70,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
-    notes = list(getattr(model, "notes", ()))
-    if file is None and text_part(files.config or {}) is not None:
-        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
-    if read_fp8_block(hf_config) is not None and quant == "none":
-        can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
-        keeps = " (`--quant fp8` keeps linear layers so)" if can_keep else ""
-        notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
-    for note in notes:
+    for note in list_notes(model, files, hf_config, dtype, device, quant):
         warnings.warn(note, stacklevel=2)
     num_bytes = _check_fits(weights_bytes(model), device, files.name)
     progress = progress or QuietProgress()
@@ -127,6 +120,19 @@ def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devi
         ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic, findings=findings
     )
     return (model, config) if tried is ops else build(ops=tried)
+
+
+def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, device: torch.device,
+               quant: str) -> list[str]:  # fmt: skip
+    """What whoever starts this model should know of it."""
+    notes = list(getattr(model, "notes", ()))
+    if text_part(files.config or {}) is not None:
+        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    if read_fp8_block(hf_config) is not None and quant == "none":
+        can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
+        keeps = " (`--quant fp8` keeps linear layers so)" if can_keep else ""
+        notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
+    return notes
 
 
 def read_config(files: ModelFiles) -> dict[str, Any]:

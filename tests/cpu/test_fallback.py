@@ -16,6 +16,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire import LLM
+from quire.assemble import memory_report
+from quire.config import Config
+from quire.config_build import override_config
 from quire.files.source import resolve_model
 from quire.models import fallback, fallback_names
 from quire.models.loader import build_model, load_model
@@ -75,7 +78,7 @@ def load(folder: Path) -> Any:
 
 
 def test_it_says_so_at_start(tmp_path: Path) -> None:
-    """To whoever starts it: in Python as a warning, on the command line as a note."""
+    """To whoever starts it: in Python as a warning, on the command line as a note, and to who asks beforehand."""
     make_tiny_llm(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     save_opt(tmp_path)
@@ -87,6 +90,8 @@ def test_it_says_so_at_start(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--max-model-len", "100", "z"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("quire: note: opt has no file of its own") == 1
+    plan = memory_report(override_config(Config(), {"model": str(tmp_path)}))
+    assert [line for line in plan.lines() if line.startswith("note: opt has no file of its own")]
 
 
 def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

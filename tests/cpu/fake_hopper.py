@@ -85,20 +85,18 @@ def start(settings: dict[str, Any], compiler: Compiler) -> dict[str, Any]:
 
     told: list[dict[str, Any]] = []
     trouble: list[str] = []
-    needed = 0
     rehearsal.note_launches(told.append)
     note = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = lambda **what: not note(**what)  # and compile it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for _ in rehearsal.rehearse(override_config(Config(), settings)):
-                needed = len(told)
+            next(rehearsal.rehearse(override_config(Config(), settings)), None)
         except Exception as error:
             trouble.append(f"{type(error).__name__}: {error}")
     trouble += [str(each.message) for each in caught]
     heavy = [name for name in ("sympy.core", "torch._dynamo.eval_frame") if name in sys.modules]
-    return {"told": told, "needed": needed, "trouble": trouble, "imported": heavy, **compiler.take()}
+    return {"told": told, "trouble": trouble, "imported": heavy, **compiler.take()}
 
 
 def steps(asked: tuple[dict[str, Any], list[tuple[int, int]]]) -> dict[str, Any]:

@@ -62,7 +62,6 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
         assert not start["imported"], f"{name}: seconds for nothing: {start['imported']}"
     assert {*FEW} <= {*starts["cohere"]["found"]}, "compiled beside another start, and found on disk"
 
-    assert starts["qwen3_moe"]["needed"] < len(starts["qwen3_moe"]["told"]), "kernels of larger steps come behind"
     told = [kernel for start in starts.values() for kernel in start["told"]]  # each once: a process remembers
     assert len(told) > 200
     by_start = [[kernel["name"] for kernel in start["told"]] for start in starts.values()]
@@ -78,7 +77,7 @@ def test_no_size_of_step_needs_a_kernel_that_idle_moments_have_not_met(tmp_path:
     seed = int(os.environ.get("TEST_SEED", "1"))
     print(f"{seed=}")
     rng = random.Random(seed)
-    sizes = [(rng.choice((0, 0, 1, 3, rng.randrange(257))), 1 + int(2 ** rng.uniform(0, 14))) for _ in range(50)]
+    sizes = [(rng.choice((0, 0, 1, 3, rng.randrange(257))), 1 + int(2 ** rng.uniform(0, 14))) for _ in range(30)]
     settings = []
     for name, config in published_shapes().items():
         (tmp_path / name).mkdir()

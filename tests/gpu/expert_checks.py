@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -85,9 +87,9 @@ def check_experts(where: Where) -> None:
             plain = ExpertWeights(gate_up, down)
             clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
             where.settle()
-            for tokens in token_counts:
-                for experts in (plain, clamped, replace(plain, activation=GELU)):
-                    _check_experts(where, dtype, experts, tokens, top_k, run_experts)
+            kinds = (plain, clamped, replace(plain, activation=GELU))
+            for tokens, experts in _pair(where, token_counts, kinds):
+                _check_experts(where, dtype, experts, tokens, top_k, run_experts)
 
 
 def check_few_experts(where: Where) -> None:
@@ -110,9 +112,16 @@ def check_few_experts(where: Where) -> None:
             plain = ExpertWeights(gate_up, down)
             clamped = ExpertWeights(gate_up, down, *biases, GatedActivation(1.702, 1.0, 0.7))
             where.settle()
-            for tokens in token_counts:
-                for experts in (plain, clamped, replace(plain, activation=GELU)):
-                    _check_experts(where, dtype, experts, tokens, top_k, run_few)
+            kinds = (plain, clamped, replace(plain, activation=GELU))
+            for tokens, experts in _pair(where, token_counts, kinds):
+                _check_experts(where, dtype, experts, tokens, top_k, run_few)
+
+
+def _pair(where: Where, token_counts: tuple[int, ...], kinds: tuple[ExpertWeights, ...]) -> list[Any]:
+    """Every kind with every count; under the interpreter, which takes its time, with one."""
+    if where.large:
+        return list(product(token_counts, kinds))
+    return [(token_counts[place % len(token_counts)], kind) for place, kind in enumerate(kinds)]
 
 
 def _check_experts(where, dtype, experts, tokens, top_k, run_experts):  # type: ignore[no-untyped-def]

@@ -131,8 +131,11 @@ def _small(device: torch.device) -> Iterator[Work]:
         x = torch.randn(rows, 4096, device=device, dtype=bf16)
         weight = torch.ones(4096, device=device, dtype=bf16)
         yield Work("rms_norm", f"{rows} × 4096", _call(norm.rms_norm, x, weight, 1e-6), num_bytes=rows * 4096 * 4)
-        launch = _call(norm.silu_mul, torch.randn(rows, 24576, device=device, dtype=bf16))
-        yield Work("silu_mul", f"{rows} × 12288", launch, num_bytes=rows * 12288 * 6)
+        stream = torch.randn(rows, 4096, device=device, dtype=bf16)
+        launch = _call(norm.norm_add, x, weight, 1e-6, stream, 1.0)
+        yield Work("norm_add", f"{rows} × 4096", launch, num_bytes=rows * 4096 * 6)
+        launch = _call(norm.gate_mul, torch.randn(rows, 24576, device=device, dtype=bf16))
+        yield Work("gate_mul", f"{rows} × 12288", launch, num_bytes=rows * 12288 * 6)
         cache = _Cache([16] * rows, 8, bf16, device)
         qkv = torch.randn(rows, 48 * 128, device=device, dtype=bf16)
         slots = torch.randperm(rows * 16, device=device)[:rows]
@@ -230,7 +233,7 @@ def _products(device: torch.device) -> Iterator[Work]:
                 x = torch.randn(rows, in_features, device=device, dtype=bf16)
                 shape, size = f"{model} {name}, {rows} rows", 2 * out_features * in_features
                 launch = _rotate(skinny.skinny_linear, x, weights, norm_weight=norm, eps=1e-6,
-                                 silu_mul=name == "gate-up")  # fmt: skip
+                                 gate="silu" if name == "gate-up" else None)  # fmt: skip
                 yield Work("product: skinny", shape, launch, num_bytes=size)
                 yield Work("product: cuBLAS", shape, _rotate(functional.linear, x, weights), num_bytes=size)
                 yield Work("product: FP8", shape, _rotate(fp8.fp8_linear, x, small), num_bytes=size // 2)

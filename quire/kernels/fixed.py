@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.curves import CURVES, Curve
 from quire.kernels.reference import write_kv
 
 TILE = 16  # rows of every product
@@ -35,16 +36,16 @@ SLICE = 32768  # torch splits larger element-wise work over threads, and compute
 class TiledLinear:
     """Implements `FusedLinear`, for any number of rows."""
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return True
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
+            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
         def product(tile: Tensor) -> Tensor:
             if norm_weight is not None:
                 tile = functional.rms_norm(tile, norm_weight.shape, norm_weight, eps)
             out = functional.linear(tile, weight, bias)
-            return _silu_mul(out) if silu_mul else out
+            return out if gate is None else _gate_mul(out, gate)
 
         out = in_tiles(product, x)
         return out if residual is None else out.add_(residual)
@@ -54,16 +55,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return in_tiles(lambda tile: functional.rms_norm(tile, weight.shape, weight, eps), x)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    return in_tiles(_silu_mul, gate_up)
+def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
+    return in_tiles(lambda tile: _gate_mul(tile, curve), gate_up)
 
 
-def _silu_mul(gate_up: Tensor) -> Tensor:
+def _gate_mul(gate_up: Tensor, curve: Curve) -> Tensor:
     """Of one tile: an even number of rows, so that no slice has a ragged end."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.contiguous()
     for part in gate.view(-1).split(SLICE):
-        functional.silu(part, inplace=True)
+        part.copy_(CURVES[curve](part))
     return gate.mul_(up)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.angles import Angles
+from quire.kernels.curves import CURVES, Curve
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,10 +23,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where the last dimension holds gate and up side by side."""
+def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
+    """curve(gate) * up, where the last dimension holds gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    return CURVES[curve](gate).mul_(up)
 
 
 def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

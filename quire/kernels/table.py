@@ -26,6 +26,7 @@ from quire.kernels import (
     reference_recurrent,
 )
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
+from quire.kernels.curves import Curve
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # likewise: what the native l
 
 
 class FusedLinear(Protocol):
-    """A product with its norm, SiLU-mul and residual addition, where that is quicker than one after the other: in one
-    kernel for few rows, the SiLU-mul inside the product for many."""
+    """A product with its norm, gate and residual addition, where that is quicker than one after the other: in one
+    kernel for few rows, the gate inside the product for many."""
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool: ...
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool: ...
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            silu_mul: bool, residual: Tensor | None) -> Tensor: ...  # fmt: skip
+            gate: Curve | None, residual: Tensor | None) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Ops:
     """One implementation per op, with the signature and meaning of the reference of the same name."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    silu_mul: Callable[[Tensor], Tensor]
+    gate_mul: Callable[..., Tensor]
     plan_angles: Callable[..., Angles]
     qk_norm_rope_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
@@ -62,6 +63,7 @@ class Ops:
     plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
     gated_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
+    norm_add: Callable[..., Tensor] | None = None  # a norm of what is added to the stream; None: one after the other
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
@@ -72,7 +74,7 @@ class Ops:
 
 REFERENCE = Ops(
     rms_norm=reference.rms_norm,
-    silu_mul=reference.silu_mul,
+    gate_mul=reference.gate_mul,
     plan_angles=angle_tables,
     qk_norm_rope_write=reference.qk_norm_rope_write,
     plan_attention=reference_attention.plan_attention,
@@ -100,7 +102,7 @@ _FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
 FIXED = replace(
     REFERENCE,
     rms_norm=fixed.rms_norm,
-    silu_mul=fixed.silu_mul,
+    gate_mul=fixed.gate_mul,
     plan_angles=fixed.plan_angles,
     qk_norm_rope_write=fixed.qk_norm_rope_write,
     plan_attention=fixed.plan_attention,
@@ -171,7 +173,7 @@ def _native_ops(native: Native) -> Ops:
     return replace(
         REFERENCE,
         rms_norm=ops.rms_norm,
-        silu_mul=ops.silu_mul,
+        gate_mul=ops.gate_mul,
         plan_angles=ops.plan_angles,
         qk_norm_rope_write=ops.qk_norm_rope_write,
         plan_attention=ops.plan_attention,
@@ -186,7 +188,18 @@ def _native_ops(native: Native) -> Ops:
 def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import attention, captured_work, experts, latent, norm, recurrent, rope, route, skinny
+        from quire.kernels.triton import (
+            attention,
+            captured_work,
+            experts,
+            latent,
+            latent_heads,
+            norm,
+            recurrent,
+            rope,
+            route,
+            skinny,
+        )
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -196,7 +209,8 @@ def _triton_ops(strict: bool) -> Ops:
 
     return Ops(
         rms_norm=norm.rms_norm,
-        silu_mul=norm.silu_mul,
+        gate_mul=norm.gate_mul,
+        norm_add=norm.norm_add,
         plan_angles=angles_from_positions,
         qk_norm_rope_write=rope.qk_norm_rope_write,
         plan_attention=attention.plan_attention,
@@ -205,6 +219,7 @@ def _triton_ops(strict: bool) -> Ops:
         run_experts=experts.run_experts,
         latent_write=latent.latent_write,
         latent_attention=latent.latent_attention,
+        head_product=latent_heads.head_product,
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
         mamba2=recurrent.mamba2,
@@ -238,7 +253,7 @@ def _fixed_triton_ops() -> Ops:
 class _Skinny:
     """`triton.skinny` in the table's form. By measurement it beats cuBLAS at one row always, at a few but for a model's
     head, whose outputs are so many that either is busy reading, and at some more where outputs are no more than inputs
-    or a SiLU-mul is spared."""
+    or a gate's kernel is spared."""
 
     FEW_ROWS, SOME_ROWS = 16, 32
     MAX_OUTPUTS = 1 << 15  # for more than one row
@@ -246,17 +261,17 @@ class _Skinny:
     def __init__(self, skinny_linear: Callable[..., Tensor]):
         self._linear = skinny_linear
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         num_outputs, num_inputs = weight.shape
-        if num_rows == 1 or silu_mul:
+        if num_rows == 1 or gate is not None:
             return num_rows <= self.SOME_ROWS
         most = self.SOME_ROWS if num_outputs <= num_inputs else self.FEW_ROWS
         return num_rows <= most and num_outputs <= self.MAX_OUTPUTS
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
+            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
         return self._linear(
-            x, weight, bias, norm_weight=norm_weight, eps=eps, silu_mul=silu_mul, residual=residual
+            x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual
         )  # fmt: skip
 
 
@@ -266,13 +281,13 @@ class FirstOf:
     def __init__(self, *candidates: FusedLinear):
         self._candidates = candidates
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
-        return any(candidate.wins(num_rows, weight, silu_mul) for candidate in self._candidates)
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
+        return any(candidate.wins(num_rows, weight, gate) for candidate in self._candidates)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
-        winner = next(each for each in self._candidates if each.wins(len(x), weight, silu_mul))
-        return winner.run(x, weight, bias, norm_weight, eps, silu_mul, residual)
+            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
+        winner = next(each for each in self._candidates if each.wins(len(x), weight, gate))
+        return winner.run(x, weight, bias, norm_weight, eps, gate, residual)
 
 
 @dataclass(frozen=True, slots=True)

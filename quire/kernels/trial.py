@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.kernels.curves import Curve
 from quire.kernels.failures import give_way, reason
 from quire.kernels.findings import Findings
 from quire.kernels.table import REFERENCE, Ops
@@ -82,9 +83,13 @@ def norm_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
     def attempt(ops: Ops) -> None:
         x, weight = normal(device, dtype, NUM_TOKENS, width), normal(device, weight_dtype, width)
         finish_writes(device)
-        compare(ops.rms_norm(x, weight, 1e-6), lambda: REFERENCE.rms_norm(x.float(), weight.float(), 1e-6), dtype)
+        compare(ops.rms_norm(x, weight, 1e-6), lambda: _plain_norm(x, weight), dtype)
 
     return Row("norm", attempt, _without_norm)
+
+
+def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return REFERENCE.rms_norm(x.float(), weight.float(), 1e-6)
 
 
 def _without_norm(ops: Ops) -> Ops:
@@ -92,25 +97,38 @@ def _without_norm(ops: Ops) -> Ops:
     return replace(ops, rms_norm=REFERENCE.rms_norm, norm_route=reference_route, fused_linear=None)
 
 
-def silu_mul_row(inner_width: int, dtype: torch.dtype, device: torch.device) -> Row:
+def norm_add_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Row:
+    def attempt(ops: Ops) -> None:
+        if ops.norm_add is None:
+            return
+        x, weight = normal(device, dtype, NUM_TOKENS, width), normal(device, weight_dtype, width)
+        stream = normal(device, dtype, NUM_TOKENS, width)
+        before = stream.clone()
+        finish_writes(device)
+        compare(ops.norm_add(x, weight, 1e-6, stream, 0.5), lambda: before + 0.5 * _plain_norm(x, weight), dtype)
+
+    return Row("norm of what is added", attempt, lambda ops: replace(ops, norm_add=None))
+
+
+def gate_mul_row(inner_width: int, curve: Curve, dtype: torch.dtype, device: torch.device) -> Row:
     def attempt(ops: Ops) -> None:
         x = normal(device, dtype, NUM_TOKENS, 2 * inner_width)
         finish_writes(device)
-        compare(ops.silu_mul(x), lambda: REFERENCE.silu_mul(x), dtype)
+        compare(ops.gate_mul(x, curve), lambda: REFERENCE.gate_mul(x, curve), dtype)
 
-    return Row("silu_mul", attempt, reference_for("silu_mul", captured=True))
+    return Row("gate_mul", attempt, reference_for("gate_mul", captured=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer's, and what it takes along: a norm and a SiLU-mul, or the sum with the stream."""
+    """A linear layer's, and what it takes along: a norm and a gate, or the sum with the stream."""
 
     in_features: int
     out_features: int
     dtype: torch.dtype
     norm_dtype: torch.dtype | None = None  # of the norm's weight; None: there is no norm
     bias: bool = False
-    silu_mul: bool = False
+    gate: Curve | None = None
     residual: bool = False
 
 
@@ -129,13 +147,13 @@ def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
     weight = normal(device, dtype, product.out_features, width) * width**-0.5
     norm = None if product.norm_dtype is None else normal(device, product.norm_dtype, width)
     bias = normal(device, dtype, product.out_features) if product.bias else None
-    for num_rows in (1, 8) if product.silu_mul else (1,):
+    for num_rows in (1,) if product.gate is None else (1, 8):
         x = normal(device, dtype, num_rows, width)
         residual = normal(device, dtype, num_rows, product.out_features) if product.residual else None
-        if ops.fused_linear.wins(num_rows, weight, product.silu_mul):
+        if ops.fused_linear.wins(num_rows, weight, product.gate):
             stream = None if residual is None else residual.clone()  # its memory may be taken
             finish_writes(device)
-            got = ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.silu_mul, residual)
+            got = ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.gate, residual)
             compare(got, partial(_plain_product, product, x, weight, bias, norm, stream), dtype)
 
 
@@ -143,7 +161,7 @@ def _plain_product(product: Product, x: Tensor, weight: Tensor, bias: Tensor | N
                    residual: Tensor | None) -> Tensor:  # fmt: skip
     normed = x if norm is None else REFERENCE.rms_norm(x, norm, 1e-6)
     out = functional.linear(normed, weight, bias)
-    out = REFERENCE.silu_mul(out) if product.silu_mul else out
+    out = out if product.gate is None else REFERENCE.gate_mul(out, product.gate)
     return out if residual is None else out + residual
 
 
@@ -175,10 +193,10 @@ def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
     inner_width = 3 * width
     return [
         norm_row(width, dtype, dtype, device),
-        silu_mul_row(inner_width, dtype, device),
+        gate_mul_row(inner_width, "silu", dtype, device),
         rope_row(shape, device),
         attention_row(shape, device),
-        product_row(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, silu_mul=True), device),
+        product_row(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, gate="silu"), device),
     ]
 
 

@@ -1,5 +1,5 @@
 """Puts Hopper's product for gate and up (`triton/gated_hopper.py`) into the ops table, if it is right here and quicker
-than cuBLAS with a SiLU-mul behind it.
+than cuBLAS with the gate's kernel behind it.
 
 The loader calls `settle_gated` for models that have such products. Which of the two is quicker depends on the card, its
 power limit and cuBLAS, so both are timed, once, in turns.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.curves import Curve
 from quire.kernels.findings import Findings
 from quire.kernels.libraries.choose import Timer, device_seconds
 from quire.kernels.table import FirstOf, Ops
@@ -37,6 +38,7 @@ class GatedTrialShape:
     in_features: int
     num_outputs: int  # gates and ups
     dtype: torch.dtype
+    curve: Curve = "silu"
 
 
 def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool,
@@ -46,13 +48,13 @@ def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, stri
         return ops
     from quire.kernels.triton.gated_hopper import fits
 
-    if not fits(shape.num_outputs, shape.in_features, shape.dtype):
+    if not fits(shape.num_outputs, shape.in_features, shape.dtype, shape.curve):
         return ops
 
     def exchange() -> Ops:
         from quire.kernels.triton.gated_hopper import GatedLinear
 
-        gated = GatedLinear((shape.num_outputs, shape.in_features), ops.rms_norm, ops.silu_mul)
+        gated = GatedLinear((shape.num_outputs, shape.in_features), shape.curve, ops.rms_norm, ops.gate_mul)
         return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstOf(gated, ops.fused_linear))
 
     findings = findings or Findings()
@@ -72,7 +74,7 @@ def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
         x = torch.randn(num_rows, shape.in_features, dtype=shape.dtype, device=device)
         finish_writes(device)
         normed = ops.rms_norm(x, norm, 1e-6)
-        compare(_run(ops, x, weight, norm), partial(_plain, ops, normed, weight), shape.dtype)
+        compare(_run(ops, x, weight, shape.curve, norm), partial(_plain, ops, normed, weight, shape.curve), shape.dtype)
 
 
 def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device,
@@ -95,23 +97,23 @@ def _race(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer) 
     weight = _weight(shape, device)
     x = torch.randn(TIMED_ROWS, shape.in_features, dtype=shape.dtype, device=device)
 
-    run_plain = partial(_plain, ops, x, weight)
+    run_plain = partial(_plain, ops, x, weight, shape.curve)
     ours = plain = float("inf")
     _warm(run_plain, device)
     for _ in range(TURNS):
-        ours = min(ours, timer(lambda: _run(ops, x, weight)))
+        ours = min(ours, timer(lambda: _run(ops, x, weight, shape.curve)))
         plain = min(plain, timer(run_plain))
     return ours, plain
 
 
-def _plain(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
-    return ops.silu_mul(functional.linear(x, weight))
+def _plain(ops: Ops, x: Tensor, weight: Tensor, curve: Curve) -> Tensor:
+    return ops.gate_mul(functional.linear(x, weight), curve)
 
 
-def _run(ops: Ops, x: Tensor, weight: Tensor, norm: Tensor | None = None) -> Tensor:
-    if ops.fused_linear is None or not ops.fused_linear.wins(len(x), weight, True):
+def _run(ops: Ops, x: Tensor, weight: Tensor, curve: Curve, norm: Tensor | None = None) -> Tensor:
+    if ops.fused_linear is None or not ops.fused_linear.wins(len(x), weight, curve):
         raise RuntimeError("it is not used for what it was made for")
-    return ops.fused_linear.run(x, weight, None, norm, 1e-6, True, None)
+    return ops.fused_linear.run(x, weight, None, norm, 1e-6, curve, None)
 
 
 def _weight(shape: GatedTrialShape, device: torch.device) -> Tensor:

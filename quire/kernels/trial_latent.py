@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class LatentTrialShape:
     nope_dim: int = 128
     q_rank: int | None = None  # None: queries lie beside the entries they were made with
     interleaved: bool = True
+    value_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,11 @@ def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
     fp8 = is_fp8(shape.cache_dtype)
     write = reference_for("plan_angles", latent_write=contiguous(REFERENCE.latent_write))
     attend = reference_for("plan_attention", "paged_attention", "latent_attention")
+    products = reference_for("head_product", captured=True)
     return [
         Row("latent write", lambda ops: try_write(ops, shape, device), None if fp8 else write),
         Row("latent attention", lambda ops: try_latent(ops, shape, device, ONE_REQUEST), None if fp8 else attend),
+        Row("products by head", lambda ops: try_products(ops, shape, device), products),
     ]
 
 
@@ -117,6 +121,18 @@ def try_write(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
         return table.latent_write(q, entry, norm, 1e-6, angles, cache, slots, shape.interleaved), cache
 
     compare(run(ops, shape.cache_dtype), lambda: run(REFERENCE, shape.dtype), shape.dtype)
+
+
+def try_products(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
+    """Queries into the latent's space and what is seen back, of one token and of a few. Raises."""
+    heads, rank = shape.num_heads, shape.rank
+    key_up = normal(device, shape.dtype, heads, shape.nope_dim, rank) * shape.nope_dim**-0.5
+    value_up = normal(device, shape.dtype, heads, shape.value_dim, rank) * rank**-0.5
+    for num_tokens in (1, 5):
+        for weight in (key_up, value_up.transpose(1, 2)):
+            x = normal(device, shape.dtype, num_tokens, heads, weight.shape[1]).transpose(0, 1)
+            finish_writes(device)
+            compare(ops.head_product(x, weight), partial(torch.bmm, x, weight), shape.dtype)
 
 
 def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, steps: Sequence[Rows] = MANY) -> None:

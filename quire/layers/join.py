@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm
+from quire.layers.norm import Norm, RMSNorm
 
 
 class Join(nn.Module):
@@ -22,6 +22,8 @@ class Join(nn.Module):
         if self.norm is None and self.scale == 1.0:
             return last(x, residual=stream)
         out = last(x)
+        if isinstance(self.norm, RMSNorm):
+            return self.norm.add_to(stream, out, self.scale)
         if self.norm is not None:
             out = self.norm(out)
         return stream.add_(out, alpha=self.scale)

@@ -2,7 +2,7 @@
 
 Matrices with the same input are merged into one weight, so that they cost one product: queries, keys and values; gate
 and up. How the weight is stored and applied is the scheme's business, and so is what it fuses: a product is asked for
-together with the norm before it and the SiLU-mul or the addition to the residual stream after it.
+together with the norm before it and the gate or the addition to the residual stream after it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.curves import Curve
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Activation, Scheme
 
@@ -32,9 +33,9 @@ class Linear(nn.Module):
         """The loader calls this once the weights are real."""
         self.scheme.finish(self)
 
-    def forward(self, x: Activation, *, norm: RMSNorm | None = None, silu_mul: bool = False,
+    def forward(self, x: Activation, *, norm: RMSNorm | None = None, gate: Curve | None = None,
                 residual: Tensor | None = None) -> Activation:  # fmt: skip
-        """x [tokens, in_features] -> [tokens, out_features], or half of that with `silu_mul`. In order: the norm of x,
-        the product, silu(first half) * second half, the sum with `residual`, whose memory may be taken for it. What
-        `silu_mul` gives is for another linear of the same scheme; all else is a tensor."""
-        return self.scheme.apply(self, x, norm, silu_mul, residual)
+        """x [tokens, in_features] -> [tokens, out_features], or half of that with `gate`. In order: the norm of x,
+        the product, gate(first half) * second half, the sum with `residual`, whose memory may be taken for it. What a
+        `gate` gives is for another linear of the same scheme; all else is a tensor."""
+        return self.scheme.apply(self, x, norm, gate, residual)

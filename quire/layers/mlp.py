@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from quire.kernels.curves import CURVES, Curve
 from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant.scheme import Scheme
 from quire.types import QuireError
 
-
-def _relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square_()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_new": partial(functional.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-    "relu2": _relu2,
+ACTIVATIONS: dict[str, Curve] = {  # by the names of config.json
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -58,17 +51,13 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, dtype=dtype,
                               scheme=scheme)  # fmt: skip
         self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
-        self.activate = None if activation in ("silu", "swish") else ACTIVATIONS[activation]
+        self.curve = ACTIVATIONS[activation]
         self.join = join or Join()
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
         """stream [tokens, width] -> the stream, or `onto`, with this block's share added"""
         x, norm = fuse_norm(self.norm, stream)
-        if self.activate is None:
-            x = self.gate_up(x, norm=norm, silu_mul=True)
-        else:
-            gate, up = self.gate_up(x, norm=norm).chunk(2, dim=-1)
-            x = self.activate(gate) * up
+        x = self.gate_up(x, norm=norm, gate=self.curve)
         return self.join(self.down, x, stream if onto is None else onto)
 
 
@@ -82,7 +71,7 @@ class PlainMLP(nn.Module):
         self.norm = norm
         self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, dtype=dtype, scheme=scheme)
         self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
-        self.activate = ACTIVATIONS[activation]
+        self.activate = CURVES[ACTIVATIONS[activation]]
         self.join = join or Join()
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:

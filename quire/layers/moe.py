@@ -196,7 +196,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         """x is the normed stream; both [tokens, width]. Returns the stream with this expert's share added."""
-        inner = self.gate_up(x, silu_mul=True)
+        inner = self.gate_up(x, gate="silu")
         if self.gate is None:
             return self.down(inner, residual=stream)
         return self.ops.elementwise(_add_gated, stream, self.down(inner), self.gate(x))

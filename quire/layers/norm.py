@@ -36,6 +36,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add_to(self, stream: Tensor, x: Tensor, factor: float) -> Tensor:
+        """The stream plus `factor` times the norm of x, both [tokens, width], in the stream's memory."""
+        if self.ops.norm_add is not None:
+            return self.ops.norm_add(x, self.weight, self.eps, stream, factor)
+        return stream.add_(self(x), alpha=factor)
+
 
 class LayerNorm(nn.Module):
     """Mean taken off, then scaled to unit variance. Older families, and those that kept to it."""

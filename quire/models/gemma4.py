@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.curves import CURVES
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, AttentionShape, plan_attention
 from quire.layers.embedding import Embedding, Head
@@ -152,7 +153,7 @@ class LayerInput(nn.Module):
         super().__init__()
         self.down = Linear(width, [(f"{prefix}.per_layer_input_gate", input_width)], dtype=dtype, scheme=scheme)
         self.up = Linear(input_width, [(f"{prefix}.per_layer_projection", width)], dtype=dtype, scheme=scheme)
-        self.activate = ACTIVATIONS[activation]
+        self.activate = CURVES[ACTIVATIONS[activation]]
         self.join = Join(norm)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ from quire.kernels.trial import (
     attention_row,
     compare,
     finish_writes,
+    gate_mul_row,
+    norm_add_row,
     norm_row,
     normal,
     product_row,
     rope_row,
     settle_ops,
-    silu_mul_row,
 )
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
@@ -39,6 +40,7 @@ from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_lat
 from quire.kernels.trial_prompts import settle_prompts
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, settle_delta_net
 from quire.layers.attention import AttentionShape
+from quire.layers.join import Join
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -100,32 +102,33 @@ class Trials:
         shape, spec = layer.shape, self.model.specs[0]
         return LatentTrialShape(
             shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, self.dtype, getattr(torch, spec.dtype),
-            self.max_len, shape.nope_dim, shape.q_rank, shape.interleaved,
+            self.max_len, shape.nope_dim, shape.q_rank, shape.interleaved, shape.value_dim,
         )  # fmt: skip
 
     def delta_net(self) -> GatedDeltaNet | None:
         return self._first(GatedDeltaNet)
 
     def largest_gate_up(self) -> GatedTrialShape | None:
-        """Of those with plain weights, a SiLU and no bias."""
-        blocks = [block for block in self._modules() if isinstance(block, GatedMLP) and block.activate is None]
-        plain = [
-            each.gate_up for each in blocks if isinstance(each.gate_up.scheme, Dense) and each.gate_up.bias is None
-        ]
+        """Of those with plain weights and no bias."""
+        blocks = [block for block in self._modules() if isinstance(block, GatedMLP)]
+        plain = [each for each in blocks if isinstance(each.gate_up.scheme, Dense) and each.gate_up.bias is None]
         if not plain:
             return None
-        largest = max(plain, key=lambda each: each.in_features * each.out_features)
-        return GatedTrialShape(largest.in_features, largest.out_features, self.dtype)
+        largest = max(plain, key=lambda each: each.gate_up.in_features * each.gate_up.out_features)
+        return GatedTrialShape(largest.gate_up.in_features, largest.gate_up.out_features, self.dtype, largest.curve)
 
     def _norms_and_products(self) -> Iterator[Row]:
         own = getattr(self.model, "norm", None)
         norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
         if norm is not None:
             yield norm_row(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
+        added = next((each.norm for each in self._modules() if isinstance(each, Join)), None)
+        if isinstance(added, RMSNorm):
+            yield norm_add_row(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
         product = self._product()
         if product is not None:
-            if product.silu_mul:
-                yield silu_mul_row(product.out_features // 2, self.dtype, self.device)
+            if product.gate is not None:
+                yield gate_mul_row(product.out_features // 2, product.gate, self.dtype, self.device)
             yield product_row(product, self.device)
         scaled = next(
             (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
@@ -150,13 +153,13 @@ class Trials:
     def _product(self) -> Product | None:
         """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
         for block in self._modules():
-            if isinstance(block, SharedExpert) or (isinstance(block, GatedMLP) and block.activate is None):
+            if isinstance(block, SharedExpert | GatedMLP):
                 linear = block.gate_up
                 norm = getattr(block, "norm", None)
                 norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
                 if isinstance(linear.scheme, Dense):
                     return Product(linear.in_features, linear.out_features, self.dtype, norm_dtype,
-                                   linear.bias is not None, silu_mul=True)  # fmt: skip
+                                   linear.bias is not None, gate=getattr(block, "curve", "silu"))  # fmt: skip
         for block in self._modules():
             out, join = getattr(block, "out", None), getattr(block, "join", None)
             if isinstance(out, Linear) and isinstance(out.scheme, Dense):

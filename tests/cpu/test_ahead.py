@@ -22,7 +22,7 @@ from tests.cpu.families.harness import all_families
 from tests.cpu.published_shapes import published_shapes
 from tests.cpu.tiny_llm import make_tiny_llm
 
-FEW = ("_silu_mul_kernel", "_finish_kernel")  # small ones
+FEW = ("_gate_mul_kernel", "_finish_kernel")  # small ones
 MODES: tuple[dict[str, Any], ...] = ({"deterministic": True}, {"quant": "fp8"}, {"kv_dtype": "fp8"})
 
 

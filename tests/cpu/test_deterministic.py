@@ -204,10 +204,8 @@ def test_ops_agree_with_the_reference(threads: int) -> None:
         x, weight, norm = torch.randn(rows, 48), torch.randn(96, 48), torch.randn(48)
         residual = torch.randn(rows, 96)
         expected = functional.linear(reference.rms_norm(x, norm, 1e-5), weight)
-        torch.testing.assert_close(
-            linear.run(x, weight, None, norm, 1e-5, False, residual.clone()), expected + residual
-        )
-        torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, True, None), reference.silu_mul(expected))
+        torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, None, residual.clone()), expected + residual)
+        torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, "silu", None), reference.gate_mul(expected))
     positions, frequencies = torch.arange(50), torch.rand(8)
     ours, theirs = (f(positions, frequencies, 1.5, torch.float32) for f in (fixed.plan_angles, angle_tables))
     torch.testing.assert_close(ours.cos, theirs.cos)

@@ -258,7 +258,7 @@ SHAPE = TrialShape(num_heads=4, num_kv_heads=2, head_dim=16, page_tokens=8,
                    window=None, qk_norm=True, dtype=torch.float32, cache_dtype=torch.float32, max_len=64)  # fmt: skip
 ROWS = {
     "norm": ("rms_norm",),
-    "silu_mul": ("silu_mul",),
+    "gate_mul": ("gate_mul",),
     "rope": ("qk_norm_rope_write", "plan_angles"),
     "attention": ("paged_attention", "plan_attention"),
 }
@@ -297,7 +297,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(name: str, how: str) -> 
     for other, fields in ROWS.items():
         for field in fields:
             assert (getattr(settled, field) is not getattr(ops, field)) == (other == name), field
-    assert settled.captures == (name in ("norm", "silu_mul")), "the reference does not skip rows that pad a step"
+    assert settled.captures == (name in ("norm", "gate_mul")), "the reference does not skip rows that pad a step"
     with pytest.raises(QuireError, match=name) as refused:
         settle_ops(ops, dense_rows(SHAPE, CPU), strict=True)
     assert refused.value.code == "kernel_failed"
@@ -391,9 +391,9 @@ def test_explaining_which_kernel_each_op_gets() -> None:
     def bad(*args: Any) -> Any:
         raise RuntimeError("no such\ninstruction")
 
-    told = {entry["op"]: entry for entry in try_all(replace(fast_ops(), silu_mul=bad), SHAPE, CPU)}
-    assert told["norm"]["implementation"] == "triton" and told["silu_mul"]["implementation"] == "torch"
-    assert "no such instruction" in told["silu_mul"]["why"]
+    told = {entry["op"]: entry for entry in try_all(replace(fast_ops(), gate_mul=bad), SHAPE, CPU)}
+    assert told["norm"]["implementation"] == "triton" and told["gate_mul"]["implementation"] == "torch"
+    assert "no such instruction" in told["gate_mul"]["why"]
 
 
 def test_an_engine_of_lower_precision_takes_less_memory(tmp_path: Path) -> None:

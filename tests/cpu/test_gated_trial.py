@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import trial_gated
+from quire.kernels.curves import Curve
 from quire.kernels.table import REFERENCE, FirstOf, Ops
 from quire.kernels.trial_gated import GatedTrialShape, is_quicker, settle_gated, try_gated
 from quire.layers.mlp import GatedMLP
@@ -34,12 +35,13 @@ class Plain:
     def __init__(self, first: int = 0, last: int = 1 << 20, factor: float = 1.0):
         self.first, self.last, self.factor = first, last, factor
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return self.first <= num_rows <= self.last
 
-    def run(self, x: Tensor, weight: Tensor, bias: Any, norm: Any, eps: float, silu_mul: bool, residual: Any) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, bias: Any, norm: Any, eps: float, gate: Curve | None,
+            residual: Any) -> Tensor:  # fmt: skip
         x = x if norm is None else REFERENCE.rms_norm(x, norm, eps)
-        return REFERENCE.silu_mul(x @ weight.t()) * self.factor
+        return REFERENCE.gate_mul(x @ weight.t(), gate) * self.factor
 
 
 @pytest.fixture
@@ -133,16 +135,22 @@ def test_it_has_to_be_quicker_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_row_takes_many_rows_of_its_own_shape_only() -> None:
     from quire.kernels.triton.gated_hopper import GatedLinear
 
-    row = GatedLinear((512, 320), REFERENCE.rms_norm, REFERENCE.silu_mul)
+    row = GatedLinear((512, 320), "silu", REFERENCE.rms_norm, REFERENCE.gate_mul)
     weight = torch.zeros(512, 320, dtype=torch.bfloat16)
-    assert row.wins(1024, weight, True) and row.wins(8191, weight, True)
-    assert not row.wins(1023, weight, True) and not row.wins(1024, weight, False)
-    assert not row.wins(1024, torch.zeros(256, 320), True)
-    assert not row.wins(1024, torch.zeros(320, 512).t(), True)
-    assert not row.wins(1024, torch.zeros(512 * 320 + 1, dtype=torch.bfloat16)[1:].view(512, 320), True)
+    assert row.wins(1024, weight, "silu") and row.wins(8191, weight, "silu")
+    assert (
+        not row.wins(1023, weight, "silu")
+        and not row.wins(1024, weight, None)
+        and not row.wins(1024, weight, "gelu_tanh")
+    )
+    assert not row.wins(1024, torch.zeros(256, 320), "silu")
+    assert not row.wins(1024, torch.zeros(320, 512).t(), "silu")
+    assert not row.wins(1024, torch.zeros(512 * 320 + 1, dtype=torch.bfloat16)[1:].view(512, 320), "silu")
     x, bias = torch.randn(4, 320), torch.randn(512)
-    expected = REFERENCE.silu_mul(x @ weight.float().t() + bias)
-    assert torch.equal(row.run(x, weight.float(), bias, None, 0.0, True, None), expected), "a bias takes the plain path"
+    expected = REFERENCE.gate_mul(x @ weight.float().t() + bias)
+    assert torch.equal(row.run(x, weight.float(), bias, None, 0.0, "silu", None), expected), (
+        "a bias takes the plain path"
+    )
 
 
 def test_the_largest_plain_product_of_a_model_is_tried() -> None:
@@ -153,17 +161,19 @@ def test_the_largest_plain_product_of_a_model_is_tried() -> None:
     def gate_up(*blocks: GatedMLP) -> GatedTrialShape | None:
         return Trials(torch.nn.ModuleList(blocks), torch.bfloat16, CUDA, 64).largest_gate_up()
 
-    others = [block(256, bias=True), block(256, activation="gelu"), block(256, scheme=Fp8(TABLE))]
+    others = [block(256, bias=True), block(256, scheme=Fp8(TABLE))]
     assert gate_up(*others) is None
+    named = GatedTrialShape(64, 256, torch.bfloat16, "gelu_tanh")
+    assert gate_up(block(128, activation="gelu_pytorch_tanh"), *others) == named
     assert gate_up(block(96), block(128), block(96), *others) == GatedTrialShape(64, 256, torch.bfloat16)
 
 
 def test_the_first_that_wins_does_the_work() -> None:
     both = FirstOf(Plain(first=8, factor=2.0), Plain(last=4, factor=3.0))
     weight = torch.randn(6, 5)
-    assert both.wins(1, weight, True) and both.wins(8, weight, True) and not both.wins(6, weight, True)
+    assert both.wins(1, weight, "silu") and both.wins(8, weight, "silu") and not both.wins(6, weight, "silu")
     for num_rows, factor in ((9, 2.0), (2, 3.0)):
         x = torch.randn(num_rows, 5)
         assert torch.equal(
-            both.run(x, weight, None, None, 0.0, True, None), REFERENCE.silu_mul(x @ weight.t()) * factor
+            both.run(x, weight, None, None, 0.0, "silu", None), REFERENCE.gate_mul(x @ weight.t()) * factor
         )

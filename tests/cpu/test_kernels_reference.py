@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.angles import angle_tables
+from quire.kernels.curves import CURVES, Curve
 from quire.kernels.reference_attention import paged_attention, plan_attention
 from quire.kernels.table import REFERENCE, select_ops
 
@@ -28,10 +29,19 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), want.float())
 
 
-def test_silu_mul() -> None:
+def test_gate_mul() -> None:
     gate, up = torch.randn(4, 6), torch.randn(4, 6)
-    want = gate / (1 + (-gate).exp()) * up
-    torch.testing.assert_close(reference.silu_mul(torch.cat((gate, up), dim=1)), want)
+    cubic = 0.7978845608 * (gate + 0.044715 * gate**3)
+    curves: dict[Curve, torch.Tensor] = {
+        "silu": gate / (1 + (-gate).exp()),
+        "gelu": gate * (1 + torch.erf(gate / 2**0.5)) / 2,
+        "gelu_tanh": gate * (1 + torch.tanh(cubic)) / 2,
+        "relu": gate.clamp(min=0),
+        "relu2": gate.clamp(min=0) ** 2,
+    }
+    assert set(curves) == set(CURVES)
+    for curve, want in curves.items():
+        torch.testing.assert_close(reference.gate_mul(torch.cat((gate, up), dim=1), curve), want * up)
 
 
 def test_rope_turns_each_pair_by_its_angle() -> None:

@@ -84,7 +84,7 @@ def apply_experts(x: Any, experts: Any, chosen: Any, *rest: Any) -> Any:
 STAND_INS = replace(
     REFERENCE,
     rms_norm=lambda *args: REFERENCE.rms_norm(*args),
-    silu_mul=lambda *args: REFERENCE.silu_mul(*args),
+    gate_mul=lambda *args: REFERENCE.gate_mul(*args),
     plan_angles=angles_from_positions,
     qk_norm_rope_write=turn_and_write,
     plan_attention=plan_own(REFERENCE.plan_attention),
@@ -178,21 +178,22 @@ def test_a_model_whose_kernel_fails_answers_all_the_same(
     assert refused.value.code == "kernel_failed" and "\n" not in str(refused.value)
 
 
-ALL = ("norm", "silu_mul", "fused product", "rope", "attention")
+ALL = ("norm", "gate_mul", "fused product", "rope", "attention")
+ADDED = ("norm", "norm of what is added", *ALL[1:], *ALL[3:])  # norms behind blocks, two kinds of attention
 
 
 @pytest.mark.parametrize(("family", "tried"), [
     ("llama", ALL),
     ("olmo", ALL[1:]),  # no norm of this kind
-    ("gemma2", ("norm", "fused product", "rope", "attention", "rope", "attention")),
+    ("gemma2", ADDED),
     ("qwen3_moe", (*ALL, "router", "experts")),
     ("mixtral", ("norm", "fused product", "rope", "attention", "router", "experts")),
     ("gpt_oss", ("norm", "fused product", "rope", "attention", "rope", "attention", "router", "experts")),
-    ("deepseek_v3", (*ALL[:3], "latent write", "latent attention", "router", "experts")),
+    ("deepseek_v3", (*ALL[:3], "latent write", "latent attention", "products by head", "router", "experts")),
     ("qwen3_next", (*ALL, "delta net", "router", "experts")),
     ("qwen3_5_text", (*ALL, "delta net")),
     ("nemotron_h experts", ("norm", "fused product", "rope", "attention", "Mamba2", "router", "experts")),
-    ("gemma4 experts", ("norm", "fused product", "rope", "attention", "rope", "attention", "router", "experts")),
+    ("gemma4 experts", (*ADDED, "router", "experts")),
     ("mamba2", ("norm", "fused product", "Mamba2")),
     ("apertus", ("attention",)),  # transformers' own code
 ])  # fmt: skip
@@ -250,18 +251,24 @@ def test_a_latent_that_is_not_written_is_missed() -> None:
     def forgets(q: Any, entry: Any, norm: Any, eps: float, angles: Angles, cache: Any, *rest: Any) -> Any:
         return write_latent(q, entry, norm, eps, angles, cache.clone(), *rest)
 
-    write, attention = latent_rows(LATENT, CPU)
+    write, attention, products = latent_rows(LATENT, CPU)
     assert not row_fails(STAND_INS, write) and not row_fails(STAND_INS, attention)
     assert row_fails(replace(STAND_INS, latent_write=forgets), write)
     for first in (True, False):  # a prompt or a decode alone
         ops = replace(STAND_INS, latent_attention=lambda q, *rest, first=first: (
             STAND_INS.latent_attention(q, *rest) * (1.2 if (q.shape[1] > 1) is first else 1.0)))  # fmt: skip
         assert row_fails(ops, attention)
+    assert not row_fails(STAND_INS, products)
+    for first in (True, False):  # of one token or of a few
+        ops = replace(STAND_INS, head_product=lambda x, weight, first=first: (
+            torch.bmm(x, weight) * (1.2 if (x.shape[1] == 1) is first else 1.0)))  # fmt: skip
+        assert row_fails(ops, products)
+        assert settle_ops(replace(ops, captures=True), [products], strict=False).captures
 
 
 def test_a_cache_in_fp8_has_no_second_path() -> None:
     rows = latent_rows(replace(LATENT, cache_dtype=torch.float8_e4m3fn), CPU)
-    for row, op in zip(rows, ("latent_write", "latent_attention"), strict=True):
+    for row, op in zip(rows, ("latent_write", "latent_attention"), strict=False):  # products know nothing of it
         with pytest.raises(QuireError, match=row.name) as refused:
             settle_ops(replace(STAND_INS, **{op: fails}), [row], strict=False)
         assert refused.value.code == "kernel_failed" and "FP8" in refused.value.hint

@@ -46,8 +46,8 @@ def test_kernels_compile_for_hopper() -> None:
               "_survey_kernel", "_narrow_kernel", "_verify_kernel", "_penalties_kernel", "_score_rows_kernel",
               "_one_row_kernel", "_few_rows_kernel", "_norm_router_kernel", "_route_kernel", "_count_kernel",
               "_place_kernel", "_grouped_kernel", "_combine_kernel", "_few_gate_up_kernel",
-              "_few_down_kernel", "_latent_write_kernel", "_latent_kernel", "_step_kernel", "_conv_kernel",
-              "_gates_kernel", "_prepare_kernel", "_walk_kernel", "_token_walk_kernel", "_ring_kernel",
+              "_few_down_kernel", "_head_product_kernel", "_latent_write_kernel", "_latent_kernel", "_step_kernel",
+              "_conv_kernel", "_gates_kernel", "_prepare_kernel", "_walk_kernel", "_token_walk_kernel", "_ring_kernel",
               "_fixed_linear_kernel", "_fixed_attention_kernel", "_join_spans_kernel", "_norm_tiles_kernel",
               "_norm_groups_kernel"}  # fmt: skip
     if triton.__version__.startswith(KNOWN_GLUON):

@@ -32,6 +32,7 @@ from quire.kernels.triton import (
     fixed_tiles,
     gated_hopper,
     latent,
+    latent_heads,
     latent_many,
     launch,
     prefill_hopper,
@@ -98,7 +99,9 @@ def main() -> None:
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     compile_sampling(places)
     for rows in (1, 8):
-        skinny.skinny_linear(torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16), silu_mul=True)
+        x, gate_up = torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16)
+        for curve in ("silu", "gelu_tanh"):
+            skinny.skinny_linear(x, gate_up, gate=curve)
     if GLUON:
         compile_gated()
     compile_experts()
@@ -138,6 +141,9 @@ def compile_latent() -> None:
             torch.zeros(4, heads, 192, dtype=bf16),
         )
         q_rope = latent.latent_write(q, entry, norm, 1e-6, angles, cache, places, True)
+        up = torch.zeros(heads, 256, 512, dtype=bf16)
+        seen = latent_heads.head_product(q[..., :128].transpose(0, 1), up[:, :128])
+        latent_heads.head_product(seen, up[:, 128:].transpose(1, 2))
         for counts in ([1] * 4, [4]):
             table = torch.zeros(len(counts), 64, dtype=torch.int32)
             plan = attention.plan_attention(table, places, counts, [1024] * len(counts), 64, None, bf16)
@@ -161,11 +167,14 @@ def compile_latent_many() -> None:
 
 
 def compile_gated() -> None:
-    """One kernel for all numbers of rows and shapes of weights."""
+    """One kernel for all numbers of rows and shapes of weights, and for each curve."""
     for rows, width, inner_width in ((1024, 1024, 3072), (1025, 384, 128)):
         x, weight = (torch.zeros(size, width, dtype=torch.bfloat16) for size in (rows, 2 * inner_width))
-        gated_hopper.gated_linear(x, weight)
-    assert len(variants["_gated_hopper_kernel"]) == 1, "a step has to wait for a kernel that no start compiled"
+        for curve in gated_hopper.CURVES:
+            gated_hopper.gated_linear(x, weight, curve)
+    assert len(variants["_gated_hopper_kernel"]) == len(gated_hopper.CURVES), (
+        "a step has to wait for a kernel that no start compiled"
+    )
 
 
 def compile_experts() -> None:

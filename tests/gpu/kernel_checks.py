@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.angles import Angles
+from quire.kernels.curves import CURVES
 from tests.gpu.where import Where, close
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,6 +29,12 @@ def check_norms(where: Where) -> None:
             where.poison()
             expected = reference.rms_norm(x.double(), weight.double(), 1e-6)
             close(norm.rms_norm(x, weight, 1e-6), expected, dtype, f"rms_norm {rows}x{width}")
+            stream = where.normal(rows, width + 8, dtype=dtype)[:, :width]
+            before = stream.double()
+            where.settle()
+            added = norm.norm_add(x, weight, 1e-6, stream, 0.5)
+            assert added is stream
+            close(added, before + 0.5 * expected, dtype, f"norm_add {rows}x{width}")
         heads = where.normal(3, 6, 64, dtype=dtype)
         weight = where.normal(6, 64, dtype=dtype)
         where.settle()
@@ -36,14 +43,16 @@ def check_norms(where: Where) -> None:
         close(norm.rms_norm(heads, weight, 1e-6), expected, dtype, "rms_norm with a weight per head")
 
 
-def check_silu_mul(where: Where) -> None:
+def check_gate_mul(where: Where) -> None:
     from quire.kernels.triton import norm
 
     for dtype in where.dtypes:
         for rows, width in [(1, 3072), (5, 1000), (600, 12288)] if where.large else [(3, 40)]:
             x = where.normal(rows, 2 * width, dtype=dtype)
-            where.poison()
-            close(norm.silu_mul(x), reference.silu_mul(x.double()), dtype, f"silu_mul {rows}x{width}")
+            for curve in CURVES:
+                where.poison()
+                expected = reference.gate_mul(x.double(), curve)
+                close(norm.gate_mul(x, curve), expected, dtype, f"gate_mul {curve} {rows}x{width}")
 
 
 def check_rope_write(where: Where) -> None:
@@ -171,7 +180,7 @@ def _check_bad_rows(where: Where, sample_rows: Callable[..., tuple[Tensor, Tenso
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "norms": check_norms,
-    "silu_mul": check_silu_mul,
+    "gate_mul": check_gate_mul,
     "rope_write": check_rope_write,
     "rows": check_rows,
     "sampling": check_sampling,

@@ -1,5 +1,5 @@
-"""Latent attention with many heads on Hopper (`latent_many`) against float64. Most of it is Gluon, which the
-interpreter does not run: elsewhere those checks do nothing."""
+"""Products by head, and latent attention with many heads on Hopper (`latent_many`), against float64. Most of it is
+Gluon, which the interpreter does not run: elsewhere those checks do nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,26 @@ def check_latent_many_rows(where: Where) -> None:
         assert (out[:, 4:] == 0).all()
 
 
+def check_head_products(where: Where) -> None:
+    """Both ways, from queries beside others and to heads beside each other; the last is more than the kernel's."""
+    from quire.kernels.triton.latent_heads import head_product
+
+    sizes = [(16, 128, 512, 128), (128, 128, 512, 128), (5, 72, 96, 40)] if where.large else [(3, 24, 40, 16)]
+    for dtype in where.dtypes:
+        for heads, nope, rank, value in sizes:
+            up = where.normal(heads, nope + value, rank, dtype=dtype) * rank**-0.5
+            where.settle()
+            for tokens in (1, 2, 7, 16, 17):
+                x = where.normal(tokens, heads, nope + 8, dtype=dtype)[..., :nope].transpose(0, 1)
+                seen = where.normal(heads, tokens, rank, dtype=dtype)
+                for factor, weight in ((x, up[:, :nope]), (seen, up[:, nope:].transpose(1, 2))):
+                    where.poison()
+                    name = f"{tokens} tokens of {heads} heads, {tuple(weight.shape[1:])}"
+                    close(head_product(factor, weight), factor.double() @ weight.double(), dtype, name)
+
+
 CHECKS: dict[str, Callable[[Where], None]] = {
+    "head_products": check_head_products,
     "latent_many": check_latent_many,
     "latent shares": check_latent_shares,
     "latent_many_rows": check_latent_many_rows,

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from quire.kernels import reference
+from quire.kernels.curves import CURVES
 from tests.gpu.where import NotHere, Where, close, need_hopper
 
 
@@ -19,6 +20,7 @@ def check_skinny(where: Where) -> None:
     for dtype in where.dtypes:
         for in_features, out_features in sizes:
             weight = where.normal(2 * out_features, in_features, dtype=dtype)
+            light = weight / 8  # no square is beyond float16
             bias = where.normal(2 * out_features, dtype=dtype)
             norm_weight = where.normal(in_features, dtype=dtype)
             where.settle()
@@ -32,8 +34,10 @@ def check_skinny(where: Where) -> None:
                 plain = normed @ weight.double().T + bias.double()
                 out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
                 close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
-                out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, silu_mul=True)
-                close(out, reference.silu_mul(plain), dtype, name + " with norm, bias and silu_mul")
+                plain = normed @ light.double().T + bias.double()
+                for curve in CURVES if in_features == sizes[0][0] else ("silu", "gelu_tanh"):
+                    out = skinny_linear(x, light, bias, norm_weight=norm_weight, eps=1e-6, gate=curve)
+                    close(out, reference.gate_mul(plain, curve), dtype, f"{name} with norm, bias and {curve}")
 
 
 def check_gated(where: Where) -> None:
@@ -49,12 +53,13 @@ def check_gated(where: Where) -> None:
             padding = rng.choice([0, 8, 64, 3])  # 3: rows the copy engine can't fetch where they lie
             x = where.normal(num_rows, in_features + padding, dtype=dtype)[:, :in_features]
             weight = (where.normal(2 * width, in_features) * in_features**-0.5).to(dtype)
-            plain = reference.silu_mul(x.double() @ weight.double().T)
+            curve = rng.choice(["silu", "gelu_tanh"])
+            plain = reference.gate_mul(x.double() @ weight.double().T, curve)
             torch.full(
                 (num_rows, width), torch.nan, dtype=dtype, device=where.device
             )  # freed: the memory of the result
-            name = f"gated_linear {num_rows} x {in_features} x {width}, {padding} between"
-            close(gated_linear(x, weight), plain, dtype, name)
+            name = f"gated_linear {curve} {num_rows} x {in_features} x {width}, {padding} between"
+            close(gated_linear(x, weight, curve), plain, dtype, name)
 
 
 def check_gated_row(where: Where) -> None:
@@ -68,18 +73,18 @@ def check_gated_row(where: Where) -> None:
         x, residual, bias = (where.normal(*size, dtype=dtype) for size in ((1500, 1024), (1500, 1536), (2 * 1536,)))
         norm_weight = where.normal(1024, dtype=dtype)
         where.settle()
-        row = GatedLinear((2 * 1536, 1024), norm.rms_norm, norm.silu_mul)
-        assert row.wins(len(x), weight, True)
+        row = GatedLinear((2 * 1536, 1024), "silu", norm.rms_norm, norm.gate_mul)
+        assert row.wins(len(x), weight, "silu") and not row.wins(len(x), weight, "gelu_tanh")
         product = reference.rms_norm(x.double(), norm_weight.double(), 1e-6) @ weight.double().T
         where.poison()
-        out = row.run(x, weight, None, norm_weight, 1e-6, True, None)
-        close(out, reference.silu_mul(product), dtype, "gated row with norm")
+        out = row.run(x, weight, None, norm_weight, 1e-6, "silu", None)
+        close(out, reference.gate_mul(product), dtype, "gated row with norm")
         for _ in range(20):
-            assert torch.equal(out, row.run(x, weight, None, norm_weight, 1e-6, True, None))
-        out = row.run(x, weight, None, norm_weight, 1e-6, True, residual)
-        close(out, reference.silu_mul(product) + residual.double(), dtype, "gated row with norm and residual")
-        out = row.run(x, weight, bias, norm_weight, 1e-6, True, None)
-        close(out, reference.silu_mul(product + bias.double()), dtype, "gated row with norm and bias")
+            assert torch.equal(out, row.run(x, weight, None, norm_weight, 1e-6, "silu", None))
+        out = row.run(x, weight, None, norm_weight, 1e-6, "silu", residual)
+        close(out, reference.gate_mul(product) + residual.double(), dtype, "gated row with norm and residual")
+        out = row.run(x, weight, bias, norm_weight, 1e-6, "silu", None)
+        close(out, reference.gate_mul(product + bias.double()), dtype, "gated row with norm and bias")
 
 
 def check_skinny_fp8(where: Where) -> None:
@@ -111,7 +116,7 @@ def check_fp8_linear(where: Where) -> None:
 
 
 def check_fp8_quantize(where: Where) -> None:
-    """With the norm before it and with the SiLU-mul before it; widths are filled up with zeros."""
+    """With the norm before it and with a gate before it; widths are filled up with zeros."""
     from quire.kernels.triton.fp8 import MULTIPLE, quantize_rows
 
     for rows, width in [(300, 4096), (3, 1000), (2, 5)] if where.large else [(3, 40), (2, 32)]:
@@ -119,7 +124,8 @@ def check_fp8_quantize(where: Where) -> None:
         weight = where.normal(2 * width, dtype=where.dtypes[-1])
         for options, expected in (
             ({"norm_weight": weight, "eps": 1e-6}, reference.rms_norm(x.double(), weight.double(), 1e-6)),
-            ({"silu_mul": True}, reference.silu_mul(x.double())),
+            ({"gate": "silu"}, reference.gate_mul(x.double())),
+            ({"gate": "gelu_tanh"}, reference.gate_mul(x.double(), "gelu_tanh")),
         ):
             where.poison()
             stored, scale = quantize_rows(x, **options)

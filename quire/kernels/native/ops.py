@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import reference, reference_attention, reference_experts, reference_latent
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.curves import Curve
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
@@ -50,9 +51,9 @@ class NativeOps:
         )
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if not _is_plain(gate_up):
-            return reference.silu_mul(gate_up)
+    def gate_mul(self, gate_up: Tensor, curve: Curve = "silu") -> Tensor:
+        if curve != "silu" or not _is_plain(gate_up):
+            return reference.gate_mul(gate_up, curve)
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         self._library.quire_silu_mul(

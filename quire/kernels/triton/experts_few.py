@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights, GatedActivation
+from quire.kernels.triton.curves import gelu_tanh
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 
 MAX_TOKENS = 4  # tokens of one model share more experts than chance has them share: at eight tiles win
@@ -52,8 +53,8 @@ def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constex
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
-    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z), and z is sqrt(2 / pi) * (gate + 0.044715 * gate**3)
-        gate *= tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
+    if GELU:
+        gate = gelu_tanh(gate)
     else:
         gate *= tl.sigmoid(alpha * gate)
     return gate * (up + shift)

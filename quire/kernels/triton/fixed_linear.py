@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.curves import Curve
 from quire.kernels.triton import norm
 from quire.kernels.triton.launch import (
     dot_precision,
@@ -119,14 +120,14 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual
 class FixedLinear:
     """Implements the table's `FusedLinear`, for any number of rows."""
 
-    def wins(self, num_rows: int, weight: Tensor, silu_mul: bool) -> bool:
+    def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return True
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            silu_mul: bool, residual: Tensor | None) -> Tensor:  # fmt: skip
+            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
         if norm_weight is not None:
             x = norm.rms_norm(x, norm_weight, eps)
-        if not silu_mul:
+        if gate is None:
             return fixed_linear(x, weight, bias, residual)
-        out = norm.silu_mul(fixed_linear(x, weight, bias))
+        out = norm.gate_mul(fixed_linear(x, weight, bias), gate)
         return out if residual is None else out.add_(residual)

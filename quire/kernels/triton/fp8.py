@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.curves import Curve
+from quire.kernels.triton.curves import curved
 from quire.kernels.triton.launch import INTERPRETED, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.skinny import skinny_linear
 
@@ -19,7 +21,7 @@ MULTIPLE = 16  # what the matrix units want both sides of a weight to be; others
 
 @triton.jit
 def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width, out_width, eps, NORM: tl.constexpr,
-                          SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                          GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -28,9 +30,9 @@ def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
+    if GATE is not None:
         up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.sigmoid(x) * up
+        x = curved(x, GATE) * up
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
     most = tl.maximum(tl.max(tl.abs(x), 0), 1e-12)
@@ -40,17 +42,17 @@ def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width
 
 
 def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
-                  silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  gate: Curve | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32; after its norm, or
-    after the SiLU-mul of its two halves, which leaves half the width. A width that is no `MULTIPLE` is filled up with
-    zeros."""
-    rows, width = x.shape[0], x.shape[1] // 2 if silu_mul else x.shape[1]
+    after `gate` of its first half times its second, which leaves half the width. A width that is no `MULTIPLE`
+    is filled up with zeros."""
+    rows, width = x.shape[0], x.shape[1] // 2 if gate is not None else x.shape[1]
     out_width = triton.cdiv(width, MULTIPLE) * MULTIPLE
     out = torch.empty(rows, out_width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(out_width)
     _quantize_rows_kernel[(rows,)](
-        x, norm_weight, out, scale, x.stride(0), width, out_width, eps, NORM=norm_weight is not None, SILU=silu_mul,
+        x, norm_weight, out, scale, x.stride(0), width, out_width, eps, NORM=norm_weight is not None, GATE=gate,
         BLOCK=block, **launch_options(x.device, _quantize_warps(rows, block)),
     )  # fmt: skip
     return out, scale

@@ -1,8 +1,8 @@
 """Matrix products of a few rows, where reading the weight is all the work: one kernel with what stands around it.
 
-x [rows, in] times weight [out, in], with optional RMS norm before, bias, and SiLU-mul or residual addition behind, so
-that a layer of a one-token step is a handful of launches. One row multiplies on the plain units; up to 32 go through
-the matrix units with the weight as their left operand.
+x [rows, in] times weight [out, in], with optional RMS norm before, bias, and gate or residual addition behind: a layer
+of a one-token step is a handful of launches. One row multiplies on the plain units; up to 32 go through the matrix
+units with the weight as their left operand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.curves import Curve
+from quire.kernels.triton.curves import curved
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.norm import rms_norm
 
@@ -49,7 +51,7 @@ def _add_products(acc, weight, x, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexp
 def _one_row_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     in_features, out_features, eps,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +64,7 @@ def _one_row_kernel(
     # one in hand is used.
     weight = _weight_tile(weight_ptr, outs, columns, in_features, out_features, EVEN)
     other = weight
-    if SILU:
+    if GATE is not None:
         other = _weight_tile(up_ptr, outs, columns, in_features, out_features, EVEN)
     acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
@@ -75,16 +77,16 @@ def _one_row_kernel(
             x, squares = _input_tile(x_ptr, norm_ptr, start + columns, in_features, squares, NORM)
             after = start + BLOCK_IN + columns
             next_weight = _weight_tile(weight_ptr, outs, after, in_features, out_features, EVEN)
-            if SILU:
+            if GATE is not None:
                 next_other = _weight_tile(up_ptr, outs, after, in_features, out_features, EVEN)
             acc = _add_products(acc, weight, x, BLOCK_OUT, BLOCK_IN)
             weight = next_weight
-            if SILU:
+            if GATE is not None:
                 up = _add_products(up, other, x, BLOCK_OUT, BLOCK_IN)
                 other = next_other
     x, squares = _input_tile(x_ptr, norm_ptr, last + columns, in_features, squares, NORM)
     acc = _add_products(acc, weight, x, BLOCK_OUT, BLOCK_IN)
-    if SILU:
+    if GATE is not None:
         up = _add_products(up, other, x, BLOCK_OUT, BLOCK_IN)
     factor = 1.0
     if NORM:
@@ -95,13 +97,13 @@ def _one_row_kernel(
         out = out * tl.load(scale_ptr + outs, mask=inside, other=0.0)
     if BIAS:
         out += tl.load(bias_ptr + outs, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
+    if GATE is not None:
         right = tl.sum(up, 1) * factor
         if SCALED:
             right = right * tl.load(scale_ptr + out_features + outs, mask=inside, other=0.0)
         if BIAS:
             right += tl.load(bias_ptr + out_features + outs, mask=inside, other=0.0).to(tl.float32)
-        out = out * tl.sigmoid(out) * right
+        out = curved(out, GATE) * right
     if RESIDUAL:
         out += tl.load(residual_ptr + outs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -111,7 +113,7 @@ def _one_row_kernel(
 def _few_rows_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr,
     num_rows, in_features, out_features, x_stride,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +133,7 @@ def _few_rows_kernel(
                     other=0.0)  # fmt: skip
         across = tl.trans(x)
         acc = tl.dot(weight.to(x.dtype), across, acc, input_precision=PRECISION)
-        if SILU:
+        if GATE is not None:
             other = _weight_tile(weight_ptr + tl.cast(out_features, tl.int64) * in_features, outs, columns, in_features,
                                  out_features, EVEN)  # fmt: skip
             up = tl.dot(other.to(x.dtype), across, up, input_precision=PRECISION)
@@ -142,12 +144,12 @@ def _few_rows_kernel(
         out = out * tl.load(scale_ptr + outs, mask=inside, other=0.0)[:, None]
     if BIAS:
         out += tl.load(bias_ptr + outs, mask=inside, other=0.0).to(tl.float32)[:, None]
-    if SILU:
+    if GATE is not None:
         if SCALED:
             right = right * tl.load(scale_ptr + out_features + outs, mask=inside, other=0.0)[:, None]
         if BIAS:
             right += tl.load(bias_ptr + out_features + outs, mask=inside, other=0.0).to(tl.float32)[:, None]
-        out = out * tl.sigmoid(out) * right
+        out = curved(out, GATE) * right
     place = rows[None, :] * out_features + outs[:, None]
     mask = inside[:, None] & live[None, :]
     if RESIDUAL:
@@ -163,25 +165,25 @@ class SkinnyTuning:
     num_stages: int
 
 
-def tune(num_rows: int, out_features: int, in_features: int, element_size: int, silu_mul: bool) -> SkinnyTuning:
+def tune(num_rows: int, out_features: int, in_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
     """By measurement on an H200, for the products of Qwen3-0.6B and 8B."""
     if num_rows > 1:
-        return _tune_few(num_rows, out_features, element_size, silu_mul)
+        return _tune_few(num_rows, out_features, element_size, gate)
     if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
         return SkinnyTuning(4, 4096, 4, 1) if in_features <= 4096 else SkinnyTuning(2, 16384, 8, 1)
     if out_features <= 2048 and in_features <= 2048:  # so few outputs that a program takes few, and all their columns
         return SkinnyTuning(4, 2048, 8, 1)
-    if silu_mul:  # two tiles in hand at once
+    if gate is not None:  # two tiles in hand at once
         return SkinnyTuning(4, 1024, 4, 1)
     return SkinnyTuning(8, 1024, 4, 1)
 
 
-def _tune_few(num_rows: int, out_features: int, element_size: int, silu_mul: bool) -> SkinnyTuning:
+def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
     """Blocks so small that there are several programs for each multiprocessor, with much of the weight on its way. More
     rows want larger ones: every program reads all of x."""
     if element_size == 1:
         return SkinnyTuning(64, 128, 4, 5)
-    if silu_mul:
+    if gate is not None:
         return SkinnyTuning(32, 128, 2, 4) if out_features > 4096 else SkinnyTuning(64, 128, 4, 4)
     if num_rows > 16:
         return SkinnyTuning(16, 256, 4, 6) if out_features <= 2048 else SkinnyTuning(32, 256, 4, 6)
@@ -189,16 +191,16 @@ def _tune_few(num_rows: int, out_features: int, element_size: int, silu_mul: boo
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
-                  eps: float = 0.0, silu_mul: bool = False, residual: Tensor | None = None,
+                  eps: float = 0.0, gate: Curve | None = None, residual: Tensor | None = None,
                   weight_scale: Tensor | None = None,
                   tuning: SkinnyTuning | None = None) -> Tensor:  # fmt: skip
     """x [rows <= 32, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
-    float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, silu_mul of the two halves of the output,
-    + residual. Returns [rows, out], or [rows, out / 2] with silu_mul.
+    float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, `gate` of the output's first half times its
+    second, + residual. Returns [rows, out], or [rows, out / 2] with `gate`.
     """
     num_rows, in_features = x.shape
-    out_features = weight.shape[0] // 2 if silu_mul else weight.shape[0]
-    tuning = tuning or tune(num_rows, out_features, in_features, weight.element_size(), silu_mul)
+    out_features = weight.shape[0] // 2 if gate is not None else weight.shape[0]
+    tuning = tuning or tune(num_rows, out_features, in_features, weight.element_size(), gate)
     if num_rows > 1 and norm_weight is not None:
         # Worth a launch: inside the product every program would norm every row again.
         x, norm_weight = rms_norm(x, norm_weight, eps), None
@@ -210,7 +212,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm
         "BLOCK_OUT": tuning.block_out,
         "BLOCK_IN": block_in,
         "EVEN": out_features % tuning.block_out == 0 and in_features % block_in == 0,
-        "SILU": silu_mul,
+        "GATE": gate,
         "SCALED": weight_scale is not None,
         "BIAS": bias is not None,
         "RESIDUAL": residual is not None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.curves import Curve
 from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
@@ -56,12 +57,13 @@ class Blocks:
         matrices: list[PackedMatrix] = linear.weight  # type: ignore[assignment]
         linear.packed = PackedLinear(matrices, linear.bias)  # type: ignore[assignment]
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
+              residual: Tensor | None) -> Tensor:  # fmt: skip
         packed: PackedLinear = linear.packed  # type: ignore[assignment]
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        out = packed(x, norm_weight=weight, eps=eps, residual=None if silu_mul else residual)
-        if silu_mul:
-            out = self.ops.silu_mul(out)
+        out = packed(x, norm_weight=weight, eps=eps, residual=residual if gate is None else None)
+        if gate is not None:
+            out = self.ops.gate_mul(out, gate)
             out = out if residual is None else out.add_(residual)
         return out
 

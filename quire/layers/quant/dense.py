@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.curves import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.scheme import finished, normed
 from quire.layers.weights import Weight
@@ -30,12 +31,13 @@ class Dense:
     def finish(self, linear: Linear) -> None:
         pass
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
+              residual: Tensor | None) -> Tensor:  # fmt: skip
         fused = self.ops.fused_linear
-        if fused is not None and fused.wins(len(x), linear.weight, silu_mul):
+        if fused is not None and fused.wins(len(x), linear.weight, gate):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return fused.run(x, linear.weight, linear.bias, weight, eps, silu_mul, residual)
+            return fused.run(x, linear.weight, linear.bias, weight, eps, gate, residual)
         x = normed(self.ops, x, norm)
-        if residual is not None and linear.bias is None and not silu_mul:
+        if residual is not None and linear.bias is None and gate is None:
             return residual.addmm_(x, linear.weight.t())  # inside the product and in place, the sum costs nothing
-        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), silu_mul, residual)
+        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), gate, residual)

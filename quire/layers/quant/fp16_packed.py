@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.curves import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import finished, normed
@@ -34,9 +35,10 @@ class Fp16Packed:
         linear.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
         del linear.weight, linear.bias
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
+              residual: Tensor | None) -> Tensor:  # fmt: skip
         out = torch.ops.quantized.linear_dynamic_fp16(normed(self.ops, x, norm), linear.packed)
-        return finished(self.ops, out, silu_mul, residual)
+        return finished(self.ops, out, gate, residual)
 
     @staticmethod
     def is_supported() -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.curves import Curve
 from quire.kernels.table import Ops
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Scheme(Protocol):
     def finish(self, linear: Linear) -> None:
         """Called once the weights are real: repack them, drop what is no longer needed."""
 
-    def apply(self, linear: Linear, x: Any, norm: RMSNorm | None, silu_mul: bool, residual: Tensor | None) -> Any:
-        """As `Linear.forward`. After a SiLU-mul comes another product, so it may be given in a form of one's own."""
+    def apply(self, linear: Linear, x: Any, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None) -> Any:
+        """As `Linear.forward`. Behind a gate comes another product, so what it gives may be in a form of one's own."""
 
 
 def normed(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -45,8 +46,8 @@ def normed(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:
     return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
 
 
-def finished(ops: Ops, out: Tensor, silu_mul: bool, residual: Tensor | None) -> Tensor:
+def finished(ops: Ops, out: Tensor, gate: Curve | None, residual: Tensor | None) -> Tensor:
     """What comes after a product, for schemes that do not fuse it."""
-    if silu_mul:
-        out = ops.silu_mul(out)
+    if gate is not None:
+        out = ops.gate_mul(out, gate)
     return out if residual is None else out.add_(residual)

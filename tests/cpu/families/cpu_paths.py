@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.kernels import reference_experts
+from quire.kernels.curves import Curve
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.native.library import BLOCK, ISAS, NotBuilt, open_native
 from quire.kernels.table import REFERENCE, Ops
@@ -150,9 +151,9 @@ class _RoundedInputs(Dense):
         super().__init__(ops)
         self._levels = levels
 
-    def apply(self, linear: Linear, x: Tensor, norm: Any, silu_mul: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, linear: Linear, x: Tensor, norm: Any, gate: Curve | None, residual: Tensor | None) -> Tensor:
         x = round_activations(normed(self.ops, x, norm), self._levels)
-        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), silu_mul, residual)
+        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), gate, residual)
 
 
 def _apply_rounded_expert(levels: int, x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:

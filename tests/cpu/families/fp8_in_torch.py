@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import reference
+from quire.kernels.curves import Curve
 from quire.kernels.table import REFERENCE
 from quire.layers.quant.fp8 import Fp8
 
@@ -29,9 +30,9 @@ class Kernels:
 
     @classmethod
     def quantize_rows(cls, x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
-                      silu_mul: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+                      gate: Curve | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
-        x = reference.silu_mul(x) if silu_mul else x
+        x = x if gate is None else reference.gate_mul(x, gate)
         scale = x.abs().amax(1).clamp(min=1e-12) / 448.0
         x = functional.pad(x, (0, -x.shape[1] % cls.MULTIPLE))
         return x.to(STORED) / scale[:, None], scale
@@ -46,10 +47,10 @@ class Kernels:
 
     @staticmethod
     def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
-                      eps: float = 0.0, silu_mul: bool = False, residual: Tensor | None = None,
+                      eps: float = 0.0, gate: Curve | None = None, residual: Tensor | None = None,
                       weight_scale: Tensor) -> Tensor:  # fmt: skip
         assert len(x) == 1 and weight.dtype == STORED
         x = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
         out = functional.linear(x, (weight * weight_scale[:, None]).to(x.dtype), bias)
-        out = reference.silu_mul(out) if silu_mul else out
+        out = out if gate is None else reference.gate_mul(out, gate)
         return out if residual is None else residual + out

@@ -1,0 +1,25 @@
+"""Activation functions by our own names, in torch: what every kernel that applies one is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional
+
+Curve = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square_()
+
+
+CURVES: dict[Curve, Callable[[Tensor], Tensor]] = {  # each gives a tensor of its own
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": _relu2,
+}

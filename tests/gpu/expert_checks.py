@@ -77,7 +77,7 @@ def check_experts(where: Where) -> None:
 
     small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,)), (8, 2, 24, 16, (2,))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16, 100, 256, 1000, 4000)), (32, 4, 2880, 2880, (1, 8, 300)),
-             (60, 4, 2048, 1408, (1, 33, 2000)), (8, 2, 4096, 14336, (1, 40)),
+             (60, 4, 2048, 1408, (1, 33, 2000)), (4, 2, 4096, 14336, (1, 40)),
              (128, 8, 2816, 704, (1, 4, 16, 100, 1000))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, token_counts in large if where.large else small:
@@ -103,7 +103,7 @@ def check_few_experts(where: Where) -> None:
 
     small = [(5, 3, 40, 24, (1, 4))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8)),
-             (8, 2, 4096, 14336, (2,)), (128, 8, 2816, 704, (1, 4))]  # fmt: skip
+             (4, 2, 4096, 14336, (1, 2)), (128, 8, 2816, 704, (1, 4)), (16, 10, 2048, 512, (1,))]  # fmt: skip
     for dtype in where.dtypes:
         for num, top_k, width, inner, token_counts in large if where.large else small:
             gate_up = where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5

@@ -14,7 +14,17 @@ import torch
 from quire.kernels.experts import GatedActivation, Routing
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
-from quire.kernels.trial import Product, Row, TrialShape, dense_rows, failure, norm_row, product_row
+from quire.kernels.trial import (
+    Product,
+    Row,
+    TrialShape,
+    dense_rows,
+    failure,
+    gate_mul_row,
+    norm_add_row,
+    norm_row,
+    product_row,
+)
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row
@@ -51,6 +61,8 @@ def check_dense(where: Where) -> None:
         width = 4096 if where.large else 64
         out = Product(width, width, dtype, residual=True, bias=True)
         rows = [product_row(out, device), norm_row(width, dtype, torch.float32, device)]
+        rows += [norm_add_row(width, dtype, torch.float32, device), gate_mul_row(width, "gelu_tanh", dtype, device)]
+        rows += [product_row(Product(width, 2 * width, dtype, torch.float32, gate="gelu_tanh"), device)]
         assert_pass(select_ops("cuda"), rows, f"{dtype}, alone")
 
 
@@ -61,7 +73,8 @@ def _mixtures(where: Where) -> list[ExpertsTrialShape]:
         return [
             ExpertsTrialShape(Routing(128, 8), 2048, 2048, 768, GatedActivation(), dtype, dtype),
             ExpertsTrialShape(Routing(32, 4), 2880, 2880, 2880, CLAMPED, dtype, dtype, True, False, True, True),
-            ExpertsTrialShape(Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2, True), 7168, 7168, 2048, GatedActivation(),
+            # With a quarter of its experts: those of all tests that run side by side have to fit on one card.
+            ExpertsTrialShape(Routing(64, 8, "sigmoid", True, 2.5, 8, 4, 2, True), 7168, 7168, 2048, GatedActivation(),
                               dtype, dtype, choice_bias=True),
             ExpertsTrialShape(Routing(512, 10), 2048, 2048, 512, GatedActivation(), dtype, torch.float32),
             ExpertsTrialShape(Routing(64, 6, "sigmoid"), 4096, 1024, 1856, SQUARED, dtype, None, choice_bias=True,

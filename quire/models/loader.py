@@ -94,7 +94,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         progress.finish()
     if isinstance(model, FallbackModel):
         model.verify()
-    defaults = gguf.sampling_defaults(file) if file is not None else generation_defaults(files.generation_config)
+    defaults = generation_defaults(files.generation_config)
+    if file is not None:
+        defaults |= gguf.sampling_defaults(file)
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
 
 

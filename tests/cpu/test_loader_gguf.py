@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.files.source import resolve_model
+from quire.files.source import ModelFiles, resolve_model
 from quire.models.gguf_names import hf_name
 from quire.models.loader import LoadedModel, load_model
 from quire.types import QuireError
@@ -141,6 +141,9 @@ def test_sampling_defaults_come_along(tmp_path: Path) -> None:
     metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     write_gguf(reference, "llama", tmp_path / "tiny.gguf", metadata=metadata)
     assert load(tmp_path / "tiny.gguf").generation_defaults == {"temperature": 0.5, "top_k": 20}
+    known = ModelFiles("gguf", tmp_path / "tiny.gguf", "tiny", None, {"temperature": 0.2, "top_p": 0.9})
+    loaded = load_model(known, dtype="float32", device=CPU, max_model_len=None, page_tokens=16)
+    assert loaded.generation_defaults == {"temperature": 0.5, "top_k": 20, "top_p": 0.9}, "the file knows best"
 
 
 @pytest.mark.parametrize(("arch", "metadata", "code", "word"), [
@@ -179,6 +182,7 @@ def built_in() -> Any:
 def test_built_in_model_reads_as_transformers_reads_it(built_in: Any) -> None:
     loaded = load_model(built_in, dtype="float32", device=CPU, max_model_len=256, page_tokens=16)
     assert loaded.max_model_len == 256
+    assert loaded.generation_defaults == {"temperature": 0.2, "top_p": 0.9}, "as its card has it"
     assert loaded.weights_bytes == 134515008 * 4
     reference = transformers_from_gguf(built_in.path)
     row = HarnessRow([1, 4093, 198, 19556, 314, 253, 1183, 33, 1201, 2, 198, 1, 520, 9531, 198, 36, 5248])

@@ -35,7 +35,7 @@ def check_skinny(where: Where) -> None:
                 out = skinny_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
                 close(out, plain + residual.double(), dtype, name + " with norm, bias and residual")
                 plain = normed @ light.double().T + bias.double()
-                for curve in CURVES if in_features == sizes[0][0] else ("silu", "gelu_tanh"):
+                for curve in CURVES if rows == 1 else ("silu", "gelu_tanh") if where.large else ("silu",):
                     out = skinny_linear(x, light, bias, norm_weight=norm_weight, eps=1e-6, gate=curve)
                     close(out, reference.gate_mul(plain, curve), dtype, f"{name} with norm, bias and {curve}")
 

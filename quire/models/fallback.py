@@ -313,9 +313,9 @@ def _make_weights(causal: Any, dtype: torch.dtype) -> None:
     ones name the same tensor, and the loader then makes them one."""
     names: dict[int, str] = {}
     for prefix, module in list(causal.named_modules()):
-        own = [*module._parameters.items(), *module._buffers.items()]
-        for name, value in own:
-            if value is None or not value.is_meta or isinstance(value, Weight):
+        kept_buffers = [(name, value) for name, value in module._buffers.items() if value is not None and value.is_meta]
+        for name, value in [*module._parameters.items(), *kept_buffers]:
+            if value is None or isinstance(value, Weight):
                 continue
             first = names.setdefault(id(value), _join(prefix, name))
             shape = tuple(value.shape)

@@ -146,10 +146,8 @@ class Mamba2Model(HybridModel):
 
 
 def _limits(given: Any) -> tuple[float, float]:
-    """Infinity is written as a number by Python and as an object by transformers, since JSON has no name for it."""
     if given is None:
         return 0.0, float("inf")
-    values = [float(v["__float__"]) if isinstance(v, dict) and "__float__" in v else v for v in given]
-    if len(values) != 2 or not all(isinstance(v, (int, float)) for v in values):
+    if len(given) != 2 or not all(isinstance(value, (int, float)) for value in given):
         raise QuireError("bad_config", f"time_step_limit={given!r} must be two numbers.", "Check config.json.")
-    return float(values[0]), float(values[1])
+    return float(given[0]), float(given[1])

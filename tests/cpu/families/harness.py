@@ -28,7 +28,8 @@ from quire.types import Plan, SamplingParams
 from tests.cpu import rig
 from tests.cpu.rig import load, make_engine
 
-NOT_FAMILIES = ("harness", "checks", "table", "cpu_paths", "decoded", "fp8_in_torch")  # files here that hold none
+# Files here that hold none.
+NOT_FAMILIES = ("harness", "checks", "table", "cpu_paths", "decoded", "fp8_in_torch", "more_types")
 VOCAB = 256
 NUM_TOKENS = 48  # sampled per prompt
 PROMPT_LENS = (1, 4, 9, 16, 23, 31, 40, 60)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.models.registry import FAMILIES, GGUF_ARCHITECTURES
 from tests.cpu.families.harness import Family, all_families, model_type
+from tests.cpu.families.more_types import RIGHT
 
 PATH = Path(__file__).parents[3] / "docs" / "models.md"
 COLUMNS = {  # what a reader asks for -> the checks that prove it
@@ -63,6 +64,11 @@ with the length of what it is given (longrope). Checkpoints may have the names t
 by one. Shown on:
 
 """
+MORE = """
+All other causal types of transformers are made small and run in the slow suite (`families/test_more_types.py`): they
+give its logits, and its tokens with prompts in chunks and over a warm prefix, or are refused in one line. Of those
+above and others these were right: {}.
+"""
 
 
 def render() -> str:
@@ -79,7 +85,7 @@ def render() -> str:
     ]
     fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no"] for kind in others]
     count = f"\n{len(own)} model types with a file of their own, {len(others)} shown through transformers.\n"
-    return HEAD + count + OWN + _table(head, rows) + OTHER + _table(head, fallback_rows)
+    return HEAD + count + OWN + _table(head, rows) + OTHER + _table(head, fallback_rows) + MORE.format(", ".join(RIGHT))
 
 
 def _ticks(families: list[Family]) -> list[str]:

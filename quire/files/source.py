@@ -163,7 +163,7 @@ def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> Mo
     return ModelFiles("folder", path, name, config, generation_config, source)
 
 
-def _named_float(found: dict[str, Any]) -> Any:
+def named_float(found: dict[str, Any]) -> Any:
     """Transformers writes infinity, for which JSON has no name, as {"__float__": "Infinity"}."""
     named = found.get("__float__")
     return float(named) if len(found) == 1 and isinstance(named, str) else found
@@ -173,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError("it is too large")
-        content = json.loads(path.read_bytes(), object_hook=_named_float)
+        content = json.loads(path.read_bytes(), object_hook=named_float)
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.files.source import ModelFiles
+from quire.files.source import ModelFiles, named_float
 from quire.layers.weights import iter_weights
 from quire.models.loader import build_model, load_model
 from quire.models.registry import FAMILIES as REGISTRY
@@ -36,7 +36,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidde
 
 
 def fields_of(kind: str) -> Fields:
-    config = json.loads(FAMILIES[kind].config().to_json_string(use_diff=False))
+    config = json.loads(FAMILIES[kind].config().to_json_string(use_diff=False), object_hook=named_float)
     return text_part(config) or config
 
 
@@ -143,7 +143,7 @@ def test_a_gemma_whose_images_alone_look_ahead_is_not_refused() -> None:
 def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:
     """Of text and images, with the method said of the whole."""
     family = next(family for family in all_families() if family.name == "gemma3 of text and images")
-    config = json.loads(family.config().to_json_string(use_diff=False))
+    config = json.loads(family.config().to_json_string(use_diff=False), object_hook=named_float)
     part = text_part({**config, "quantization_config": {"quant_method": "gptq"}})
     assert part is not None and "is quantized (gptq)" in refuse(part)
 

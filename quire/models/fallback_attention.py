@@ -31,6 +31,7 @@ class LayerShape:
     v_dim: int
     window: int | None
     softcap: float | None
+    sinks: bool = False
 
 
 @dataclass(slots=True)
@@ -40,13 +41,13 @@ class Rehearsal:
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None) -> Tensor:  # fmt: skip
+               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         if num_heads % num_kv_heads:
             what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
             raise QuireError("bad_config", what, "Check config.json.")
         self.layers[_layer_index(module)] = LayerShape(
-            num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap
+            num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
         )  # fmt: skip
         return q.new_empty(q.shape[2], num_heads, v.shape[-1])
 
@@ -59,27 +60,30 @@ class PagedStep:
     ops: Ops
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None) -> Tensor:  # fmt: skip
+               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
         """q [1, heads, tokens, head_dim] and so on -> [tokens, heads, v_dim]"""
         plan, place = self.plans[_layer_index(module)]
         k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
         width, v_dim = k_cache.shape[-1], v.shape[-1]
         q, k, v = (_widen(x[0].transpose(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
         reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
-        out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap)
+        out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap, sinks)
         return out.view(len(q), -1, width)[..., :v_dim].contiguous()  # some models take views of it
 
 
 def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
                     scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
-                    quire: Rehearsal | PagedStep | None = None, **others: Any) -> tuple[Tensor, None]:  # fmt: skip
+                    s_aux: Tensor | None = None, quire: Rehearsal | PagedStep | None = None,
+                    **others: Any) -> tuple[Tensor, None]:  # fmt: skip
     """Registered with transformers under the name `ATTENTION`. `quire` is what `_run` of `fallback` was called with."""
     if quire is None:
         raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
-    if any(x is not None for x in (attention_mask, others.get("s_aux"), others.get("position_bias"))):
-        raise unsupported(_type_of(module), "its attention has a mask, sinks or biases of its own")
+    if any(x is not None for x in (attention_mask, others.get("position_bias"))):
+        raise unsupported(_type_of(module), "its attention has a mask or biases of its own")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise unsupported(_type_of(module), "its attention has sinks that are not one for each head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return quire.attend(module, query, key, value, scale, softcap, sliding_window).unsqueeze(0), None
+    return quire.attend(module, query, key, value, scale, softcap, sliding_window, s_aux).unsqueeze(0), None
 
 
 def _layer_index(module: nn.Module) -> int:

@@ -192,7 +192,7 @@ class Trials:
         return TrialShape(
             num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
             page_tokens=spec.page_tokens, window=spec.window, qk_norm=False, dtype=self.dtype,
-            cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap,
+            cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _mamba(self) -> MambaTrialShape | None:

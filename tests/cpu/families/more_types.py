@@ -32,9 +32,10 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
 }
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "afmoe", "apertus", "aria_text", "axk1", "beam", "bitnet", "cohere2_moe", "ctrl", "ernie4_5_moe", "flex_olmo",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3",
-    "minimax_m3_vl_text", "ministral3", "nanochat", "opt", "persimmon", "phimoe", "vaultgemma", "youtu",
+    "flint", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "laguna",
+    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m3_vl_text", "ministral3", "nanochat", "opt", "persimmon",
+    "phimoe", "vaultgemma", "youtu",
 )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ HOPPER = (
     ),
     HopperKernel(
         "gate and up, 1024 rows and more",
-        "plain bf16 or fp16 weights, and to be quicker than cuBLAS",
+        "plain bf16 or fp16 weights, SiLU or GELU with a tanh for its gate, and to be quicker than cuBLAS",
         lambda ops, device: settle_gated(ops, GatedTrialShape(4096, 24576, torch.bfloat16), device, strict=True),
     ),
     HopperKernel(
@@ -66,7 +66,8 @@ HOPPER = (
 
 
 def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool = False) -> list[Mapping[str, Any]]:
-    """One entry per row of the table: op, implementation, reason. On a GPU each kernel is tried."""
+    """One entry for each row of the table that a usual dense model needs: op, implementation, reason. On a GPU each is
+    tried."""
     names = [row.name for row in dense_rows(TYPICAL, device)]
     try:
         ops = select_fixed_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict=True)

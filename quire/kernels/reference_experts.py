@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.curves import CURVES
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.reference import rms_norm
 
@@ -92,9 +93,9 @@ def join_halves(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.curve == "gelu_tanh":
-        gate = functional.gelu(gate, approximate="tanh")
+        gate = CURVES["gelu_tanh"](gate)
     elif activation.alpha == 1.0:
-        gate = functional.silu(gate)
+        gate = CURVES["silu"](gate)
     else:
         gate = gate * torch.sigmoid(activation.alpha * gate)
     return gate * (up + activation.shift if activation.shift else up)

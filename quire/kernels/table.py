@@ -63,7 +63,7 @@ class Ops:
     plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
     gated_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
-    norm_add: Callable[..., Tensor] | None = None  # a norm of what is added to the stream; None: one after the other
+    norm_add: Callable[..., Tensor] | None = None  # see `RMSNorm.add_to`; None: one after the other
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured

@@ -84,7 +84,7 @@ def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, st
 
 
 def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
-    """What a layer leaves in the cache, and what it reads there."""
+    """What a layer leaves in the cache, what it reads there, and the products by head around that."""
     fp8 = is_fp8(shape.cache_dtype)
     write = reference_for("plan_angles", latent_write=contiguous(REFERENCE.latent_write))
     attend = reference_for("plan_attention", "paged_attention", "latent_attention")
@@ -166,7 +166,7 @@ class _Step:
         return cls(
             shape,
             rows,
-            normal(device, shape.dtype, shape.num_heads, num_tokens, shape.rank),
+            normal(device, shape.dtype, num_tokens, shape.num_heads, shape.rank).transpose(0, 1),  # as it comes
             normal(device, shape.dtype, num_tokens, shape.num_heads, shape.rope_dim),
             normal(device, shape.dtype, sum(need) + 1, page, 1, shape.rank + shape.rope_dim).to(shape.cache_dtype),
             table.to(device),

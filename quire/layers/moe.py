@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.curves import Curve
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.linear import Linear
@@ -188,6 +189,7 @@ class SharedExpert(nn.Module):
         gate_up = [(f"{prefix}.{names.gate}", inner), (f"{prefix}.{names.up}", inner)]
         self.gate_up = Linear(shape.width, gate_up, dtype=dtype, scheme=scheme)
         self.down = Linear(inner, [(f"{prefix}.{names.down}", shape.width)], dtype=dtype, scheme=scheme)
+        self.curve: Curve = "silu"
         self.ops = ops
         self.gate = None
         if shape.shared_gated:
@@ -196,7 +198,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         """x is the normed stream; both [tokens, width]. Returns the stream with this expert's share added."""
-        inner = self.gate_up(x, gate="silu")
+        inner = self.gate_up(x, gate=self.curve)
         if self.gate is None:
             return self.down(inner, residual=stream)
         return self.ops.elementwise(_add_gated, stream, self.down(inner), self.gate(x))

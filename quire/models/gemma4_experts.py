@@ -60,4 +60,4 @@ class MLPAndExperts(nn.Module):
             stream, self.router_norm, self.norm.eps, self.router, None, None, self.routing, self.expert_scale
         )
         routed = self.ops.run_experts(self.norm(stream), self.experts.weights(), chosen, shares)
-        return stream.add_(self.last(self.mlp(stream, self.after_experts(routed))))
+        return self.last.add_to(stream, self.mlp(stream, self.after_experts(routed)), 1.0)

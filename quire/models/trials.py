@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.curves import Curve
 from quire.kernels.findings import Findings
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
 from quire.kernels.trial import (
@@ -47,6 +48,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Experts, MoE, SharedExpert
 from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant import Dense, Fp8
+from quire.layers.quant.scheme import Scaled
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.recurrent_mamba import Mamba2
 from quire.layers.weights import put_weight
@@ -122,8 +124,8 @@ class Trials:
         norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
         if norm is not None:
             yield norm_row(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
-        added = next((each.norm for each in self._modules() if isinstance(each, Join)), None)
-        if isinstance(added, RMSNorm):
+        joins = (each.norm for each in self._modules() if isinstance(each, Join))
+        if (added := next((each for each in joins if isinstance(each, RMSNorm)), None)) is not None:
             yield norm_add_row(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
         product = self._product()
         if product is not None:
@@ -134,9 +136,13 @@ class Trials:
             (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
         )
         if scaled is not None:  # weights in FP8 are read by these kernels alone
-            yield Row("FP8 product", lambda ops: self._try_scaled(scaled), None)
+            yield Row("FP8 product", lambda ops: self._try_scaled(scaled, None), None)
+        blocks = (each for each in self._modules() if isinstance(each, SharedExpert | GatedMLP))
+        gated = next((each for each in blocks if isinstance(each.gate_up.scheme, Fp8)), None)
+        if gated is not None:
+            yield Row("FP8 product with its gate", lambda ops: self._try_scaled(gated.gate_up, gated.curve), None)
 
-    def _try_scaled(self, like: Linear) -> None:
+    def _try_scaled(self, like: Linear, gate: Curve | None) -> None:
         """A product of many rows and of one, with the norm before it. Raises."""
         weight = normal(self.device, self.dtype, like.out_features, like.in_features) * like.in_features**-0.5
         norm = RMSNorm("trial", like.in_features, 1e-6, self.dtype, REFERENCE)
@@ -148,7 +154,10 @@ class Trials:
         for num_rows in (FEW_TOKENS, 1):
             x = normal(self.device, self.dtype, num_rows, like.in_features)
             finish_writes(self.device)
-            compare(linear(x, norm=norm), partial(_plain, norm, x, weight), self.dtype, FP8_TOLERANCE)
+            got = linear(x, norm=norm, gate=gate)
+            if isinstance(got, Scaled):
+                got = got.values.float() * got.scale[:, None]
+            compare(got, partial(_plain, norm, x, weight, gate), self.dtype, FP8_TOLERANCE)
 
     def _product(self) -> Product | None:
         """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
@@ -159,7 +168,7 @@ class Trials:
                 norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
                 if isinstance(linear.scheme, Dense):
                     return Product(linear.in_features, linear.out_features, self.dtype, norm_dtype,
-                                   linear.bias is not None, gate=getattr(block, "curve", "silu"))  # fmt: skip
+                                   linear.bias is not None, gate=block.curve)  # fmt: skip
         for block in self._modules():
             out, join = getattr(block, "out", None), getattr(block, "join", None)
             if isinstance(out, Linear) and isinstance(out.scheme, Dense):
@@ -234,8 +243,9 @@ class Trials:
         return self.model.modules() if isinstance(self.model, nn.Module) else iter(())
 
 
-def _plain(norm: RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
-    return norm(x) @ weight.t()
+def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:
+    out = norm(x) @ weight.t()
+    return out if gate is None else REFERENCE.gate_mul(out, gate)
 
 
 def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool,

@@ -16,6 +16,7 @@ from torch.nn import functional
 from quire.files.source import resolve_model
 from quire.kernels import fixed, fixed_experts, reference, reference_attention, reference_experts
 from quire.kernels.angles import angle_tables
+from quire.kernels.curves import CURVES
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.library import FORMS
 from quire.kernels.native.matrix import PackedLinear
@@ -205,7 +206,10 @@ def test_ops_agree_with_the_reference(threads: int) -> None:
         residual = torch.randn(rows, 96)
         expected = functional.linear(reference.rms_norm(x, norm, 1e-5), weight)
         torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, None, residual.clone()), expected + residual)
-        torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, "silu", None), reference.gate_mul(expected))
+        for curve in CURVES:
+            gated = reference.gate_mul(expected, curve)
+            torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, curve, None), gated)
+            torch.testing.assert_close(fixed.gate_mul(expected, curve), gated)
     positions, frequencies = torch.arange(50), torch.rand(8)
     ours, theirs = (f(positions, frequencies, 1.5, torch.float32) for f in (fixed.plan_angles, angle_tables))
     torch.testing.assert_close(ours.cos, theirs.cos)

@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels import reference, reference_attention
 from quire.kernels.angles import angle_tables
+from quire.kernels.curves import CURVES
 from quire.kernels.native.library import Native
 from quire.kernels.native.ops import NativeOps
 from quire.sampling.noise import Noise, stream_key
@@ -29,11 +30,12 @@ def ops(native: Native) -> NativeOps:
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 33, 64, 576, 1001])
-def test_norm_and_silu_mul(ops: NativeOps, width: int) -> None:
+def test_norm_and_gate_mul(ops: NativeOps, width: int) -> None:
     x, weight = torch.randn(3, 2, width) * 3, torch.randn(width)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     gate_up = torch.randn(4, 2 * width) * 30
-    torch.testing.assert_close(ops.gate_mul(gate_up), reference.gate_mul(gate_up))
+    for curve in CURVES:
+        torch.testing.assert_close(ops.gate_mul(gate_up, curve), reference.gate_mul(gate_up, curve))
 
 
 def test_what_the_kernels_do_not_take_goes_to_the_reference(ops: NativeOps) -> None:

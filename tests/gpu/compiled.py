@@ -30,11 +30,13 @@ from quire.kernels.triton import (
     fixed_recurrent,
     fixed_sampling,
     fixed_tiles,
+    fp8,
     gated_hopper,
     latent,
     latent_heads,
     latent_many,
     launch,
+    norm,
     prefill_hopper,
     prefill_shares,
     recurrent,
@@ -102,6 +104,9 @@ def main() -> None:
         x, gate_up = torch.zeros(rows, 1024, dtype=bf16), torch.zeros(4096, 1024, dtype=bf16)
         for curve in ("silu", "gelu_tanh"):
             skinny.skinny_linear(x, gate_up, gate=curve)
+            fp8.quantize_rows(gate_up, gate=curve)
+        norm.gate_mul(gate_up, "gelu")
+        norm.norm_add(x, torch.zeros(1024), 1e-6, x, 1.0)
     if GLUON:
         compile_gated()
     compile_experts()

@@ -16,9 +16,12 @@ from tests.gpu.where import NotHere, Where, close, need_hopper
 def check_skinny(where: Where) -> None:
     from quire.kernels.triton.skinny import skinny_linear
 
-    sizes = [(1024, 4096), (512, 6144), (3072, 1024), (4096, 768), (576, 960)] if where.large else [(64, 48), (72, 33)]
+    small = [(64, 48), (72, 33)]
+    # Whole rows of a weight at once, and in a loop; blocks of every size that is chosen.
+    large = [(1024, 4096), (512, 6144), (3072, 512), (4096, 768), (576, 960), (2560, 1280), (2048, 2048), (2048, 512),
+             (8192, 1024), (10240, 2048)]  # fmt: skip
     for dtype in where.dtypes:
-        for in_features, out_features in sizes:
+        for in_features, out_features in large if where.large else small:
             weight = where.normal(2 * out_features, in_features, dtype=dtype)
             light = weight / 8  # no square is beyond float16
             bias = where.normal(2 * out_features, dtype=dtype)
@@ -90,15 +93,22 @@ def check_gated_row(where: Where) -> None:
 def check_skinny_fp8(where: Where) -> None:
     from quire.kernels.triton.skinny import skinny_linear
 
-    for in_features, out_features in [(1024, 4096), (4096, 1024)] if where.large else [(64, 48)]:
-        weight = where.normal(out_features, in_features)
+    large = [(1024, 4096), (4096, 1024), (12288, 1024), (5120, 2048)]
+    for in_features, out_features in large if where.large else [(64, 48)]:
+        weight = where.normal(out_features, in_features) * in_features**-0.5
         scale = weight.abs().amax(1) / 448
         stored = (weight / scale[:, None]).to(torch.float8_e4m3fn)
+        norm_weight = where.normal(in_features, dtype=where.dtypes[-1])
         where.settle()
         for rows in (1, 4):
             x = where.normal(rows, in_features, dtype=where.dtypes[-1])
-            expected = x.double() @ (stored.double() * scale.double()[:, None]).T
-            close(skinny_linear(x, stored, weight_scale=scale), expected, where.dtypes[-1], "skinny_linear fp8")
+            wide = stored.double() * scale.double()[:, None]
+            close(
+                skinny_linear(x, stored, weight_scale=scale), x.double() @ wide.T, where.dtypes[-1], "skinny_linear fp8"
+            )
+            out = skinny_linear(x, stored, weight_scale=scale, norm_weight=norm_weight, eps=1e-6, gate="gelu_tanh")
+            plain = reference.rms_norm(x.double(), norm_weight.double(), 1e-6) @ wide.T
+            close(out, reference.gate_mul(plain, "gelu_tanh"), where.dtypes[-1], "skinny_linear fp8 with norm and gate")
 
 
 def check_fp8_linear(where: Where) -> None:

@@ -31,6 +31,8 @@ CASES = [  # family, module below kernels.triton, kernel, what is said of it
     ("granitemoehybrid", "rope", "_qk_norm_rope_write_kernel", "rope"),
     ("deepseek_v3", "latent", "_latent_kernel", "latent attention"),
     ("deepseek_v3", "latent", "_latent_write_kernel", "latent write"),
+    ("deepseek_v3", "latent_heads", "_head_product_kernel", "products by head"),
+    ("gemma2", "norm", "_norm_add_kernel", "norm of what is added"),
     ("qwen3_next", "recurrent_scan", "_walk_kernel", "delta net"),
     ("qwen3_next", "recurrent_step", "_step_kernel", "delta net"),
     ("nemotron_h experts", "recurrent_scan", "_walk_kernel", "Mamba2"),

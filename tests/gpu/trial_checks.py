@@ -62,6 +62,7 @@ def check_dense(where: Where) -> None:
         out = Product(width, width, dtype, residual=True, bias=True)
         rows = [product_row(out, device), norm_row(width, dtype, torch.float32, device)]
         assert_pass(select_ops("cuda"), rows, f"{dtype}, alone")
+    dtype = where.dtypes[-1]
     rows = [norm_add_row(width, dtype, torch.float32, device), gate_mul_row(width, "gelu_tanh", dtype, device)]
     rows += [product_row(Product(width, 2 * width, dtype, torch.float32, gate="gelu_tanh"), device)]
     assert_pass(select_ops("cuda"), rows, f"{dtype}, a block of Gemma's")

@@ -24,6 +24,7 @@ MAX_WIDTH = 8192  # a program has whole rows of a weight in its registers,
 MAX_INNER = 16384  # or tiles of one on their way
 MAX_TILES = 24  # of the second product, in a program
 AHEAD = 12  # of these, asked for before the first product has ended; in two bytes an element, all registers can hold
+AHEAD_WIDE = 4  # the same for tiles of four times as many columns
 NO_LIMIT = 3.0e38
 
 
@@ -206,7 +207,7 @@ def _tune_one_down(inner: int, top_k: int, element_size: int) -> ProductTuning:
         columns = _down_columns(256, inner, top_k)
         return ProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
     columns = _down_columns(1024, inner, top_k)
-    return ProductTuning(4, columns, min(16, columns // 256), 8 // element_size)
+    return ProductTuning(4, columns, min(16, columns // 256), 2 * AHEAD_WIDE // element_size)
 
 
 def _down_columns(least: int, inner: int, top_k: int) -> int:

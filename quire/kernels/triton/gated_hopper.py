@@ -98,7 +98,7 @@ def _pack(sums, dtype: gl.constexpr):
 @gluon.jit
 def _unpack(words, dtype: gl.constexpr):
     if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [words],
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [words],
                                          dtype=(gl.float32, gl.float32), is_pure=True, pack=1)  # fmt: skip
     return gl.inline_asm_elementwise(
         """
@@ -239,7 +239,7 @@ def fits(num_outputs: int, in_features: int, dtype: torch.dtype, curve: Curve) -
 
 def gated_linear(x: Tensor, weight: Tensor, curve: Curve = "silu") -> Tensor:
     """x [rows, in_features], weight [2 * width, in_features], gates first -> [rows, width]: `gate_mul` of the product.
-    The weight and the curve `fit`, is contiguous and begins at a multiple of 16 bytes."""
+    The weight `fits` with the curve, is contiguous and begins at a multiple of 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single row where and as it lies
     num_rows, num_columns = x.shape[0], weight.shape[0] // 2

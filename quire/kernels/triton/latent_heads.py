@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 
 MAX_TOKENS = 16
-BLOCK_ELEMENTS = 8192  # of a matrix that a program has
+BLOCK_BYTES = 16384  # of a matrix that a program has
 MAX_INPUTS = 512
 
 
@@ -50,7 +50,7 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x, weight)
     out = x.new_empty(num_tokens, num_heads, num_out)
     in_block = max(16, triton.next_power_of_2(num_in))
-    out_block = max(16, min(BLOCK_ELEMENTS // in_block, triton.next_power_of_2(num_out)))
+    out_block = max(16, min(BLOCK_BYTES // x.element_size() // in_block, triton.next_power_of_2(num_out)))
     _head_product_kernel[(num_heads, triton.cdiv(num_out, out_block))](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), *weight.stride(), num_heads, IN=num_in,
         IN_BLOCK=in_block, OUT=num_out, OUT_BLOCK=out_block, TOKENS=MAX_TOKENS, PRECISION=dot_precision(x.dtype),

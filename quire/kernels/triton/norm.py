@@ -1,4 +1,5 @@
-"""RMS norm, alone or added to the stream, and gate times up: Triton twins of `kernels.reference`, math in float32."""
+"""RMS norm and gate times up, Triton twins of `kernels.reference`, and a norm that is added to the stream at once; math
+in float32."""
 
 from __future__ import annotations
 

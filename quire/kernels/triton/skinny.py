@@ -171,7 +171,8 @@ def tune(num_rows: int, out_features: int, in_features: int, element_size: int, 
         return _tune_few(num_rows, out_features, in_features, element_size, gate)
     if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
         if in_features > 4096:
-            return SkinnyTuning(1, 16384, 4, 1)
+            narrows = gate is None and out_features <= in_features <= 16384
+            return SkinnyTuning(1, 16384, 4, 1) if narrows else SkinnyTuning(2, 16384, 8, 1)
         return SkinnyTuning(2, 4096, 4, 1) if out_features <= 4096 and gate is None else SkinnyTuning(4, 4096, 4, 1)
     # All columns at once: a loop's end waits for its last tile. Unless too much of that one tile lay past their end.
     columns = triton.next_power_of_2(in_features)
@@ -184,7 +185,7 @@ def tune(num_rows: int, out_features: int, in_features: int, element_size: int, 
         return SkinnyTuning(2, 2048, 8, 1) if out_features <= 2048 else SkinnyTuning(4, 2048, 2, 1)
     if in_features <= 4096 and fills:
         return SkinnyTuning(2, 4096, 4, 1) if out_features <= 3072 else SkinnyTuning(4, 4096, 4, 1)
-    # Programs of four outputs have as much on its way as those of eight only if they are enough to fill the card.
+    # Programs of four outputs have as much on their way as those of eight only if they are enough to fill the card.
     return SkinnyTuning(4, 1024, 4, 1) if in_features > 4096 and out_features >= 3840 else SkinnyTuning(8, 1024, 4, 1)
 
 
@@ -198,8 +199,8 @@ def _tune_gated(in_features: int, columns: int, fills: bool) -> SkinnyTuning:
 
 def _tune_few(num_rows: int, out_features: int, in_features: int, element_size: int,
               gate: Curve | None) -> SkinnyTuning:  # fmt: skip
-    """Blocks so small that there are several programs for each multiprocessor, with much of the weight on its way. More
-    rows want larger ones: every program reads all of x."""
+    """Blocks so small that there are several programs for each multiprocessor, if outputs suffice for it, with much of
+    the weight on its way. More rows want larger ones: every program reads all of x."""
     if element_size == 1:
         return SkinnyTuning(64, 128, 4, 5)
     if gate is not None:

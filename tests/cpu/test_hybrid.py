@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.files.source import named_float
 from quire.kernels import reference_recurrent as reference
 from quire.layers.step import Step
 from quire.models.loader import build_model
@@ -180,7 +181,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_config_that_can_not_be_is_named(
     name: str, changes: dict[str, Any], said: str, folders: dict[str, Path]
 ) -> None:
-    config = {**json.loads((folders[name] / "config.json").read_text()), **changes}
+    config = {**json.loads((folders[name] / "config.json").read_text(), object_hook=named_float), **changes}
     with pytest.raises(QuireError) as caught:
         build_model(config, dtype="float32", device=CPU, page_tokens=16)
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -197,7 +198,7 @@ def test_a_missing_tensor_is_named(folders: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_the_letters_of_a_pattern_mean_the_same(folders: dict[str, Path]) -> None:
-    config = json.loads((folders["nemotron_h"] / "config.json").read_text())
+    config = json.loads((folders["nemotron_h"] / "config.json").read_text(), object_hook=named_float)
     letters = {**config, "layers_block_type": None, "hybrid_override_pattern": "M-*M"}
     family = find_family("nemotron_h")
     assert family.read_config(letters) == family.read_config(config)

@@ -5,18 +5,22 @@ With the kernels of `fp8_in_torch`, which keep all bits and refuse what CUDA's w
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.table import REFERENCE
+from quire.kernels.trial import failure
 from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense, Scheme
 from quire.layers.weights import iter_weights, put_weight
-from tests.cpu.families.fp8_in_torch import fp8_scheme
+from quire.models.trials import Trials
+from tests.cpu.families.fp8_in_torch import Kernels, fp8_scheme
 
 
 def make_block(scheme: Scheme, width: int, inner_width: int) -> GatedMLP:
@@ -44,3 +48,18 @@ def test_widths_need_not_be_multiples(width: int, inner_width: int, num_rows: in
     got: Tensor = scaled(stream.clone())
     assert got.shape == want.shape
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(("width", "inner_width"), [(64, 96), (64, 40), (50, 33)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_their_products_are_tried_with_the_gate_that_is_used(width: int, inner_width: int, activation: str) -> None:
+    block = GatedMLP("mlp", None, width, inner_width, bias=False, dtype=torch.float32, scheme=fp8_scheme(),
+                     activation=activation)  # fmt: skip
+    trials = Trials(nn.ModuleList([block]), torch.float32, torch.device("cpu"), 64)
+    rows = list(trials._norms_and_products())
+    assert [row.name for row in rows] == ["FP8 product", "FP8 product with its gate"]
+    assert [failure(REFERENCE, row) for row in rows] == [None, None]
+    skinny = Kernels.skinny_linear
+    with patch.object(Kernels, "skinny_linear", lambda x, weight, *args, **how: skinny(x, weight, *args, **how) * 1.5):
+        if inner_width != 33:  # what is padded does without that kernel
+            assert all(isinstance(failure(REFERENCE, row), ArithmeticError) for row in rows)

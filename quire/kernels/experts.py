@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+LARGEST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,26 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
+    """Both matrices in the type they are computed with, or both in FP8 (e4m3) with a scale for each output."""
+
     gate_up: Tensor  # [experts, 2 * inner, width], gates above ups
     down: Tensor  # [experts, width, inner]
     gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
     down_bias: Tensor | None = None  # [experts, width]
     activation: GatedActivation = GatedActivation()
+    gate_up_scale: Tensor | None = None  # [experts, 2 * inner] float32
+    down_scale: Tensor | None = None  # [experts, width] float32
+
+
+def quantize_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] in FP8, and what each row is to be multiplied with, [rows] float32. Scales are powers of two, so
+    that numbers of few bits, as MXFP4 has, stay what they were unless a row has them further apart than FP8 can."""
+    matrix = matrix.float()
+    exponents = torch.frexp(matrix.abs().amax(1).clamp_(min=1e-30) / LARGEST_FP8).exponent
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return (matrix / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+def plain_matrix(matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What one expert's matrix stands for."""
+    return matrix if scales is None else (matrix.double() * scales[:, None]).to(dtype)

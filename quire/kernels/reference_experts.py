@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.curves import CURVES
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing, plain_matrix
 from quire.kernels.reference import rms_norm
 
 
@@ -78,8 +78,10 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tens
 def _apply_expert(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
     biases = (None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias))
     gate_up_bias, down_bias = biases
-    inner = gated(functional.linear(x, experts.gate_up[expert], gate_up_bias), experts.activation)
-    return functional.linear(inner, experts.down[expert], down_bias)
+    scales = (None if scale is None else scale[expert] for scale in (experts.gate_up_scale, experts.down_scale))
+    gate_up, down = map(plain_matrix, (experts.gate_up[expert], experts.down[expert]), scales, (x.dtype, x.dtype))
+    inner = gated(functional.linear(x, gate_up, gate_up_bias), experts.activation)
+    return functional.linear(inner, down, down_bias)
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:

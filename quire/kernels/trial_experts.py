@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing, quantize_matrix
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import (
     FEW_TOKENS,
+    FP8_TOLERANCE,
     TOLERANCE,
     Row,
     compare,
@@ -44,14 +45,16 @@ class ExpertsTrialShape:
     down_bias: bool = False
     residual: bool = True  # the experts' sum is added to something
     expert_scale: bool = False  # each expert's share is scaled
+    scaled: bool = False  # experts are kept in FP8
 
 
 def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
     route = reference_for(norm_route=reference_route, captured=True)
     return [
         Row("router", lambda ops: try_router(ops, shape, device), route),
-        Row("experts", lambda ops: try_experts(ops, shape, device), reference_for("run_experts")),
-    ]
+        Row("FP8 experts" if shape.scaled else "experts", lambda ops: try_experts(ops, shape, device),
+            None if shape.scaled else reference_for("run_experts")),
+    ]  # fmt: skip
 
 
 def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
@@ -105,7 +108,8 @@ def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> Non
         stream = None if residual is None else residual.clone()  # its memory may be taken
         finish_writes(device)
         got = ops.run_experts(x, experts, chosen, weights, residual)
-        compare(got, partial(REFERENCE.run_experts, x, experts, chosen, weights, stream), dtype)
+        limit = FP8_TOLERANCE if shape.scaled else None  # what many tokens bring is rounded, too
+        compare(got, partial(REFERENCE.run_experts, x, experts, chosen, weights, stream), dtype, limit)
 
 
 def _spread(routing: Routing) -> list[int]:
@@ -124,10 +128,18 @@ def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.dev
             made[expert].normal_(0.0, scale)
         return made
 
+    def scale(plain: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not shape.scaled:
+            return plain, None
+        scaled = torch.empty(plain.shape, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(plain.shape[:2], dtype=torch.float32, device=device)
+        for expert in filled:
+            scaled[expert], scales[expert] = quantize_matrix(plain[expert])
+        return scaled, scales
+
+    gate_up, gate_up_scale = scale(make(2 * inner, width, scale=width**-0.5))
+    down, down_scale = scale(make(width, inner, scale=inner**-0.5))
     return ExpertWeights(
-        make(2 * inner, width, scale=width**-0.5),
-        make(width, inner, scale=inner**-0.5),
-        make(2 * inner) if shape.gate_up_bias else None,
-        make(width) if shape.down_bias else None,
-        shape.activation,
-    )
+        gate_up, down, make(2 * inner) if shape.gate_up_bias else None, make(width) if shape.down_bias else None,
+        shape.activation, gate_up_scale, down_scale,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Form, Part, Weight
+from quire.layers.weights import Form, Part, Weight, put_weight
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -32,6 +32,16 @@ class PacksExperts(Protocol):
     """A scheme that does not keep experts as tensors."""
 
     def pack_experts(self, weight: Weight, num_experts: int) -> None: ...
+
+
+@runtime_checkable
+class ScalesExperts(Protocol):
+    """A scheme that keeps experts in a smaller type, with a scale for each of their outputs."""
+
+    expert_dtype: torch.dtype
+
+    def scale_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, columns] -> that in the smaller type, and its scales, [rows] float32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,8 @@ class Experts(nn.Module):
     down: Tensor  # [experts * width, inner]; or that
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    gate_up_scale: Tensor | None  # [experts * 2 * inner] float32, where the scheme keeps experts scaled
+    down_scale: Tensor | None  # [experts * width] float32, likewise
 
     def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
                  num_experts: int, activation: GatedActivation, scheme: Scheme):  # fmt: skip
@@ -116,7 +128,11 @@ class Experts(nn.Module):
         if isinstance(scheme, PacksExperts):
             scheme.pack_experts(gate_up, num_experts)
             scheme.pack_experts(down, num_experts)
+        if isinstance(scheme, ScalesExperts):
+            gate_up.stored = down.stored = scheme.expert_dtype
+        self.scheme = scheme
         self.gate_up, self.down = gate_up, down
+        self.gate_up_scale = self.down_scale = None
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.num_experts = num_experts
         self.activation = activation
@@ -151,6 +167,29 @@ class Experts(nn.Module):
             None, num, shape.activation, scheme,
         )  # fmt: skip
 
+    @property
+    def is_scaled(self) -> bool:
+        return isinstance(self.scheme, ScalesExperts)
+
+    def finish(self) -> None:
+        """The loader calls this once the weights are real."""
+        if isinstance(self.scheme, ScalesExperts):
+            self._scale("gate_up", self.scheme)
+            self._scale("down", self.scheme)
+
+    def _scale(self, name: str, scheme: ScalesExperts) -> None:
+        """Expert by expert: what is in memory twice is little."""
+        plain = getattr(self, name).data
+        scaled = torch.empty(plain.shape, dtype=scheme.expert_dtype, device=plain.device)
+        scales = torch.empty(len(plain), dtype=torch.float32, device=plain.device)
+        matrices = (tensor.chunk(self.num_experts) for tensor in (plain, scaled, scales))
+        for matrix, into, into_scales in zip(*matrices, strict=True):
+            values, its_scales = scheme.scale_expert(matrix)
+            into.copy_(values)
+            into_scales.copy_(its_scales)
+        put_weight(self, name, scaled)
+        setattr(self, f"{name}_scale", scales)
+
     def weights(self) -> ExpertWeights | PackedExperts:
         num = self.num_experts
         if isinstance(self.gate_up, list):
@@ -158,10 +197,15 @@ class Experts(nn.Module):
         return ExpertWeights(
             self.gate_up.view(num, -1, self.gate_up.shape[1]),
             self.down.view(num, -1, self.down.shape[1]),
-            None if self.gate_up_bias is None else self.gate_up_bias.view(num, -1),
-            None if self.down_bias is None else self.down_bias.view(num, -1),
+            self._by_expert(self.gate_up_bias),
+            self._by_expert(self.down_bias),
             self.activation,
+            self._by_expert(self.gate_up_scale),
+            self._by_expert(self.down_scale),
         )
+
+    def _by_expert(self, line: Tensor | None) -> Tensor | None:
+        return None if line is None else line.view(self.num_experts, -1)
 
     @cached_property
     def _packed(self) -> PackedExperts:
@@ -243,5 +287,6 @@ class MoE(nn.Module):
 
 
 def moe_activations(shape: MoEShape) -> int:
-    """Elements a token has alive at one time between its products."""
-    return shape.routing.top_k * (shape.inner_width + shape.width) + 3 * shape.shared_width + 2 * shape.width
+    """Elements a token has alive at one time between its products; what lies there may be kept in FP8 as well."""
+    of_experts = shape.inner_width + shape.inner_width // 2 + shape.width
+    return shape.routing.top_k * of_experts + 3 * shape.shared_width + 2 * shape.width

@@ -72,7 +72,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
     for note in list_notes(model, files, hf_config, dtype, device, quant):
         warnings.warn(note, stacklevel=2)
-    num_bytes = _check_fits(weights_bytes(model), device, files.name)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name, quant)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -132,7 +132,7 @@ def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtyp
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
     if read_fp8_block(hf_config) is not None and quant == "none":
         can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
-        keeps = " (`--quant fp8` keeps linear layers so)" if can_keep else ""
+        keeps = " (`--quant fp8` keeps linear layers and experts so)" if can_keep else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     return notes
 
@@ -288,11 +288,12 @@ def _resolve_len(requested: int | None, max_positions: int) -> int:
     return requested or max_positions
 
 
-def _check_fits(num_bytes: int, device: torch.device, name: str) -> int:
+def _check_fits(num_bytes: int, device: torch.device, name: str, quant: str) -> int:
     free = available_memory(device)
     if num_bytes > free:
         what = (
             f"{name} needs {format_bytes(num_bytes)} for its weights, but only {format_bytes(free)} of memory is free."
         )
-        raise QuireError("model_too_large", what, "Use a smaller model or a smaller dtype, or free some memory.")
+        smaller = "`--quant fp8`" if device.type == "cuda" and quant == "none" else "a smaller dtype"
+        raise QuireError("model_too_large", what, f"Use a smaller model or {smaller}, or free some memory.")
     return num_bytes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quire.files.gguf import GGUFFile
 from quire.layers.linear import Linear
+from quire.layers.moe import Experts
 from quire.layers.weights import Part, PartSource, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
 from quire.models.gguf_names import hf_name, style_of
@@ -58,7 +59,7 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
             put_weight(module, name, value)
             done[weight.parts, weight.stored, weight.stored_bytes] = weight.stored_bytes
             on_bytes(sum(done.values()))
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | Experts):
             module.finish()
 
 

@@ -233,6 +233,7 @@ class Trials:
                     down_bias=experts.down_bias is not None,
                     residual=all(each is None for each in before_stream),
                     expert_scale=getattr(block, "expert_scale", None) is not None,
+                    scaled=experts.is_scaled,
                 )
         return None
 

@@ -20,7 +20,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense, Scheme
 from quire.layers.weights import iter_weights, put_weight
 from quire.models.trials import Trials
-from tests.cpu.families.fp8_in_torch import Kernels, fp8_scheme
+from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 
 
 def make_block(scheme: Scheme, width: int, inner_width: int) -> GatedMLP:
@@ -41,7 +41,7 @@ def finish(block: nn.Module) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize(("width", "inner_width"), [(64, 96), (50, 96), (64, 40), (50, 33), (8, 5)], ids=str)
 def test_widths_need_not_be_multiples(width: int, inner_width: int, num_rows: int) -> None:
-    plain, scaled = make_block(Dense(REFERENCE), width, inner_width), make_block(fp8_scheme(), width, inner_width)
+    plain, scaled = make_block(Dense(REFERENCE), width, inner_width), make_block(Fp8InTorch(), width, inner_width)
     finish(scaled)
     stream = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(num_rows))
     want: Tensor = plain(stream.clone())
@@ -53,7 +53,7 @@ def test_widths_need_not_be_multiples(width: int, inner_width: int, num_rows: in
 @pytest.mark.parametrize(("width", "inner_width"), [(64, 96), (64, 40), (50, 33)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_their_products_are_tried_with_the_gate_that_is_used(width: int, inner_width: int, activation: str) -> None:
-    block = GatedMLP("mlp", None, width, inner_width, bias=False, dtype=torch.float32, scheme=fp8_scheme(),
+    block = GatedMLP("mlp", None, width, inner_width, bias=False, dtype=torch.float32, scheme=Fp8InTorch(),
                      activation=activation)  # fmt: skip
     trials = Trials(nn.ModuleList([block]), torch.float32, torch.device("cpu"), 64)
     rows = list(trials._norms_and_products())

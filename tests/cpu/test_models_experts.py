@@ -25,7 +25,7 @@ from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels.dequant import dequantize_mxfp4
-from quire.kernels.experts import Routing
+from quire.kernels.experts import Routing, plain_matrix, quantize_matrix
 from quire.kernels.reference_experts import route, run_experts
 from quire.kernels.table import REFERENCE
 from quire.layers.moe import ExpertNames, MoE, MoEShape
@@ -191,6 +191,26 @@ def test_mxfp4_numbers() -> None:
     blocks = torch.tensor([[0x21, 0x7F, *[0] * 14]], dtype=torch.uint8)
     got = dequantize_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))
     assert got[:5].tolist() == [1.0, 2.0, -12.0, 12.0, 0.0] and got.shape == (32,)
+
+
+def test_mxfp4_numbers_stay_what_they_are_in_fp8() -> None:
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (40, 6, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(112, 125, (40, 6), dtype=torch.uint8, generator=generator)
+    matrix = dequantize_mxfp4(blocks, scales)
+    matrix[3] = 0.0
+    assert torch.equal(plain_matrix(*quantize_matrix(matrix), torch.float32), matrix)
+
+
+def test_other_numbers_are_rounded_to_fp8() -> None:
+    matrix = torch.randn(50, 64, generator=torch.Generator().manual_seed(6)) * torch.logspace(-6, 3, 50)[:, None]
+    values, scales = quantize_matrix(matrix)
+    assert values.dtype == torch.float8_e4m3fn
+    most = values.float().abs().amax(1)
+    assert ((most > 200) & (most <= 448)).all(), "as much of the range as a power of two lets it have"
+    off = plain_matrix(values, scales, torch.float32) - matrix
+    allowed = matrix.abs() / 16 + scales[:, None] * 2.0**-10  # half a unit in the last place
+    assert (off.abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("fields", [

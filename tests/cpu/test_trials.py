@@ -24,7 +24,7 @@ from quire.kernels.trial_recurrent import MambaTrialShape, mamba_row
 from quire.models import loader
 from quire.models.trials import Trials, settle_kernels
 from quire.types import QuireError, SamplingParams
-from tests.cpu.families.fp8_in_torch import Kernels, fp8_scheme
+from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.rig import CPU, load, make_engine, run
 
@@ -279,7 +279,8 @@ def test_a_cache_in_fp8_has_no_second_path() -> None:
         assert refused.value.code == "kernel_failed" and "FP8" in refused.value.hint
 
 
-@pytest.mark.parametrize("shape", [GPT_OSS, DEEPSEEK, GEMMA4], ids=["gpt_oss", "deepseek", "gemma4"])
+@pytest.mark.parametrize("shape", [GPT_OSS, DEEPSEEK, GEMMA4, replace(GPT_OSS, scaled=True)],
+                         ids=["gpt_oss", "deepseek", "gemma4", "fp8"])  # fmt: skip
 def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> None:
     router, experts = expert_rows(shape, CPU)
     assert not row_fails(STAND_INS, router) and not row_fails(STAND_INS, experts)
@@ -297,14 +298,18 @@ def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> 
 
     wrong = [other_routing(score="softmax" if shape is DEEPSEEK else "sigmoid"), other_routing(scale=1.3), without(1)]
     wrong += [other_routing(num_groups=1), other_routing(normalise=False)] if shape is DEEPSEEK else []
-    wrong += [without(4)] if shape is GPT_OSS else []
+    wrong += [without(4)] if shape.router_bias else []
     wrong += [without(7)] if shape is GEMMA4 else []
     assert all(row_fails(ops, router) for ops in wrong)
-    if shape is GPT_OSS:
+    if shape.gate_up_bias:
         changes: list[dict[str, Any]] = [{"activation": GatedActivation()}, {"gate_up_bias": None}, {"down_bias": None}]
         assert all(row_fails(other_experts(**change), experts) for change in changes)
     if shape is GEMMA4:
         assert row_fails(other_experts(activation=GatedActivation()), experts)
+    if shape.scaled:
+        sizes = {"gate_up_scale": 2 * shape.inner_width, "down_scale": shape.width}
+        for name, size in sizes.items():
+            assert row_fails(other_experts(**{name: torch.ones(shape.routing.num_experts, size)}), experts)
 
     def one_row_alone(x: Any, *rest: Any) -> Any:
         return apply_experts(x, *rest) * (2.0 if len(x) == 1 else 1.0)
@@ -346,11 +351,11 @@ def test_a_mamba_that_forgets_something() -> None:
 
 def test_weights_in_fp8_have_no_second_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the scheme's kernels in torch; who asks for FP8 gets it, or a line."""
-    monkeypatch.setattr(loader, "_choose_scheme", lambda *args: (torch.float32, fp8_scheme()))
+    monkeypatch.setattr(loader, "_choose_scheme", lambda *args: (torch.float32, Fp8InTorch()))
     trials = Trials(build("qwen3_moe", STAND_INS), torch.float32, CPU, 64)
     names = [row.name for row in trials.rows()]
     gated = "FP8 product with its gate"
-    assert names == ["norm", "FP8 product", gated, "rope", "attention", "router", "experts"]
+    assert names == ["norm", "FP8 product", gated, "rope", "attention", "router", "FP8 experts"]
     assert settle_ops(STAND_INS, trials.rows(), strict=False) is STAND_INS
     for kernel in ("quantize_rows", "scaled_product", "skinny_linear"):
         with monkeypatch.context() as broken:
@@ -358,6 +363,8 @@ def test_weights_in_fp8_have_no_second_path(monkeypatch: pytest.MonkeyPatch) -> 
             with pytest.raises(QuireError, match="FP8 product kernel") as refused:
                 settle_ops(STAND_INS, trials.rows(), strict=False)
         assert refused.value.code == "kernel_failed" and "FP8 out" in refused.value.hint
+    with pytest.raises(QuireError, match="FP8 experts kernel"):
+        settle_ops(replace(STAND_INS, run_experts=fails), trials.rows(), strict=False)
 
 
 def test_a_trial_that_runs_out_of_memory_is_no_fault_of_the_kernels() -> None:

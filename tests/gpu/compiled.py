@@ -200,6 +200,15 @@ def compile_experts() -> None:
         if tokens in (1, 2048):  # Gemma 4's kind
             route.route(torch.zeros(tokens, 8, dtype=bf16), None, Routing(8, 4), torch.ones(8))
             experts.run_experts(x, replace(weights, activation=GatedActivation(curve="gelu_tanh")), chosen, shares)
+    fp8 = torch.float8_e4m3fn
+    scaled = ExpertWeights(
+        torch.zeros(8, 1536, 2048, dtype=fp8), torch.zeros(8, 2048, 768, dtype=fp8),
+        gate_up_scale=torch.zeros(8, 1536), down_scale=torch.zeros(8, 2048),
+    )  # fmt: skip
+    for tokens in (1, 8, 2048):
+        x = torch.zeros(tokens, 2048, dtype=bf16)
+        chosen, shares = torch.zeros(tokens, 4, dtype=torch.int32), torch.zeros(tokens, 4)
+        experts.run_experts(x, scaled, chosen, shares, x)
     grouped = Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2)
     route.route(torch.zeros(1, 256, dtype=bf16), torch.zeros(256), grouped)
 

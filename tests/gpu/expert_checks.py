@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from quire.kernels import reference, reference_experts
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing, quantize_matrix
 from tests.gpu.where import Where, close
 
 GELU = GatedActivation(curve="gelu_tanh")
@@ -92,6 +93,31 @@ def check_experts(where: Where) -> None:
                 _check_experts(where, dtype, experts, tokens, top_k, run_experts)
 
 
+def check_scaled_experts(where: Where) -> None:
+    """Experts in FP8, of few tokens and of many, by all kernels; sizes that fill no tile, and those of models."""
+    from quire.kernels.triton.experts import run_experts, tune
+    from quire.kernels.triton.experts_few import run_few
+
+    small = [(3, 2, 144, 48, (1, 9))]
+    large = [(128, 8, 2048, 768, (1, 3, 8, 100, 1000)), (32, 4, 2880, 2880, (1, 4, 8, 300, 3000)),
+             (64, 6, 2048, 1408, (1, 30)), (16, 10, 2048, 512, (1, 20))]  # fmt: skip
+    for dtype in where.dtypes:
+        for num, top_k, width, inner, token_counts in large if where.large else small:
+            gate_up, gate_up_scale = _scaled(where.normal(num, 2 * inner, width, dtype=dtype) * width**-0.5)
+            down, down_scale = _scaled(where.normal(num, width, inner, dtype=dtype) * inner**-0.5)
+            plain = ExpertWeights(gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale)
+            clamped = replace(
+                plain, gate_up_bias=where.normal(num, 2 * inner, dtype=dtype),
+                down_bias=where.normal(num, width, dtype=dtype), activation=GatedActivation(1.702, 1.0, 0.7),
+            )  # fmt: skip
+            where.settle()
+            for tokens, experts in _pair(where, token_counts, (plain, clamped)):
+                if tokens <= 4:
+                    _check_experts(where, dtype, experts, tokens, top_k, run_few)
+                many = partial(run_experts, tuning=tune(tokens * top_k, num, scaled=True))
+                _check_experts(where, dtype, experts, tokens, top_k, many, rough=0.1)  # inputs are rounded there, too
+
+
 def check_few_experts(where: Where) -> None:
     """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
     from quire.kernels.triton.experts_few import gains, run_few
@@ -124,24 +150,39 @@ def _pair(where: Where, token_counts: tuple[int, ...], kinds: tuple[ExpertWeight
     return [(token_counts[place % len(token_counts)], kind) for place, kind in enumerate(kinds)]
 
 
-def _check_experts(where, dtype, experts, tokens, top_k, run_experts):  # type: ignore[no-untyped-def]
+def _check_experts(where, dtype, experts, tokens, top_k, run_experts, rough=None):  # type: ignore[no-untyped-def]
+    """`rough`: how far off it may be, as a share of what is right, where it is not to be as good as its type."""
     num, width, inner = experts.down.shape
     x, residual = where.normal(tokens, width, dtype=dtype), where.normal(tokens, width, dtype=dtype)
     chosen = where.normal(tokens, num).topk(top_k).indices
     weights = torch.rand(tokens, top_k, device=where.device)
     where.poison()
-    wide = replace(
-        experts,
-        gate_up=experts.gate_up.double(),
-        down=experts.down.double(),
-        gate_up_bias=None if experts.gate_up_bias is None else experts.gate_up_bias.double(),
-        down_bias=None if experts.down_bias is None else experts.down_bias.double(),
+    wide = ExpertWeights(
+        _wide(experts.gate_up, experts.gate_up_scale),
+        _wide(experts.down, experts.down_scale),
+        None if experts.gate_up_bias is None else experts.gate_up_bias.double(),
+        None if experts.down_bias is None else experts.down_bias.double(),
+        experts.activation,
     )
     expected = reference_experts.run_experts(x.double(), wide, chosen, weights.double(), residual.double())
-    name = f"run_experts {num} of {width} x {inner}, {tokens} tokens, {experts.activation}"
+    name = f"run_experts {num} of {width} x {inner} in {experts.down.dtype}, {tokens} tokens, {experts.activation}"
     for last in (residual, None) if where.large else (residual if experts.down_bias is None else None,):
         out = run_experts(x, experts, chosen.int(), weights, last)
-        close(out, expected if last is not None else expected - residual.double(), dtype, name)
+        wanted = expected if last is not None else expected - residual.double()
+        if rough is None:
+            close(out, wanted, dtype, name)
+        else:
+            off = float((out.double() - wanted).norm() / (expected - residual.double()).norm())
+            assert off <= rough, f"{name}: {off:.3f} off"
+
+
+def _scaled(matrices):  # type: ignore[no-untyped-def]
+    made = [quantize_matrix(matrix) for matrix in matrices]
+    return torch.stack([matrix for matrix, _ in made]), torch.stack([scales for _, scales in made])
+
+
+def _wide(weight, scale):  # type: ignore[no-untyped-def]
+    return weight.double() if scale is None else weight.double() * scale.double().unsqueeze(2)
 
 
 CHECKS: dict[str, Callable[[Where], None]] = {
@@ -149,4 +190,5 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "sort": check_sort,
     "experts": check_experts,
     "experts of a few": check_few_experts,
+    "experts in FP8": check_scaled_experts,
 }

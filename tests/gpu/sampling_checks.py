@@ -227,9 +227,9 @@ EDITS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_pena
 
 
 def check_edits(where: Where) -> None:
-    """Copies of the samples that ask. Cells that no edit touches are the model's own to the last bit; the others are the
-    reference's, but for half a unit in the last place of what was added up, each time that something was: DRY adds in
-    no fixed order, and what tokens cost by their number is taken off once for each."""
+    """Copies of the samples that ask. Cells that no edit touches are the model's own to the last bit; the others are
+    the reference's, but for half a unit in the last place of what was added up, each time that something was: DRY adds
+    in no fixed order, and what tokens cost by their number is taken off once for each."""
     ops = triton_sampling()
     assert ops is not None
     rng = np.random.default_rng(where.seed)

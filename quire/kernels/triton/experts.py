@@ -17,21 +17,22 @@ from torch import Tensor
 from quire.kernels.experts import ExpertWeights, GatedActivation
 from quire.kernels.triton import experts_few
 from quire.kernels.triton.experts_few import activation_args, activation_options, gated
+from quire.kernels.triton.fp8 import quantize_rows
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.route import TILE_FIELDS, SortedPairs, sort_by_expert
 
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, weight_ptr, bias_ptr, shares_ptr, order_ptr, tiles_ptr, out_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, shares_ptr, order_ptr, tiles_ptr, out_ptr,
     x_stride, in_features, num_outs, num_out_blocks, alpha, shift, limit,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of an expert's rows times BLOCK_OUT of its outputs. GATED, the first product: rows are gathered by
     `order`, gates and ups joined, results left in sorted places. If not, the second: rows are taken from there, results
-    weighted and put where their pair belongs."""
+    weighted and put where their pair belongs. SCALED: both factors are in FP8, with a scale for each row of them."""
     let_next_start(PDL)
     program = tl.program_id(0)
     tile = program // num_out_blocks
@@ -70,6 +71,12 @@ def _grouped_kernel(
                         weight_rows + num_outs * in_features + start, mask=inside[:, None] & left, other=0.0
                     )
                 up = tl.dot(other, across, up, input_precision=PRECISION)
+        if SCALED:
+            scale = scale_ptr + expert * (2 if GATED else 1) * num_outs + outs
+            x_scale = tl.load(x_scale_ptr + sources, mask=live, other=0.0)[None, :]
+            acc *= tl.load(scale, mask=inside, other=0.0)[:, None] * x_scale
+            if GATED:
+                up *= tl.load(scale + num_outs, mask=inside, other=0.0)[:, None] * x_scale
         if BIAS:
             bias = bias_ptr + expert * (2 if GATED else 1) * num_outs + outs
             acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -121,9 +128,15 @@ class ExpertsTuning:
     down: ProductTuning
 
 
-def tune(num_pairs: int, num_experts: int) -> ExpertsTuning:
-    """Tiles that most experts' shares just fit into: more rows would be padding, fewer would read weights twice."""
+def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTuning:
+    """Tiles that most experts' shares just fit into: more rows would be padding, fewer would read weights twice.
+    `scaled`: in FP8."""
     share = num_pairs / num_experts
+    if scaled:
+        rows = 16 if share <= 6 else 32 if share <= 20 else 64 if share <= 48 else 128
+        if rows <= 32:
+            return ExpertsTuning(rows, ProductTuning(64, 256, 4, 3), ProductTuning(64, 256, 4, 2))
+        return ExpertsTuning(rows, ProductTuning(64, 128, 4, 3), ProductTuning(128, 128, 4, 3))
     if share <= 6:
         return ExpertsTuning(16, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
     if share <= 20:
@@ -142,13 +155,14 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tens
     if tuning is None and experts_few.gains(x, experts, chosen):
         return experts_few.run_few(x, experts, chosen, weights, residual)
     num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
-    tuning = tuning or tune(chosen.numel(), num_experts)
+    tuning = tuning or tune(chosen.numel(), num_experts, experts.down_scale is not None)
     pairs = sort_by_expert(chosen, num_experts, tuning.rows)
     joined = x.new_empty(chosen.numel(), inner)
     parts = x.new_empty(chosen.numel(), width)
-    _launch_grouped(x, experts.gate_up, experts.gate_up_bias, weights, pairs, joined, top_k, tuning.gate_up,
-                    experts.activation)  # fmt: skip
-    _launch_grouped(joined, experts.down, experts.down_bias, weights, pairs, parts, top_k, tuning.down, None)
+    _launch_grouped(x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, weights, pairs, joined, top_k,
+                    tuning.gate_up, experts.activation)  # fmt: skip
+    _launch_grouped(joined, experts.down, experts.down_scale, experts.down_bias, weights, pairs, parts, top_k,
+                    tuning.down, None)  # fmt: skip
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(width), 1024)
     _combine_kernel[(num_tokens, triton.cdiv(width, block))](
@@ -158,20 +172,25 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tens
     return out
 
 
-def _launch_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, pairs: SortedPairs, out: Tensor,
-                    top_k: int, tuning: ProductTuning, activation: GatedActivation | None) -> None:  # fmt: skip
+def _launch_grouped(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, shares: Tensor,
+                    pairs: SortedPairs, out: Tensor, top_k: int, tuning: ProductTuning,
+                    activation: GatedActivation | None) -> None:  # fmt: skip
     in_features, num_outs = weight.shape[2], out.shape[1]
     block_out = min(tuning.block_out, max(16, triton.next_power_of_2(num_outs)))
     block_in = min(tuning.block_in, max(16, triton.next_power_of_2(in_features)))
-    if x.dtype == torch.float32:
+    x_scale = None
+    if scale is not None:
+        x, x_scale = quantize_rows(x)
+        block_in = max(32, block_in)  # what the matrix units take at least of numbers so small
+    elif x.dtype == torch.float32:
         block_in = max(16, block_in // 4)
     blocks = triton.cdiv(num_outs, block_out)
     _grouped_kernel[(pairs.num_tiles * blocks,)](
-        x, weight, bias, shares, pairs.order, pairs.tiles, out,
+        x, x_scale, weight, scale, bias, shares, pairs.order, pairs.tiles, out,
         x.stride(0), in_features, num_outs, blocks, *activation_args(activation),
         TOP_K=top_k, ROWS=pairs.rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         EVEN=num_outs % block_out == 0 and in_features % block_in == 0, GATED=activation is not None,
-        **activation_options(activation), BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
-        STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
+        **activation_options(activation), SCALED=scale is not None, BIAS=bias is not None,
+        PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
         **launch_options(x.device, tuning.num_warps, tuning.num_stages),
     )  # fmt: skip

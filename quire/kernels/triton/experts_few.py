@@ -63,10 +63,10 @@ def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constex
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, ALONE: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN: tl.constexpr, ALONE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
     that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
@@ -104,6 +104,10 @@ def _few_gate_up_kernel(
                 up_sums += _products(ups[chunk], x, BLOCK_OUT, BLOCK_IN)
             gate = tl.sum(gate_sums, 1)
             up = tl.sum(up_sums, 1)
+            if SCALED:
+                scale = scale_ptr + expert * 2 * num_outs + outs
+                gate *= tl.load(scale, mask=inside, other=0.0)
+                up *= tl.load(scale + num_outs, mask=inside, other=0.0)
             if BIAS:
                 bias = bias_ptr + expert * 2 * num_outs + outs
                 gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
@@ -126,9 +130,9 @@ def _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, TILE: 
 
 @triton.jit
 def _few_down_kernel(
-    x_ptr, weight_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
     TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_OUT outputs of a token: CHUNKS times BLOCK_IN columns of each of its experts, AHEAD tiles on their way."""
     let_next_start(PDL)
@@ -157,10 +161,14 @@ def _few_down_kernel(
         pair = token * TOP_K + tile // CHUNKS
         share = tl.load(shares_ptr + pair)
         x = _input_tile(x_ptr + pair * in_features, tile % CHUNKS * BLOCK_IN + columns, in_features)
-        acc += _products(tiles[tile], x * share, BLOCK_OUT, BLOCK_IN)
+        place = experts[tile // CHUNKS] * num_outs + outs
+        if SCALED:
+            scale = share * tl.load(scale_ptr + place, mask=inside, other=0.0)
+            acc += _products(tiles[tile], x, BLOCK_OUT, BLOCK_IN) * scale[:, None]
+        else:
+            acc += _products(tiles[tile], x * share, BLOCK_OUT, BLOCK_IN)
         if BIAS and tile % CHUNKS == 0:
-            place = bias_ptr + experts[tile // CHUNKS] * num_outs + outs
-            bias += share * tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            bias += share * tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
     out = tl.sum(acc, 1) + bias
     if RESIDUAL:
         out += tl.load(residual_ptr + token * num_outs + outs, mask=inside, other=0.0).to(tl.float32)
@@ -187,7 +195,10 @@ class FewTuning:
 
 def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int = 2) -> FewTuning:
     """By measurement on an H200: one token's for the experts of six models, from 2048 x 512, ten a token, to 4096 x
-    14336, two a token; a few tokens' for Qwen3-30B-A3B's of 2048 x 768, and as much in flight for others."""
+    14336, two a token; a few tokens' for Qwen3-30B-A3B's of 2048 x 768, and as much in flight for others. In FP8 for
+    one token of Qwen3-30B-A3B and of gpt-oss-20b."""
+    if element_size == 1:
+        return FewTuning(ProductTuning(1, 1024, 1 if num_tokens == 1 else 4), _tune_fp8_down(inner, top_k))
     if num_tokens == 1:
         return FewTuning(_tune_one_up(width), _tune_one_down(inner, top_k, element_size))
     down_columns = _down_columns(256, inner, top_k)
@@ -208,6 +219,13 @@ def _tune_one_down(inner: int, top_k: int, element_size: int) -> ProductTuning:
         return ProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
     columns = _down_columns(1024, inner, top_k)
     return ProductTuning(4, columns, min(16, columns // 256), 2 * AHEAD_WIDE // element_size)
+
+
+def _tune_fp8_down(inner: int, top_k: int) -> ProductTuning:
+    if inner <= 1024:
+        return ProductTuning(4, 1024, 2, 4)
+    columns = _down_columns(512, inner, top_k)
+    return ProductTuning(2, columns, min(16, columns // 256), 4)
 
 
 def _down_columns(least: int, inner: int, top_k: int) -> int:
@@ -247,7 +265,7 @@ def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, 
             tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
     _, width, inner = experts.down.shape
-    tuning = tuning or tune(len(x), width, inner, chosen.shape[1], x.element_size())
+    tuning = tuning or tune(len(x), width, inner, chosen.shape[1], experts.down.element_size())
     return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
 
 
@@ -258,12 +276,12 @@ def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTu
     joined = x.new_empty(num_pairs, inner)
     block_in, block_out = _tile_columns(width, tuning.block_in), tuning.block_out
     _few_gate_up_kernel[(num_pairs, triton.cdiv(inner, block_out))](
-        x, experts.gate_up, experts.gate_up_bias, chosen, joined, width, inner, num_pairs,
+        x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, chosen, joined, width, inner, num_pairs,
         *activation_args(experts.activation),
         TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
-        BIAS=experts.gate_up_bias is not None, **activation_options(experts.activation),
-        **launch_options(x.device, tuning.num_warps),
+        SCALED=experts.gate_up_scale is not None, BIAS=experts.gate_up_bias is not None,
+        **activation_options(experts.activation), **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip
     return joined
 
@@ -277,10 +295,11 @@ def down(joined: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor
     block_in, block_out = _tile_columns(inner, tuning.block_in), tuning.block_out
     chunks = triton.cdiv(inner, block_in)
     _few_down_kernel[(num_tokens, triton.cdiv(width, block_out))](
-        joined, experts.down, experts.down_bias, chosen, weights, residual, out, inner, width,
+        joined, experts.down, experts.down_scale, experts.down_bias, chosen, weights, residual, out, inner, width,
         TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, CHUNKS=chunks, AHEAD=min(tuning.ahead, top_k * chunks),
-        EVEN=inner % block_in == 0 and width % block_out == 0, BIAS=experts.down_bias is not None,
-        RESIDUAL=residual is not None, **launch_options(joined.device, tuning.num_warps),
+        EVEN=inner % block_in == 0 and width % block_out == 0, SCALED=experts.down_scale is not None,
+        BIAS=experts.down_bias is not None, RESIDUAL=residual is not None,
+        **launch_options(joined.device, tuning.num_warps),
     )  # fmt: skip
     return out
 

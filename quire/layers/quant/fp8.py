@@ -1,8 +1,9 @@
 """FP8 (e4m3) weights for CUDA, made while loading: one scale per output channel, half the bytes of bfloat16.
 
-One row keeps its activations as they are; more rows are scaled row by row to FP8 as well, where the matrix units are
-twice as fast. Norms, embeddings and the residual stream stay in the model's own type. Both sides of a weight are
-padded to what the matrix units want; one that is padded does without the kernel for one row.
+One row keeps its activations as they are, and so do the few tokens whose experts are read for them alone; more rows are
+scaled row by row to FP8 as well, where the matrix units are twice as fast. Norms, embeddings and the residual stream
+stay in the model's own type. Both sides of a linear's weight are padded to what the matrix units want; one that is
+padded does without the kernel for one row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.curves import Curve
+from quire.kernels.experts import quantize_matrix
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import Activation, Scaled
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 
 class Fp8:
+    expert_dtype = torch.float8_e4m3fn
+
     def __init__(self, ops: Ops):
         from quire.kernels.triton import fp8, skinny
 
@@ -36,6 +40,9 @@ class Fp8:
         for name, weight in own_weights(linear):
             if name == "weight":
                 weight.stored = torch.float8_e4m3fn
+
+    def scale_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_matrix(matrix)
 
     def finish(self, linear: Linear) -> None:
         padded = functional.pad(linear.weight.data, (0, 0, 0, -len(linear.weight) % self._fp8.MULTIPLE))

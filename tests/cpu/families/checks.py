@@ -19,10 +19,11 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.layers.linear import Linear
+from quire.layers.moe import Experts
 from quire.models import loader
 from quire.types import SamplingParams
 from tests.cpu.families.decoded import decode_into
-from tests.cpu.families.fp8_in_torch import STORED, fp8_scheme
+from tests.cpu.families.fp8_in_torch import STORED, Fp8InTorch
 from tests.cpu.families.harness import (
     CHUNK,
     GREEDY,
@@ -204,12 +205,15 @@ def check_float16(case: Case) -> None:
 
 
 def check_fp8(case: Case) -> None:
-    """Linear layers through the FP8 scheme, with kernels in CUDA's place that keep all bits: the same logits."""
-    scheme = (torch.float32, fp8_scheme())
+    """Linear layers and experts through the FP8 scheme, with kernels in CUDA's place that keep all bits: the same
+    logits."""
+    scheme = (torch.float32, Fp8InTorch())
     with patch.object(loader, "_choose_scheme", lambda *unused: scheme):
         model: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert sum(linear.weight.dtype == STORED for linear in linears) > len(linears) / 2
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    assert all(experts.gate_up.dtype == experts.down.dtype == STORED for experts in mixtures)
     assert relative_error(case.logits(model, LAST_ALONE), case.reference_logits(case.prompts[-1])) <= 1e-4
 
 

@@ -36,8 +36,8 @@ logits of every position to 1e-4 relative; 48 greedy tokens of a ragged batch, i
 late; and `quire doctor`'s memory plan against what is allocated. A tick means that the check named passes.
 
 Quantization: float16 weights on a CPU (`--dtype float16`); blocks of 8 or 4 bits there (`--quant q8_0`, `--quant q4_0`:
-linear layers and experts, embedding and head always in 8 bits); FP8 weights of any size on CUDA (`--quant fp8`; every
-linear layer, not experts, embeddings and convolutions), FP8 keys and values there (`--kv-dtype fp8`). Shown: logits to
+linear layers and experts, embedding and head always in 8 bits); FP8 weights of any size on CUDA (`--quant fp8`; linear
+layers and experts, not embeddings and convolutions), FP8 keys and values there (`--kv-dtype fp8`). Shown: logits to
 1e-4 of those that the float16 weights stand for; every product of blocks to 1e-4 of plain torch over the same blocks,
 and all of them together as near as rounding activations lets any kernel come; logits to 1e-4 through the FP8 scheme
 with kernels in CUDA's place that keep all bits. LoRA comes later.

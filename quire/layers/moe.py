@@ -26,6 +26,8 @@ from quire.types import QuireError
 if TYPE_CHECKING:
     from quire.kernels.native.experts import PackedExperts
 
+SCALED_AT_ONCE = 1 << 24  # numbers
+
 
 @runtime_checkable
 class PacksExperts(Protocol):
@@ -40,7 +42,7 @@ class ScalesExperts(Protocol):
 
     expert_dtype: torch.dtype
 
-    def scale_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, columns] -> that in the smaller type, and its scales, [rows] float32"""
 
 
@@ -178,15 +180,14 @@ class Experts(nn.Module):
             self._scale("down", self.scheme)
 
     def _scale(self, name: str, scheme: ScalesExperts) -> None:
-        """Expert by expert: what is in memory twice is little."""
+        """Some rows at a time: what is in memory twice, or wider, is little."""
         plain = getattr(self, name).data
         scaled = torch.empty(plain.shape, dtype=scheme.expert_dtype, device=plain.device)
         scales = torch.empty(len(plain), dtype=torch.float32, device=plain.device)
-        matrices = (tensor.chunk(self.num_experts) for tensor in (plain, scaled, scales))
-        for matrix, into, into_scales in zip(*matrices, strict=True):
-            values, its_scales = scheme.scale_expert(matrix)
-            into.copy_(values)
-            into_scales.copy_(its_scales)
+        step = max(1, SCALED_AT_ONCE // plain.shape[1])
+        for first in range(0, len(plain), step):
+            rows = slice(first, first + step)
+            scaled[rows], scales[rows] = scheme.scale_rows(plain[rows])
         put_weight(self, name, scaled)
         setattr(self, f"{name}_scale", scales)
 

@@ -198,7 +198,7 @@ def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int 
     14336, two a token; a few tokens' for Qwen3-30B-A3B's of 2048 x 768, and as much in flight for others. In FP8 for
     one token of Qwen3-30B-A3B and of gpt-oss-20b."""
     if element_size == 1:
-        return FewTuning(ProductTuning(1, 1024, 1 if num_tokens == 1 else 4), _tune_fp8_down(inner, top_k))
+        return FewTuning(ProductTuning(1, 1024, 1), _tune_fp8_down(inner, top_k))
     if num_tokens == 1:
         return FewTuning(_tune_one_up(width), _tune_one_down(inner, top_k, element_size))
     down_columns = _down_columns(256, inner, top_k)
@@ -237,11 +237,13 @@ def _down_columns(least: int, inner: int, top_k: int) -> int:
 
 def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
     """Whether this can do it, and is the quicker way. One token's experts are all different. Several may share one:
-    its second product is then multiplied once for each, which tiles do together. For a model, the number of tokens
-    decides."""
+    its second product is then multiplied once for each, which tiles do together; in FP8 tiles are the quicker way even
+    where none is shared, because turning numbers into wider ones costs more than reading them. For a model, the number
+    of tokens decides."""
     num_experts, width, inner = experts.down.shape
     num_tokens, top_k = chosen.shape
-    few = num_tokens == 1 or (num_tokens <= MAX_TOKENS and 2 * chosen.numel() <= num_experts)
+    most = MAX_TOKENS if experts.down_scale is None else 1
+    few = num_tokens == 1 or (num_tokens <= most and 2 * chosen.numel() <= num_experts)
     fits = chosen.numel() <= MAX_PAIRS and top_k <= MAX_TILES and width <= MAX_WIDTH and inner <= MAX_INNER
     return few and fits and width % 8 == 0 and inner % 8 == 0 and x.is_contiguous()
 

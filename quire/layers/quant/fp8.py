@@ -41,7 +41,7 @@ class Fp8:
             if name == "weight":
                 weight.stored = torch.float8_e4m3fn
 
-    def scale_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_matrix(matrix)
 
     def finish(self, linear: Linear) -> None:

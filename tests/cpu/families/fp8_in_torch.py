@@ -56,6 +56,6 @@ class Fp8InTorch(Fp8):
         self.ops = REFERENCE
         self._fp8 = self._skinny = Kernels  # type: ignore[assignment]
 
-    def scale_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         scale = matrix.abs().amax(1).clamp(min=1e-12) / 448.0
         return matrix.to(STORED) / scale[:, None], scale

@@ -29,6 +29,17 @@ class Routing:
     top_groups: int = 1
     group_members: int = 1  # a group is as good as the sum of so many of its best
     exact: bool = False  # logits in float32, whatever the model computes in: its scores decide by small differences
+    num_shared: int = 0  # experts behind the others that every token is sent to, after those it chose,
+    shared_gated: bool = False  # with the sigmoid of one more logit as weight; else with 1
+
+    @property
+    def num_sent(self) -> int:
+        """Experts a token is sent to."""
+        return self.top_k + self.num_shared
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_experts + self.shared_gated
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
                choice_bias: Tensor | None, routing: Routing,
                expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
-    as `route`. `router` is [experts, width]."""
+    as `route`. `router` is [logits, width]."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
     return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing, expert_scale)
 
@@ -32,9 +32,9 @@ def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routi
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing,
           expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """logits [tokens, experts], bias and expert_scale [experts] -> the chosen experts [tokens, top_k] int64, best
-    first, and their weights [tokens, top_k] float32."""
-    logits = logits.float()
+    """logits [tokens, logits], bias and expert_scale [experts] -> the chosen experts [tokens, top_k] int64, best first,
+    and their weights [tokens, top_k] float32; behind them the shared ones, where there are such."""
+    logits, gate = logits.float().split((routing.num_experts, int(routing.shared_gated)), 1)
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     ranks = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -45,7 +45,13 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing,
         weights = weights / weights.sum(-1, keepdim=True)
     if expert_scale is not None:
         weights = weights * expert_scale[chosen]
-    return chosen, weights if routing.scale == 1.0 else weights * routing.scale
+    weights = weights if routing.scale == 1.0 else weights * routing.scale
+    if not routing.num_shared:
+        return chosen, weights
+    shared = torch.arange(routing.num_experts, routing.num_experts + routing.num_shared, device=chosen.device)
+    gates = gate.sigmoid() if routing.shared_gated else torch.ones_like(weights[:, :1])
+    sizes = (len(chosen), routing.num_shared)
+    return torch.cat((chosen, shared.expand(sizes)), 1), torch.cat((weights, gates.expand(sizes)), 1)
 
 
 def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:

@@ -66,6 +66,7 @@ class Ops:
     norm_add: Callable[..., Tensor] | None = None  # see `RMSNorm.add_to`; None: one after the other
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
+    merges_shared: bool = False  # a shared expert is quicker as one of the experts than by itself
     captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
     captured_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
     fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
@@ -223,6 +224,7 @@ def _triton_ops(strict: bool) -> Ops:
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
         mamba2=recurrent.mamba2,
+        merges_shared=True,
         captures=True,
         captured_work=captured_work.CapturedWork,
         fused_linear=_Skinny(skinny.skinny_linear),
@@ -240,6 +242,7 @@ def _fixed_triton_ops() -> Ops:
         ops,
         norm_route=grouped.norm_route,
         run_experts=grouped.run_experts,
+        merges_shared=False,
         plan_recurrent=walks.plan_recurrent,
         gated_delta_net=walks.gated_delta_net,
         mamba2=walks.mamba2,

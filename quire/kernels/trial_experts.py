@@ -61,7 +61,7 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     """Logits may be worked out of the stream in float32, or of what the norm was rounded to, in either type: near ties
     fall one way or the other. Raises."""
     routing, width, dtype = shape.routing, shape.stream_width, shape.dtype
-    router = normal(device, dtype, routing.num_experts, width) * width**-0.5
+    router = normal(device, dtype, routing.num_logits, width) * width**-0.5
     stream = normal(device, dtype, FEW_TOKENS, width)
     norm = None if shape.norm_dtype is None else normal(device, shape.norm_dtype, width).abs_()
     router_bias = normal(device, dtype, routing.num_experts) if shape.router_bias else None
@@ -72,16 +72,17 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
     if x.is_meta:  # a rehearsal, see `compare`
         return
-    if not bool(((chosen >= 0) & (chosen < routing.num_experts)).all()):
+    num_there = routing.num_experts + routing.num_shared
+    if not bool(((chosen >= 0) & (chosen < num_there)).all()):
         raise ArithmeticError("it sends tokens to experts that are not there")
-    got = _by_expert(chosen, shares, routing.num_experts)
+    got = _by_expert(chosen, shares, num_there)
     exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
     true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
     compare(x, true_x, dtype)
     right = torch.zeros(FEW_TOKENS, dtype=torch.bool, device=device)
     of_rounded = (REFERENCE.norm_route(x.to(each[0].dtype), None, 0.0, *each)[1:] for each in (exact, weights))
     for choice in (best, *of_rounded):
-        true = _by_expert(choice[0], choice[1], routing.num_experts)
+        true = _by_expert(choice[0], choice[1], num_there)
         right |= (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
     if 4 * int(right.sum()) < 3 * FEW_TOKENS:
         raise ArithmeticError(f"it sends {int((~right).sum())} of {FEW_TOKENS} tokens elsewhere")
@@ -96,13 +97,15 @@ def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
 def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
     """More tokens than have kernels of their own, two that share an expert, and one alone. Raises."""
     routing, dtype = shape.routing, shape.dtype
-    filled = _spread(routing)
-    experts, there = _make_experts(shape, filled, device), torch.tensor(filled, device=device)
+    filled, shared = _spread(routing), list(range(routing.num_experts, routing.num_experts + routing.num_shared))
+    experts = _make_experts(shape, filled + shared, device)
+    there, always = (torch.tensor(which, dtype=torch.int64, device=device) for which in (filled, shared))
     for num_tokens in (FEW_TOKENS, 2, 1):
         preference = torch.rand(num_tokens, len(there), device=device)
         preference[:2, -1] = -1.0  # both go to the last expert
-        chosen = there[preference.argsort(1)[:, : routing.top_k]].int()
-        weights = torch.rand(num_tokens, routing.top_k, device=device)
+        chosen = there[preference.argsort(1)[:, : routing.top_k]]
+        chosen = torch.cat((chosen, always.expand(num_tokens, -1)), 1).int()
+        weights = torch.rand(num_tokens, routing.num_sent, device=device)
         x = normal(device, dtype, num_tokens, shape.width)
         residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None
         stream = None if residual is None else residual.clone()  # its memory may be taken
@@ -119,7 +122,8 @@ def _spread(routing: Routing) -> list[int]:
 
 
 def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.device) -> ExpertWeights:
-    num, inner, width, dtype = shape.routing.num_experts, shape.inner_width, shape.width, shape.dtype
+    num = shape.routing.num_experts + shape.routing.num_shared
+    inner, width, dtype = shape.inner_width, shape.width, shape.dtype
 
     def make(*size: int, scale: float = 1.0) -> Tensor:
         """[experts, ...]"""

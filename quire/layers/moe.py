@@ -113,6 +113,38 @@ class ExpertNames:
         """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
         return f"{self.prefix}.experts.{matrix}_proj.weight"
 
+    def of_shared(self, matrix: str) -> str:
+        return f"{self.prefix}.{self.shared}.{matrix}.weight"
+
+
+def count_merged(shape: MoEShape, ops: Ops) -> int:
+    """As how many experts the shared one is kept behind the others: every token's kernels then go through all of them
+    at once. 0: it is a block of its own, since the ops want it so or because it is not made of such experts."""
+    fits = ops.merges_shared and shape.activation.is_silu_mul and shape.shared_width % shape.inner_width == 0
+    return shape.shared_width // shape.inner_width if fits else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A form: some rows of a matrix."""
+
+    start: int
+    stop: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A form: some columns of a matrix."""
+
+    start: int
+    stop: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[:, self.start : self.stop]
+
 
 class Experts(nn.Module):
     """The weights of all experts of a layer."""
@@ -125,7 +157,8 @@ class Experts(nn.Module):
     down_scale: Tensor | None  # [experts * width] float32, likewise
 
     def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
-                 num_experts: int, activation: GatedActivation, scheme: Scheme):  # fmt: skip
+                 num_experts: int, activation: GatedActivation, scheme: Scheme, num_shared: int = 0):  # fmt: skip
+        """`num_shared`: how many, the last ones, the shared expert consists of."""
         super().__init__()
         if isinstance(scheme, PacksExperts):
             scheme.pack_experts(gate_up, num_experts)
@@ -137,25 +170,32 @@ class Experts(nn.Module):
         self.gate_up_scale = self.down_scale = None
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.num_experts = num_experts
+        self.num_shared = num_shared
         self.activation = activation
 
     @classmethod
-    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
-        """Experts that a checkpoint holds one by one, or stacked matrix by matrix."""
+    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
+                   num_shared: int = 0) -> Experts:  # fmt: skip
+        """Experts that a checkpoint holds one by one, or stacked matrix by matrix; behind them those that the shared
+        one is cut into."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        total = num + num_shared
         matrices = (names.gate, names.up)
+        gate_up, down = _shared_parts(names, shape, num_shared)
         one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
-        gate_up = Weight.stacked(one_by_one, (width,), dtype)
-        gate_up.others = (
-            tuple(
-                Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
-                for e in range(num)
-                for matrix, start in (("gate", 2 * e * inner), ("up", (2 * e + 1) * inner))
-            ),
+        gate_ups = Weight(
+            (total * 2 * inner, width), dtype, (*Weight.stacked(one_by_one, (width,), dtype).parts, *gate_up)
         )
-        down = Weight.stacked([(names.expert(e, names.down), width) for e in range(num)], (inner,), dtype)
-        down.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width),),)
-        return cls(gate_up, down, None, None, num, shape.activation, scheme)
+        stacked = (
+            Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
+            for e in range(num)
+            for matrix, start in (("gate", 2 * e * inner), ("up", (2 * e + 1) * inner))
+        )
+        gate_ups.others = ((*stacked, *gate_up),)
+        one_by_one = [(names.expert(e, names.down), width) for e in range(num)]
+        downs = Weight((total * width, inner), dtype, (*Weight.stacked(one_by_one, (inner,), dtype).parts, *down))
+        downs.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width), *down),)
+        return cls(gate_ups, downs, None, None, total, shape.activation, scheme, num_shared)
 
     @classmethod
     def from_two(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
@@ -225,8 +265,25 @@ class Experts(nn.Module):
         )
 
 
+def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple[list[Part], list[Part]]:
+    """Of gates and ups, and of downs: the shared expert's, cut into experts of the usual size. A checkpoint that has
+    the others in one tensor has this one by itself all the same."""
+    num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+    gate_up, down = [], []
+    for index in range(num_shared):
+        cut = (index * inner, (index + 1) * inner)
+        start = (num + index) * 2 * inner
+        for place, matrix in ((start, names.gate), (start + inner, names.up)):
+            rows = None if num_shared == 1 else Rows(*cut)
+            gate_up.append(Part(names.of_shared(matrix), (shape.shared_width, width), place, place + inner, form=rows))
+        columns = None if num_shared == 1 else Columns(*cut)
+        place = (num + index) * width
+        down.append(Part(names.of_shared(names.down), (width, shape.shared_width), place, place + width, form=columns))
+    return gate_up, down
+
+
 class SharedExpert(nn.Module):
-    """An expert every token goes through."""
+    """An expert every token goes through, as a block of its own."""
 
     def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
@@ -254,7 +311,7 @@ def _add_gated(stream: Tensor, out: Tensor, gate: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    router: Tensor  # [experts, width]; it decides by small differences, so it is never quantized
+    router: Tensor  # [logits, width]; it decides by small differences, so it is never quantized
     router_bias: Tensor | None
     choice_bias: Tensor | None
 
@@ -263,16 +320,22 @@ class MoE(nn.Module):
         """`experts`: where the checkpoint keeps them otherwise than one by one."""
         super().__init__()
         self.norm = norm
-        self.routing = shape.routing
         self.ops = ops
+        self.experts = experts or Experts.from_names(names, shape, dtype, scheme, count_merged(shape, ops))
+        merged = self.experts.num_shared
+        self.routing = replace(shape.routing, num_shared=merged, shared_gated=merged > 0 and shape.shared_gated)
         num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
-        self.router = Weight.whole(f"{router}.weight", (num, shape.width), dtype)
+        rows = [(f"{router}.weight", num)]
+        if self.routing.shared_gated:
+            rows.append((f"{names.prefix}.{names.shared_gate}.weight", 1))
+        self.router = Weight.stacked(rows, (shape.width,), dtype)
         self.router_bias = Weight.whole(f"{router}.bias", (num,), dtype) if shape.router_bias else None
         self.choice_bias = None
         if shape.choice_bias:
             self.choice_bias = Weight.whole(f"{names.prefix}.{names.choice_bias}", (num,), torch.float32)
-        self.experts = experts or Experts.from_names(names, shape, dtype, scheme)
-        self.shared = SharedExpert(names, shape, dtype, ops, scheme) if shape.shared_width else None
+        self.shared = None
+        if shape.shared_width and not merged:
+            self.shared = SharedExpert(names, shape, dtype, ops, scheme)
 
     def forward(self, stream: Tensor) -> Tensor:
         """stream [tokens, width] -> the stream with the experts' shares added"""
@@ -289,5 +352,6 @@ class MoE(nn.Module):
 
 def moe_activations(shape: MoEShape) -> int:
     """Elements a token has alive at one time between its products; what lies there may be kept in FP8 as well."""
+    num_sent = shape.routing.top_k + -(-shape.shared_width // shape.inner_width)  # the shared one, if it is merged
     of_experts = shape.inner_width + shape.inner_width // 2 + shape.width
-    return shape.routing.top_k * of_experts + 3 * shape.shared_width + 2 * shape.width
+    return num_sent * of_experts + 3 * shape.shared_width + 2 * shape.width

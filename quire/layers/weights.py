@@ -97,9 +97,16 @@ class Weight(nn.Parameter):
         return weight
 
     def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
-        """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits."""
+        """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits. Names that
+        all ways have in common tell nothing."""
         layouts = (self.parts, *self.others)
-        return next((parts for parts in layouts if any(part.name in names for part in parts)), self.parts)
+        if len(layouts) == 1:
+            return self.parts
+        common = set.intersection(*({part.name for part in parts} for parts in layouts))
+        for parts in layouts:
+            if any(part.name in names and part.name not in common for part in parts):
+                return parts
+        return self.parts
 
     @property
     def stored_bytes(self) -> int:

@@ -19,7 +19,7 @@ from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
 from quire.layers.gated_attention import GatedAttention
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import ExpertNames, Experts, MoE, MoEShape, moe_activations
+from quire.layers.moe import ExpertNames, Experts, MoE, MoEShape, count_merged, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
@@ -115,7 +115,7 @@ class QwenHybridModel(HybridModel):
                 mlp_norm = norm(f"{layer}.post_attention_layernorm")
                 if config.moe is not None and place // 2 not in config.dense_layers:
                     names = ExpertNames(f"{layer}.mlp")
-                    experts = _experts(names, config.moe, dtype, scheme)
+                    experts = _experts(names, config.moe, dtype, scheme, count_merged(config.moe, ops))
                     return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
                 return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype,
                                 scheme=scheme)  # fmt: skip
@@ -189,13 +189,14 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     return frozenset(index for index in range(num_layers) if index in named or (index + 1) % every)
 
 
-def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
-    """As usual; Qwen3.5 publishes all experts of a layer in two tensors, gates above ups."""
-    experts = Experts.from_names(names, shape, dtype, scheme)
+def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int) -> Experts:
+    """As usual; Qwen3.5 publishes all experts of a layer but the shared one in two tensors, gates above ups."""
+    experts = Experts.from_names(names, shape, dtype, scheme, num_shared)
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
     sizes = {"gate_up": (2 * inner, width), "down": (width, inner)}
     for name, weight in own_weights(experts):
         rows, columns = sizes[name]
         whole_tensor = Part(f"{names.prefix}.experts.{name}_proj", (num, rows, columns), 0, num * rows)
-        weight.others = (*weight.others, (whole_tensor,))
+        shared = (part for part in weight.parts if part.start >= num * rows)
+        weight.others = (*weight.others, (whole_tensor, *shared))
     return experts

@@ -18,6 +18,7 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -32,12 +33,13 @@ from quire.layers.moe import ExpertNames, MoE, MoEShape
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense
 from quire.layers.weights import iter_weights, put_weight
+from quire.models import loader
 from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loader import build_model
 from quire.types import QuireError
 from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
 from tests.cpu.families.gemma import GEMMA4, GEMMA4_EXPERTS, SIX_LAYERS, draw_routed
-from tests.cpu.families.harness import TINY, Family, save_checkpoint
+from tests.cpu.families.harness import TINY, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import load, make_engine
 from tests.cpu.tiny_gguf import write_gguf
@@ -127,6 +129,37 @@ def test_a_shared_expert_leaves_alone_what_the_others_read(is_normed: bool, is_g
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
+
+
+MERGED = {"deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2, "kimi_k2": 1, "qwen3_next": 1, "qwen3_5_moe_text": 2}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_a_shared_expert_is_some_of_the_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ops want it so, as on a GPU: the same logits."""
+    monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
+    reference = save_checkpoint(next(family for family in all_families() if family.name == name), tmp_path)
+    assert_equal(tmp_path, reference)
+    model: Any = load(tmp_path)
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    assert mixtures and all(each.shared is None and each.experts.num_shared == MERGED[name] for each in mixtures)
+
+
+def test_a_shared_expert_of_another_size_stays_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
+    config = Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=40)
+    assert_equal(tmp_path, save_checkpoint(Family("qwen2_moe", lambda: config, draw_sharp), tmp_path))
+
+
+def test_a_missing_shared_expert_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
+    config = Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=24)
+    save_checkpoint(Family("qwen2_moe", lambda: config, draw_sharp), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = "model.layers.1.mlp.shared_expert.up_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, tmp_path / "model.safetensors")
+    with pytest.raises(QuireError, match=f"lacks tensor {gone}"):
+        load(tmp_path)
 
 
 def test_missing_experts_are_named(tmp_path: Path) -> None:

@@ -241,8 +241,10 @@ def build(name: str, ops: Ops) -> Any:
 LATENT = LatentTrialShape(3, 32, 8, 16, torch.float32, torch.float32, 64, 12)
 GPT_OSS = ExpertsTrialShape(Routing(6, 2), 24, 24, 16, GatedActivation(1.702, 1.0, 7.0), torch.float32, torch.float32,
                             True, False, True, True)  # fmt: skip
-DEEPSEEK = ExpertsTrialShape(Routing(32, 4, "sigmoid", True, 2.5, 8, 2, 2, True), 24, 24, 16, GatedActivation(),
-                             torch.float32, torch.float32, choice_bias=True)  # fmt: skip
+DEEPSEEK = ExpertsTrialShape(Routing(32, 4, "sigmoid", True, 2.5, 8, 2, 2, True, num_shared=2), 24, 24, 16,
+                             GatedActivation(), torch.float32, torch.float32, choice_bias=True)  # fmt: skip
+QWEN3_NEXT = ExpertsTrialShape(Routing(16, 3, num_shared=1, shared_gated=True), 24, 24, 16, GatedActivation(),
+                               torch.float32, torch.float32)  # fmt: skip
 GEMMA4 = ExpertsTrialShape(Routing(8, 3), 24, 24, 16, GatedActivation(curve="gelu_tanh"), torch.float32, torch.float32,
                            residual=False, expert_scale=True)  # fmt: skip
 
@@ -279,8 +281,8 @@ def test_a_cache_in_fp8_has_no_second_path() -> None:
         assert refused.value.code == "kernel_failed" and "FP8" in refused.value.hint
 
 
-@pytest.mark.parametrize("shape", [GPT_OSS, DEEPSEEK, GEMMA4, replace(GPT_OSS, scaled=True)],
-                         ids=["gpt_oss", "deepseek", "gemma4", "fp8"])  # fmt: skip
+@pytest.mark.parametrize("shape", [GPT_OSS, DEEPSEEK, GEMMA4, QWEN3_NEXT, replace(GPT_OSS, scaled=True)],
+                         ids=["gpt_oss", "deepseek", "gemma4", "qwen3_next", "fp8"])  # fmt: skip
 def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> None:
     router, experts = expert_rows(shape, CPU)
     assert not row_fails(STAND_INS, router) and not row_fails(STAND_INS, experts)
@@ -300,6 +302,7 @@ def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> 
     wrong += [other_routing(num_groups=1), other_routing(normalise=False)] if shape is DEEPSEEK else []
     wrong += [without(4)] if shape.router_bias else []
     wrong += [without(7)] if shape is GEMMA4 else []
+    wrong += [other_routing(num_shared=0)] if shape.routing.num_shared else []
     assert all(row_fails(ops, router) for ops in wrong)
     if shape.gate_up_bias:
         changes: list[dict[str, Any]] = [{"activation": GatedActivation()}, {"gate_up_bias": None}, {"down_bias": None}]

@@ -20,22 +20,23 @@ ROUTINGS = (
     Routing(60, 4, normalise=False),
     Routing(160, 6, num_groups=8, top_groups=3, scale=16.0, normalise=False),
     Routing(32, 5, "sigmoid", True, 2.5, 4, 2, 2),
-    Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2),
+    Routing(256, 8, "sigmoid", True, 2.5, 8, 4, 2, num_shared=2),
+    Routing(16, 3, num_shared=1, shared_gated=True),
 )
 
 
 def check_route(where: Where) -> None:
     from quire.kernels.triton import route
 
-    for routing in ROUTINGS if where.large else ROUTINGS[:4]:
+    for routing in ROUTINGS if where.large else (*ROUTINGS[:3], replace(ROUTINGS[3], num_shared=3), ROUTINGS[5]):
         for biased in (False, True):
             bias = where.normal(routing.num_experts) * 0.1 if biased else None
             width = 2048 if where.large else 72
             for tokens in (1, 16, 17, 3000) if where.large else (3, 17 if routing.num_experts == 8 else 1):
                 stream = where.normal(tokens, width)
                 norm = where.normal(width) + 1
-                router = where.normal(routing.num_experts, width) * width**-0.5
-                router_bias = where.normal(routing.num_experts) if biased else None
+                router = where.normal(routing.num_logits, width) * width**-0.5
+                router_bias = where.normal(routing.num_logits) if biased else None
                 scale = None if biased else where.normal(routing.num_experts)
                 where.settle()
                 where.poison()

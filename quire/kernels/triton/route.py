@@ -36,7 +36,8 @@ def _route_kernel(
     logits_ptr, bias_ptr, expert_scale_ptr, chosen_ptr, weights_ptr, logits_stride, scale,
     TOP_K: tl.constexpr, TOP_BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
     NUM_MEMBERS: tl.constexpr, MEMBERS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    NUM_SHARED: tl.constexpr, SHARED: tl.constexpr, SHARED_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program; its experts lie as [groups, members]."""
     let_next_start(PDL)
@@ -97,16 +98,25 @@ def _route_kernel(
         weights = weights / total
     if SCALED:
         weights *= tl.load(expert_scale_ptr + chosen)
-    tl.store(chosen_ptr + token * TOP_K + places, chosen, mask=places < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + places, weights * scale, mask=places < TOP_K)
+    chosen_ptr += token * (TOP_K + NUM_SHARED)
+    weights_ptr += token * (TOP_K + NUM_SHARED)
+    tl.store(chosen_ptr + places, chosen, mask=places < TOP_K)
+    tl.store(weights_ptr + places, weights * scale, mask=places < TOP_K)
+    if NUM_SHARED > 0:
+        gate = 1.0
+        if SHARED_GATED:
+            gate = tl.sigmoid(tl.load(logits_ptr + token * logits_stride + NUM_GROUPS * NUM_MEMBERS).to(tl.float32))
+        places = tl.arange(0, SHARED)
+        tl.store(chosen_ptr + TOP_K + places, NUM_GROUPS * NUM_MEMBERS + places, mask=places < NUM_SHARED)
+        tl.store(weights_ptr + TOP_K + places, tl.zeros([SHARED], tl.float32) + gate, mask=places < NUM_SHARED)
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing,
           expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like `reference_experts.route`, with experts as int32."""
     num_tokens = logits.shape[0]
-    chosen = torch.empty(num_tokens, routing.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, routing.num_sent, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, routing.num_sent, dtype=torch.float32, device=logits.device)
     members = routing.num_experts // routing.num_groups
     _route_kernel[(num_tokens,)](
         logits, bias, expert_scale, chosen, weights, logits.stride(0), routing.scale,
@@ -114,7 +124,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing,
         GROUPS=triton.next_power_of_2(routing.num_groups), NUM_MEMBERS=members,
         MEMBERS=triton.next_power_of_2(members), TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_members,
         SOFTMAX=routing.score == "softmax", NORMALISE=routing.normalise, BIAS=bias is not None,
-        SCALED=expert_scale is not None, **launch_options(logits.device, num_warps=1),
+        SCALED=expert_scale is not None, NUM_SHARED=routing.num_shared,
+        SHARED=triton.next_power_of_2(max(routing.num_shared, 1)), SHARED_GATED=routing.shared_gated,
+        **launch_options(logits.device, num_warps=1),
     )  # fmt: skip
     return chosen, weights
 
@@ -122,7 +134,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing,
 @triton.jit
 def _norm_router_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, normed_ptr, logits_ptr, x_stride, width, eps,
-    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    NUM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token's norm, which the first program of a token also leaves for the experts, and BLOCK of its logits."""
     let_next_start(PDL)
@@ -130,7 +142,7 @@ def _norm_router_kernel(
     token = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < width
-    there = (experts < NUM_EXPERTS)[:, None]
+    there = (experts < NUM_LOGITS)[:, None]
     weight = tl.load(weight_ptr + experts[:, None] * width + columns, mask=there & inside, other=0.0)
     norm = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
@@ -140,8 +152,8 @@ def _norm_router_kernel(
         tl.store(normed_ptr + token * width + columns, x.to(normed_ptr.dtype.element_ty), mask=inside)
     logits = tl.sum(weight.to(tl.float32) * x, 1)
     if BIAS:
-        logits += tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)
-    tl.store(logits_ptr + token * NUM_EXPERTS + experts, logits, mask=experts < NUM_EXPERTS)
+        logits += tl.load(bias_ptr + experts, mask=experts < NUM_LOGITS, other=0.0).to(tl.float32)
+    tl.store(logits_ptr + token * NUM_LOGITS + experts, logits, mask=experts < NUM_LOGITS)
 
 
 def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
@@ -153,11 +165,11 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
         x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
         return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing, expert_scale)
     x = torch.empty_like(stream)
-    logits = torch.empty(num_tokens, routing.num_experts, dtype=torch.float32, device=stream.device)
+    logits = torch.empty(num_tokens, routing.num_logits, dtype=torch.float32, device=stream.device)
     block = 8 if width <= 2048 else 4
-    _norm_router_kernel[(triton.cdiv(routing.num_experts, block), num_tokens)](
+    _norm_router_kernel[(triton.cdiv(routing.num_logits, block), num_tokens)](
         stream, norm_weight, router, router_bias, x, logits, stream.stride(0), width, eps,
-        NUM_EXPERTS=routing.num_experts, BLOCK=block, WIDTH=triton.next_power_of_2(width),
+        NUM_LOGITS=routing.num_logits, BLOCK=block, WIDTH=triton.next_power_of_2(width),
         BIAS=router_bias is not None, **launch_options(stream.device, num_warps=4 if width <= 2048 else 8),
     )  # fmt: skip
     return x, *route(logits, choice_bias, routing, expert_scale)

@@ -40,8 +40,9 @@ SIGHT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
 
 
 def qwen3_next() -> Any:
-    """With experts in two of three layers, and one key head for two value heads."""
-    return transformers.Qwen3NextConfig(**{**TINY, **RECURRENT, **EXPERTS, "mlp_only_layers": [1]})
+    """With experts in two of three layers, one of them shared, and one key head for two value heads."""
+    shared = {"shared_expert_intermediate_size": 24}
+    return transformers.Qwen3NextConfig(**{**TINY, **RECURRENT, **EXPERTS, **shared, "mlp_only_layers": [1]})
 
 
 def qwen3_5_text() -> Any:
@@ -56,8 +57,10 @@ def qwen3_5() -> Any:
 
 
 def qwen3_5_moe_text() -> Any:
+    """With a shared expert as wide as two others."""
     fields = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    return transformers.Qwen3_5MoeTextConfig(**{**fields, **RECURRENT, **TWO_LAYERS, **EXPERTS})
+    shared = {"shared_expert_intermediate_size": 48}
+    return transformers.Qwen3_5MoeTextConfig(**{**fields, **RECURRENT, **TWO_LAYERS, **EXPERTS, **shared})
 
 
 def qwen3_5_moe() -> Any:

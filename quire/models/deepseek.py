@@ -19,9 +19,10 @@ from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, plan_attention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.latent import Form, LatentAttention, LatentShape, latent_spec
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
+from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude

@@ -21,10 +21,11 @@ from quire.kernels.curves import CURVES
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, AttentionShape, plan_attention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.experts import MoEShape
 from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.mlp import ACTIVATIONS, GatedMLP, check_activation
-from quire.layers.moe import MoEShape, moe_activations
+from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
+from quire.layers.experts import Experts, MoEShape, expert_activation
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import Experts, MoEShape, expert_activation
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.weights import Part, Scale, Weight

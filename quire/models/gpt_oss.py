@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from quire.kernels.experts import GatedActivation, Routing
 from quire.kernels.table import Ops
-from quire.layers.moe import ExpertNames, Experts, MoE, MoEShape, moe_activations
+from quire.layers.experts import ExpertNames, Experts, MoEShape
+from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.layers.weights import Form, Part, Weight

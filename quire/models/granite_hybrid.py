@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
+from quire.layers.experts import Experts, MoEShape
 from quire.layers.mlp import GatedMLP, MLPNames
-from quire.layers.moe import Experts, MoEShape, moe_activations
+from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import MambaOptions

@@ -15,7 +15,8 @@ from torch import nn
 
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
-from quire.layers.moe import ExpertNames, MoE, MoEShape, moe_activations
+from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.models.dense import DenseModel

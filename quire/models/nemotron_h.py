@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from quire.kernels.experts import GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionShape
+from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLPNames, PlainMLP, check_activation
-from quire.layers.moe import ExpertNames, Experts, MoEShape, moe_activations
+from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions

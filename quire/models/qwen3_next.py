@@ -17,9 +17,10 @@ from quire.kernels.experts import Routing
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
+from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
 from quire.layers.gated_attention import GatedAttention
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import ExpertNames, Experts, MoE, MoEShape, count_merged, moe_activations
+from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme

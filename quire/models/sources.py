@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.files.gguf import GGUFFile
+from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.moe import Experts
 from quire.layers.weights import Part, PartSource, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
 from quire.models.gguf_names import hf_name, style_of

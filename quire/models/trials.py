@@ -41,11 +41,12 @@ from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_lat
 from quire.kernels.trial_prompts import settle_prompts
 from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, settle_delta_net
 from quire.layers.attention import AttentionShape
+from quire.layers.experts import Experts
 from quire.layers.join import Join
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import Experts, MoE, SharedExpert
+from quire.layers.moe import MoE, SharedExpert
 from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant import Dense, Fp8
 from quire.layers.quant.scheme import Scaled

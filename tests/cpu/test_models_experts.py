@@ -29,7 +29,8 @@ from quire.kernels.dequant import dequantize_mxfp4
 from quire.kernels.experts import Routing, plain_matrix, quantize_matrix
 from quire.kernels.reference_experts import route, run_experts
 from quire.kernels.table import REFERENCE
-from quire.layers.moe import ExpertNames, MoE, MoEShape
+from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense
 from quire.layers.weights import iter_weights, put_weight

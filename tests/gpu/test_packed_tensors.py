@@ -10,7 +10,7 @@ import torch
 
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.table import REFERENCE, select_ops
-from quire.layers.moe import Experts
+from quire.layers.experts import Experts
 from quire.layers.weights import iter_weights
 from tests.cpu.families.harness import save_checkpoint
 from tests.cpu.rig import load

@@ -18,8 +18,8 @@ from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
+from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.moe import Experts
 from quire.models import loader
 from quire.types import SamplingParams
 from tests.cpu.families.decoded import decode_into

@@ -23,8 +23,8 @@ from quire.kernels.curves import Curve
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.native.library import BLOCK, ISAS, NotBuilt, open_native
 from quire.kernels.table import REFERENCE, Ops
+from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.moe import Experts
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import finished, normed
 from tests.cpu.families.decoded import decode_into

@@ -1,0 +1,277 @@
+"""A mixture's experts: its shape, where a checkpoint keeps them, and their weights. `moe` is the layer around them.
+
+All experts of a layer lie in two tensors, one expert below the other, whichever way the checkpoint keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.table import Ops
+from quire.layers.quant.scheme import Scheme
+from quire.layers.weights import Form, Part, Weight, put_weight
+from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.kernels.native.experts import PackedExperts
+
+SCALED_AT_ONCE = 1 << 24  # numbers
+
+
+@runtime_checkable
+class PacksExperts(Protocol):
+    """A scheme that does not keep experts as tensors."""
+
+    def pack_experts(self, weight: Weight, num_experts: int) -> None: ...
+
+
+@runtime_checkable
+class ScalesExperts(Protocol):
+    """A scheme that keeps experts in a smaller type, with a scale for each of their outputs."""
+
+    expert_dtype: torch.dtype
+
+    def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, columns] -> that in the smaller type, and its scales, [rows] float32"""
+
+
+@dataclass(frozen=True, slots=True)
+class MoEShape:
+    width: int
+    inner_width: int  # of one expert
+    routing: Routing
+    activation: GatedActivation = field(default_factory=GatedActivation)
+    shared_width: int = 0  # inner width of the shared expert; 0: there is none
+    shared_gated: bool = False  # the shared expert's output is weighted by a sigmoid of its own
+    router_bias: bool = False  # added to the logits
+    choice_bias: bool = False  # added to the scores for choosing only
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        if not 1 <= routing.top_k <= routing.num_experts:
+            raise _bad(f"{routing.top_k} experts a token can't be chosen from {routing.num_experts}")
+        if routing.num_experts % routing.num_groups:
+            raise _bad(f"{routing.num_experts} experts do not make {routing.num_groups} groups of equal size")
+        members = routing.num_experts // routing.num_groups
+        if not 1 <= routing.top_groups <= routing.num_groups or routing.top_groups * members < routing.top_k:
+            what = f"{routing.top_groups} of {routing.num_groups} groups of {members} experts"
+            raise _bad(f"{what} do not hold the {routing.top_k} experts a token is sent to")
+        if routing.num_groups > 1 and members < routing.group_members:
+            raise _bad(f"groups of {members} are judged by their best {routing.group_members}, which they do not have")
+
+
+def _bad(what: str) -> QuireError:
+    return QuireError("bad_config", f"{what}.", "Check config.json.")
+
+
+ACTIVATIONS = {  # by the names of config.json
+    "silu": GatedActivation(),
+    "swish": GatedActivation(),
+    "gelu_new": GatedActivation(curve="gelu_tanh"),
+    "gelu_pytorch_tanh": GatedActivation(curve="gelu_tanh"),
+}
+
+
+def expert_activation(name: str) -> GatedActivation:
+    if name not in ACTIVATIONS:
+        what = f"Activation {name!r} is not supported in experts."
+        raise QuireError("unsupported_model", what, f"Supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a checkpoint keeps a layer's mixture; all of it lies below `prefix`."""
+
+    prefix: str
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+    def below(self, layer: str) -> ExpertNames:
+        return replace(self, prefix=f"{layer}.{self.prefix}")
+
+    def expert(self, index: int, matrix: str) -> str:
+        return f"{self.prefix}.experts.{index}.{matrix}.weight"
+
+    def stacked(self, matrix: str) -> str:
+        """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
+        return f"{self.prefix}.experts.{matrix}_proj.weight"
+
+    def of_shared(self, matrix: str) -> str:
+        return f"{self.prefix}.{self.shared}.{matrix}.weight"
+
+
+def count_merged(shape: MoEShape, ops: Ops) -> int:
+    """As how many experts the shared one is kept behind the others: every token's kernels then go through all of them
+    at once. 0: it is a block of its own, since the ops want it so or because it is not made of such experts."""
+    fits = ops.merges_shared and shape.activation.is_silu_mul and shape.shared_width % shape.inner_width == 0
+    return shape.shared_width // shape.inner_width if fits else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A form: some rows of a matrix."""
+
+    start: int
+    stop: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A form: some columns of a matrix."""
+
+    start: int
+    stop: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[:, self.start : self.stop]
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer."""
+
+    gate_up: Tensor  # [experts * 2 * inner, width]; or, packed, a list of matrices in that order
+    down: Tensor  # [experts * width, inner]; or that
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_up_scale: Tensor | None  # [experts * 2 * inner] float32, where the scheme keeps experts scaled
+    down_scale: Tensor | None  # [experts * width] float32, likewise
+
+    def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
+                 num_experts: int, activation: GatedActivation, scheme: Scheme, num_shared: int = 0):  # fmt: skip
+        """`num_shared`: how many, the last ones, the shared expert consists of."""
+        super().__init__()
+        if isinstance(scheme, PacksExperts):
+            scheme.pack_experts(gate_up, num_experts)
+            scheme.pack_experts(down, num_experts)
+        if isinstance(scheme, ScalesExperts):
+            gate_up.stored = down.stored = scheme.expert_dtype
+        self.scheme = scheme
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_scale = self.down_scale = None
+        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.num_experts = num_experts
+        self.num_shared = num_shared
+        self.activation = activation
+
+    @classmethod
+    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
+                   num_shared: int = 0) -> Experts:  # fmt: skip
+        """Experts that a checkpoint holds one by one, or stacked matrix by matrix; behind them those that the shared
+        one is cut into."""
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        total = num + num_shared
+        matrices = (names.gate, names.up)
+        gate_up, down = _shared_parts(names, shape, num_shared)
+        one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
+        gate_ups = Weight(
+            (total * 2 * inner, width), dtype, (*Weight.stacked(one_by_one, (width,), dtype).parts, *gate_up)
+        )
+        stacked = (
+            Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
+            for e in range(num)
+            for matrix, start in (("gate", 2 * e * inner), ("up", (2 * e + 1) * inner))
+        )
+        gate_ups.others = ((*stacked, *gate_up),)
+        one_by_one = [(names.expert(e, names.down), width) for e in range(num)]
+        downs = Weight((total * width, inner), dtype, (*Weight.stacked(one_by_one, (inner,), dtype).parts, *down))
+        downs.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width), *down),)
+        return cls(gate_ups, downs, None, None, total, shape.activation, scheme, num_shared)
+
+    @classmethod
+    def from_two(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
+                 down_form: Form | None = None) -> Experts:  # fmt: skip
+        """Experts that a checkpoint holds in two tensors of these names, gates above ups."""
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+        above = Part(gate_up, (num, 2 * inner, width), 0, num * 2 * inner)
+        below = Part(down, (num, width, inner), 0, num * width, form=down_form)
+        return cls(
+            Weight((num * 2 * inner, width), dtype, (above,)), Weight((num * width, inner), dtype, (below,)), None,
+            None, num, shape.activation, scheme,
+        )  # fmt: skip
+
+    @property
+    def is_scaled(self) -> bool:
+        return isinstance(self.scheme, ScalesExperts)
+
+    def finish(self) -> None:
+        """The loader calls this once the weights are real."""
+        if isinstance(self.scheme, ScalesExperts):
+            self._scale("gate_up", self.scheme)
+            self._scale("down", self.scheme)
+
+    def _scale(self, name: str, scheme: ScalesExperts) -> None:
+        """Some rows at a time: what is in memory twice, or wider, is little."""
+        plain = getattr(self, name).data
+        scaled = torch.empty(plain.shape, dtype=scheme.expert_dtype, device=plain.device)
+        scales = torch.empty(len(plain), dtype=torch.float32, device=plain.device)
+        step = max(1, SCALED_AT_ONCE // plain.shape[1])
+        for first in range(0, len(plain), step):
+            rows = slice(first, first + step)
+            scaled[rows], scales[rows] = scheme.scale_rows(plain[rows])
+        put_weight(self, name, scaled)
+        setattr(self, f"{name}_scale", scales)
+
+    def weights(self) -> ExpertWeights | PackedExperts:
+        num = self.num_experts
+        if isinstance(self.gate_up, list):
+            return self._packed
+        return ExpertWeights(
+            self.gate_up.view(num, -1, self.gate_up.shape[1]),
+            self.down.view(num, -1, self.down.shape[1]),
+            self._by_expert(self.gate_up_bias),
+            self._by_expert(self.down_bias),
+            self.activation,
+            self._by_expert(self.gate_up_scale),
+            self._by_expert(self.down_scale),
+        )
+
+    def _by_expert(self, line: Tensor | None) -> Tensor | None:
+        return None if line is None else line.view(self.num_experts, -1)
+
+    @cached_property
+    def _packed(self) -> PackedExperts:
+        from quire.kernels.native.experts import PackedExperts
+        from quire.kernels.native.matrix import PackedLinear
+
+        num = self.num_experts
+
+        def linears(matrices: Any, bias: Tensor | None) -> list[PackedLinear]:
+            count = len(matrices) // num
+            biases: Any = [None] * num if bias is None else bias.view(num, -1)
+            return [PackedLinear(matrices[e * count : (e + 1) * count], biases[e]) for e in range(num)]
+
+        return PackedExperts(
+            linears(self.gate_up, self.gate_up_bias), linears(self.down, self.down_bias), self.activation
+        )
+
+
+def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple[list[Part], list[Part]]:
+    """Of gates and ups, and of downs: the shared expert's, cut into experts of the usual size. A checkpoint that has
+    the others in one tensor has this one by itself all the same."""
+    num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+    gate_up, down = [], []
+    for index in range(num_shared):
+        cut = (index * inner, (index + 1) * inner)
+        start = (num + index) * 2 * inner
+        for place, matrix in ((start, names.gate), (start + inner, names.up)):
+            rows = None if num_shared == 1 else Rows(*cut)
+            gate_up.append(Part(names.of_shared(matrix), (shape.shared_width, width), place, place + inner, form=rows))
+        columns = None if num_shared == 1 else Columns(*cut)
+        place = (num + index) * width
+        down.append(Part(names.of_shared(names.down), (width, shape.shared_width), place, place + width, form=columns))
+    return gate_up, down

@@ -209,8 +209,8 @@ def _tune_few(num_rows: int, out_features: int, in_features: int, element_size: 
         return SkinnyTuning(16, 256, 4, 6) if out_features <= 2048 else SkinnyTuning(32, 256, 4, 6)
     if out_features <= 1024:
         return SkinnyTuning(32, 256, 4, 4)
-    if out_features < min(4096, in_features):  # programs are few, whatever they take: what counts is how long they are
-        return SkinnyTuning(64, 128, 4, 5)
+    # Where outputs are few and inputs many, larger blocks are quicker by themselves, but not in a model: small programs
+    # start beside those of the kernel before.
     return SkinnyTuning(16, 256, 2, 6) if out_features <= 4096 else SkinnyTuning(16, 512, 2, 3)
 
 

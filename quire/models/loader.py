@@ -28,7 +28,7 @@ from quire.models.fallback import FallbackModel
 from quire.models.fallback_names import OwnNames
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
-from quire.models.packed_tensors import read_fp8_block
+from quire.models.packed_tensors import has_mxfp4, read_fp8_block
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.shards import SafetensorsCheckpoint
 from quire.models.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
@@ -130,10 +130,13 @@ def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtyp
     notes = list(getattr(model, "notes", ()))
     if text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
     if read_fp8_block(hf_config) is not None and quant == "none":
-        can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
         keeps = " (`--quant fp8` keeps linear layers and experts so)" if can_keep else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
+    if has_mxfp4(hf_config) and quant == "none":
+        keeps = " (`--quant fp8` keeps them in half of that, and loses nothing of them)" if can_keep else ""
+        notes.append(f"{files.name} has experts in MXFP4; they are decoded to {dtype} while they are read{keeps}.")
     return notes
 
 

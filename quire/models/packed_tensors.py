@@ -65,6 +65,11 @@ def read_fp8_block(hf_config: Mapping[str, Any]) -> Block | None:
     return block[0], block[1]
 
 
+def has_mxfp4(hf_config: Mapping[str, Any]) -> bool:
+    quantized = hf_config.get("quantization_config")
+    return isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+
+
 def find_packed(entries: Mapping[str, TensorEntry], block: Block | None) -> dict[str, Packed]:
     """Those of a file's tensors that are, by name. `block`: of tensors in FP8; None: there should be none."""
     found = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire.files.source import resolve_model
 from quire.layers.weights import PartSource
-from quire.models.loader import LoadedModel, load_model
+from quire.models.loader import LoadedModel, list_notes, load_model
 from quire.models.shards import SafetensorsCheckpoint
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, save_checkpoint
@@ -218,3 +219,13 @@ def test_what_becomes_of_it_is_said(tmp_path: Path) -> None:
     pack_folder(tmp_path, (16, 32))
     with pytest.warns(UserWarning, match="is in FP8; its weights are decoded to float32"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "words"), [("fp8", "keeps linear layers and experts so"),
+                                               ("mxfp4", "keeps them in half of that")])  # fmt: skip
+def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> None:
+    files: Any = SimpleNamespace(name="it", config={})
+    config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
+    for device, quant, said in (("cuda", "none", True), ("cuda", "fp8", False), ("cpu", "none", False)):
+        notes = list_notes(None, files, config, "bfloat16", torch.device(device), quant)
+        assert (f"`--quant fp8` {words}" in "".join(notes)) is said

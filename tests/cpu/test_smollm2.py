@@ -14,6 +14,7 @@ import torch
 
 from quire import LLM, QuireError, SamplingParams
 from quire.files.source import resolve_model
+from tests.cpu.tiny_gguf import quick_reading
 
 QUESTIONS = [
     "Why is the sky blue?", "Name three rivers in Europe.", "What is 12 + 30?", "Write a haiku about rain.",
@@ -43,7 +44,10 @@ def test_greedy_tokens_equal_transformers(llm: LLM, model_file: Path) -> None:
     """Teacher-forced: if at every place transformers' best token is ours, its greedy output is ours too."""
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(model_file.parent, gguf_file=model_file.name, dtype=torch.float32)
+    with quick_reading():
+        reference = AutoModelForCausalLM.from_pretrained(
+            model_file.parent, gguf_file=model_file.name, dtype=torch.float32
+        )
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS], params)
     for question, output in zip(QUESTIONS, outputs, strict=True):

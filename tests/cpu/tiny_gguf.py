@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -114,6 +117,19 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, types: dict[s
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
             return
     writer.add_tensor(name, array)
+
+
+@contextmanager
+def quick_reading() -> Iterator[None]:
+    """Meanwhile others read a large file in a third of the time: gguf cuts a vocabulary out of a memory map, string by
+    string, which is cheaper out of an array over the same bytes, and transformers has one table of names made anew for
+    each of a model's modules."""
+    mapped = np.memmap
+    with (
+        patch.object(np, "memmap", lambda *args, **how: np.asarray(mapped(*args, **how))),
+        patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        yield
 
 
 def transformers_from_gguf(path: Path) -> Any:

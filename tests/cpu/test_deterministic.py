@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.kernels import fixed, fixed_experts, reference, reference_attention, reference_experts
 from quire.kernels.angles import angle_tables
@@ -28,7 +29,7 @@ from quire.models.registry import Model
 from quire.sampling.noise import Noise
 from quire.sampling.sampler import Sampler
 from quire.types import QuireError, Request, SamplingParams
-from tests.cpu.bits import as_bits, run, same, spied
+from tests.cpu.bits import Logits, as_bits, run, same, spied
 from tests.cpu.families.harness import all_families, model_type, save_checkpoint
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import CPU, make_request
@@ -133,6 +134,7 @@ def compare(model: Model) -> None:
     prefixes = all(spec.kind == "paged" for spec in model.specs)  # a state is kept every thousand tokens
     make: Callable[[], list[Request]] = lambda: make_requests(random.Random(11), 32)  # noqa: E731
     outputs: dict[str, list[int]] = {}
+    engines: list[tuple[Engine, Logits]] = []
     engine, alone = spied(model, prefix_cache=False)
     for request in make()[:NUM_ALONE]:
         outputs |= run(engine, [request])
@@ -143,13 +145,13 @@ def compare(model: Model) -> None:
         {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "preemption": "recompute"},
     ):
         engine, seen = spied(model, **knobs)
+        engines.append((engine, seen))
         found = run(engine, make())
         assert {name: found[name] for name in outputs} == outputs
         same({place: seen[place] for place in alone}, alone)
         if knobs.get("num_pages") and pages:
             assert engine.scheduler.stats.preemptions, "the pool was meant to be too small"
-    engine, seen = spied(model, max_rows=32, max_batch_tokens=512)
-    run(engine, make())
+    engine, seen = engines[0]  # which has kept them all
     seen.clear()
     cold = engine.scheduler.cache.stats.hit_tokens
     found = run(engine, make())

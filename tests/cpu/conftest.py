@@ -17,6 +17,13 @@ def native(request: pytest.FixtureRequest) -> Native:
     return open_or_skip(request.param)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _torch_has_one_thread() -> None:
+    """As beside the native kernels, so that it does not depend on whether a test before made an engine. Two workers'
+    threads get in each other's way, and tensors as small as the tests' are not worth a second one."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _inference_mode_ends_with_its_test() -> Iterator[None]:
     """Left on, it would change what later tests of the process see."""

@@ -22,6 +22,7 @@ from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+NUM_THREADS = torch.get_num_threads()  # for the native kernels, which go by torch's when a model is loaded
 
 
 def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: str = "float32", **how: Any) -> Model:
@@ -29,7 +30,12 @@ def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: 
     if device.type == "cpu" and not how.get("deterministic"):
         how.setdefault("kernels", os.environ.get("TEST_KERNELS", "auto"))
     files = resolve_model(str(folder))
-    return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how).model
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    try:
+        return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how).model
+    finally:
+        torch.set_num_threads(before)
 
 
 def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:

@@ -37,7 +37,9 @@ def sum_in_float64() -> None:
 def patch_once() -> None:
     """Whenever a kernel calls a function, the interpreter goes through Triton's language anew for what it must replace,
     though the launch has replaced it and puts it back only at its end: a third of all time. Here that is done once
-    per launch for each part of the language."""
+    per launch for each part of the language. Of a Triton whose interpreter is made otherwise nothing is changed."""
+    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope")):
+        return
     patch = interpreter._patch_lang
     replaced: set[ModuleType] = set()
 

@@ -154,6 +154,7 @@ def _load_with(findings: Findings, config: Config, files: ModelFiles, device: to
         findings=findings,
         progress=progress,
     )
+    release_memory(device)  # of weights that were made smaller once read: the plan below counts what is free
     engine, memory = build_engine(
         loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
         on_failure=doubt,

@@ -33,10 +33,10 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels import compile_worker
 from quire.kernels.table import select_ops
-from quire.layers.linear import Linear
 from quire.models.fallback import FallbackModel
 from quire.models.loader import read_config, settle_model
 from quire.models.registry import find_family, find_model_type
+from quire.models.sources import finish_module
 from quire.runtime.graphs import decode_rows, graph_sizes
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner, step_sizes
@@ -121,8 +121,7 @@ def rehearse(config: Config) -> Iterator[None]:
     free = torch.cuda.get_device_properties().total_memory
     memory = plan_cache(model, config, limits, CUDA, free, max_len)
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.finish()  # as when weights have been read
+        finish_module(module)  # as when weights have been read
     specs = list(model.specs)
     store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
     rows = DeviceRows(limits.max_rows, max_len, specs, META)

@@ -72,10 +72,12 @@ class ExpertWeights:
 
 def quantize_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns] in FP8, and what each row is to be multiplied with, [rows] float32. Scales are powers of two, so
-    that numbers of few bits, as MXFP4 has, stay what they were unless a row has them further apart than FP8 can."""
+    that numbers of few bits, as MXFP4 has, stay what they were unless a row has them further apart than FP8 can. Of a
+    row with NaN or infinity nothing is left but NaN."""
     matrix = matrix.float()
-    exponents = torch.frexp(matrix.abs().amax(1).clamp_(min=1e-30) / LARGEST_FP8).exponent
-    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    most = matrix.abs().amax(1)
+    exponents = torch.frexp(most.clamp(min=1e-30) / LARGEST_FP8).exponent
+    scales = torch.ldexp(torch.ones_like(most), exponents) + 0.0 * most
     return (matrix / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 

@@ -137,8 +137,9 @@ def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.dev
             return plain, None
         scaled = torch.empty(plain.shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(plain.shape[:2], dtype=torch.float32, device=device)
-        for expert in filled:
-            scaled[expert], scales[expert] = quantize_matrix(plain[expert])
+        for expert in filled:  # rows so different that one can't have another's scale
+            sizes = torch.randint(-1, 2, (plain.shape[1], 1), device=device)
+            scaled[expert], scales[expert] = quantize_matrix(plain[expert] * 2.0**sizes)
         return scaled, scales
 
     gate_up, gate_up_scale = scale(make(2 * inner, width, scale=width**-0.5))

@@ -54,6 +54,8 @@ class MoEShape:
 
     def __post_init__(self) -> None:
         routing = self.routing
+        if self.shared_width < 0:
+            raise _bad(f"a shared expert of width {self.shared_width} can't be made")
         if not 1 <= routing.top_k <= routing.num_experts:
             raise _bad(f"{routing.top_k} experts a token can't be chosen from {routing.num_experts}")
         if routing.num_experts % routing.num_groups:
@@ -115,8 +117,9 @@ class ExpertNames:
 def count_merged(shape: MoEShape, ops: Ops) -> int:
     """As how many experts the shared one is kept behind the others: every token's kernels then go through all of them
     at once. 0: it is a block of its own, since the ops want it so or because it is not made of such experts."""
-    fits = ops.merges_shared and shape.activation.is_silu_mul and shape.shared_width % shape.inner_width == 0
-    return shape.shared_width // shape.inner_width if fits else 0
+    fits = shape.activation.is_silu_mul and shape.shared_width % shape.inner_width == 0
+    fits = fits and not (shape.router_bias and shape.shared_gated)  # which has none for its gate
+    return shape.shared_width // shape.inner_width if fits and ops.merges_shared else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +155,20 @@ class Experts(nn.Module):
     down_scale: Tensor | None  # [experts * width] float32, likewise
 
     def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
-                 num_experts: int, activation: GatedActivation, scheme: Scheme, num_shared: int = 0):  # fmt: skip
-        """`num_shared`: how many, the last ones, the shared expert consists of."""
+                 num_entries: int, activation: GatedActivation, scheme: Scheme, num_shared: int = 0):  # fmt: skip
+        """`num_entries`: experts, those included that the shared one consists of: the last `num_shared`."""
         super().__init__()
         if isinstance(scheme, PacksExperts):
-            scheme.pack_experts(gate_up, num_experts)
-            scheme.pack_experts(down, num_experts)
+            scheme.pack_experts(gate_up, num_entries)
+            scheme.pack_experts(down, num_entries)
         if isinstance(scheme, ScalesExperts):
-            gate_up.stored = down.stored = scheme.expert_dtype
+            gate_up.store_scaled(scheme.expert_dtype)
+            down.store_scaled(scheme.expert_dtype)
         self.scheme = scheme
         self.gate_up, self.down = gate_up, down
         self.gate_up_scale = self.down_scale = None
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
-        self.num_experts = num_experts
+        self.num_entries = num_entries
         self.num_shared = num_shared
         self.activation = activation
 
@@ -227,7 +231,7 @@ class Experts(nn.Module):
         setattr(self, f"{name}_scale", scales)
 
     def weights(self) -> ExpertWeights | PackedExperts:
-        num = self.num_experts
+        num = self.num_entries
         if isinstance(self.gate_up, list):
             return self._packed
         return ExpertWeights(
@@ -241,14 +245,14 @@ class Experts(nn.Module):
         )
 
     def _by_expert(self, line: Tensor | None) -> Tensor | None:
-        return None if line is None else line.view(self.num_experts, -1)
+        return None if line is None else line.view(self.num_entries, -1)
 
     @cached_property
     def _packed(self) -> PackedExperts:
         from quire.kernels.native.experts import PackedExperts
         from quire.kernels.native.matrix import PackedLinear
 
-        num = self.num_experts
+        num = self.num_entries
 
         def linears(matrices: Any, bias: Tensor | None) -> list[PackedLinear]:
             count = len(matrices) // num

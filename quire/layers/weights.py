@@ -84,7 +84,8 @@ class Weight(nn.Parameter):
 
     parts: tuple[Part, ...]
     others: tuple[tuple[Part, ...], ...]  # other ways in which checkpoints hold the same weight
-    stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading
+    stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading,
+    is_scaled: bool  # with a float32 for each of its rows
     packing: Packing | None  # where it ends up as something else than a tensor
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...],
@@ -93,8 +94,13 @@ class Weight(nn.Parameter):
         weight.parts = parts
         weight.others = others
         weight.stored = dtype
+        weight.is_scaled = False
         weight.packing = None
         return weight
+
+    def store_scaled(self, dtype: torch.dtype) -> None:
+        """It ends up in this type, with a scale for each row."""
+        self.stored, self.is_scaled = dtype, True
 
     def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
         """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits. Names that
@@ -110,7 +116,9 @@ class Weight(nn.Parameter):
 
     @property
     def stored_bytes(self) -> int:
-        return math.prod(self.shape) * self.stored.itemsize if self.packing is None else self.packing.num_bytes
+        if self.packing is not None:
+            return self.packing.num_bytes
+        return math.prod(self.shape) * self.stored.itemsize + (4 * self.shape[0] if self.is_scaled else 0)
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:

@@ -72,7 +72,9 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
     for note in list_notes(model, files, hf_config, dtype, device, quant):
         warnings.warn(note, stacklevel=2)
-    num_bytes = _check_fits(weights_bytes(model), device, files.name, quant)
+    can_shrink = device.type == "cuda" and quant == "none" and kernels != "torch" and not deterministic
+    can_shrink = can_shrink and not isinstance(model, FallbackModel)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name, can_shrink)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -135,7 +137,7 @@ def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtyp
         keeps = " (`--quant fp8` keeps linear layers and experts so)" if can_keep else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     if has_mxfp4(hf_config) and quant == "none":
-        keeps = " (`--quant fp8` keeps them in half of that, and loses nothing of them)" if can_keep else ""
+        keeps = " (`--quant fp8` keeps them in half of that, as good as exactly)" if can_keep else ""
         notes.append(f"{files.name} has experts in MXFP4; they are decoded to {dtype} while they are read{keeps}.")
     return notes
 
@@ -291,12 +293,12 @@ def _resolve_len(requested: int | None, max_positions: int) -> int:
     return requested or max_positions
 
 
-def _check_fits(num_bytes: int, device: torch.device, name: str, quant: str) -> int:
+def _check_fits(num_bytes: int, device: torch.device, name: str, can_shrink: bool) -> int:
     free = available_memory(device)
     if num_bytes > free:
         what = (
             f"{name} needs {format_bytes(num_bytes)} for its weights, but only {format_bytes(free)} of memory is free."
         )
-        smaller = "`--quant fp8`" if device.type == "cuda" and quant == "none" else "a smaller dtype"
+        smaller = "`--quant fp8`" if can_shrink else "a smaller dtype"
         raise QuireError("model_too_large", what, f"Use a smaller model or {smaller}, or free some memory.")
     return num_bytes

@@ -59,8 +59,14 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
             put_weight(module, name, value)
             done[weight.parts, weight.stored, weight.stored_bytes] = weight.stored_bytes
             on_bytes(sum(done.values()))
-        if isinstance(module, Linear | Experts):
-            module.finish()
+            value = None  # or what is replaced below stays in memory meanwhile
+        finish_module(module)
+
+
+def finish_module(module: nn.Module) -> None:
+    """What a module has left to do once its weights are real."""
+    if isinstance(module, Linear | Experts):
+        module.finish()
 
 
 def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:

@@ -66,6 +66,10 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
     assert len(told) > 200
     by_start = [[kernel["name"] for kernel in start["told"]] for start in starts.values()]
     assert max(names.count("_few_down_kernel") for names in by_start) == 2, "one token's experts, and a few tokens'"
+    in_fp8 = starts["qwen3_moe {'quant': 'fp8'}"]["told"]
+    experts = [kernel for kernel in in_fp8 if kernel["name"] in ("_grouped_kernel", "_few_down_kernel")]
+    weights = [json.loads(kernel["data"])["signature"]["weight_ptr"] for kernel in experts]
+    assert weights == ["*fp8e4nv"] * 5, "of a trial and of steps"
     (work,) = ask("work", [told])
     missed = {name for start in starts.values() for name in start["names"]} - {*work["names"]}
     assert not missed, f"{len(missed)} of {len(told)} would lie elsewhere"

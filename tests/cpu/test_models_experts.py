@@ -25,6 +25,7 @@ from transformers import (
 from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
+from quire.kernels import table
 from quire.kernels.dequant import dequantize_mxfp4
 from quire.kernels.experts import Routing, plain_matrix, quantize_matrix
 from quire.kernels.reference_experts import route, run_experts
@@ -39,6 +40,7 @@ from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loader import build_model
 from quire.types import QuireError
 from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
+from tests.cpu.families.fp8_in_torch import Fp8InTorch
 from tests.cpu.families.gemma import GEMMA4, GEMMA4_EXPERTS, SIX_LAYERS, draw_routed
 from tests.cpu.families.harness import TINY, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
@@ -135,15 +137,24 @@ def test_a_shared_expert_leaves_alone_what_the_others_read(is_normed: bool, is_g
 MERGED = {"deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2, "kimi_k2": 1, "qwen3_next": 1, "qwen3_5_moe_text": 2}
 
 
+@pytest.mark.parametrize("scheme", ["plain", "fp8"])
 @pytest.mark.parametrize("name", MERGED)
-def test_a_shared_expert_is_some_of_the_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ops want it so, as on a GPU: the same logits."""
+def test_a_shared_expert_is_some_of_the_experts(name: str, scheme: str, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Where ops want it so, as on a GPU: the same logits, also in FP8 with all bits kept."""
     monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
+    if scheme == "fp8":
+        monkeypatch.setattr(loader, "_choose_scheme", lambda *args: (torch.float32, Fp8InTorch()))
     reference = save_checkpoint(next(family for family in all_families() if family.name == name), tmp_path)
     assert_equal(tmp_path, reference)
     model: Any = load(tmp_path)
     mixtures = [module for module in model.modules() if isinstance(module, MoE)]
     assert mixtures and all(each.shared is None and each.experts.num_shared == MERGED[name] for each in mixtures)
+
+
+def test_the_deterministic_mode_merges_nothing() -> None:
+    pytest.importorskip("triton")
+    assert table._triton_ops(strict=True).merges_shared and not table._fixed_triton_ops().merges_shared
 
 
 def test_a_shared_expert_of_another_size_stays_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +248,13 @@ def test_mxfp4_numbers_stay_what_they_are_in_fp8() -> None:
     assert torch.equal(plain_matrix(*quantize_matrix(matrix), torch.float32), matrix)
 
 
+def test_what_is_no_number_is_none_in_fp8() -> None:
+    matrix = torch.ones(3, 32)
+    matrix[0, 5], matrix[1, 7] = torch.inf, torch.nan
+    got = plain_matrix(*quantize_matrix(matrix), torch.float32)
+    assert got[:2].isnan().all() and torch.equal(got[2], matrix[2])
+
+
 def test_other_numbers_are_rounded_to_fp8() -> None:
     matrix = torch.randn(50, 64, generator=torch.Generator().manual_seed(6)) * torch.logspace(-6, 3, 50)[:, None]
     values, scales = quantize_matrix(matrix)
@@ -312,6 +330,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 BAD_LATENT: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"n_group": 5}, "12 experts do not make 5 groups"),
+    "shared": ({"n_shared_experts": -1}, "n_shared_experts|shared expert of width -24"),
     "few groups": ({"num_experts_per_tok": 7}, "2 of 4 groups of 3 experts do not hold the 7"),
     "small groups": ({"n_group": 12, "topk_group": 6}, "groups of 1 are judged by their best 2"),
     "method": ({"topk_method": "lottery"}, "topk_method='lottery'"),

@@ -61,20 +61,27 @@ def softplus(x):
 
 
 @triton.jit
-def _convolve(x_ptr, ring_ptr, conv_ptr, bias_ptr, channels, inside, position, writes, CHANNELS: tl.constexpr,
-              TAPS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """SiLU of these channels' convolution at `position`, float32. Its own entry of the ring is written, the others are
-    read: nobody reads what is written here before the next step."""
-    now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-    total = now * tl.load(conv_ptr + channels * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+def _past(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+          BIAS: tl.constexpr):  # fmt: skip
+    """What these channels' convolution at `position` has from before, and what its own input is multiplied with."""
+    total = tl.zeros(channels.shape, tl.float32)
     for age in tl.static_range(1, TAPS):
         place = (position + TAPS - age) % TAPS
         before = tl.load(ring_ptr + place * CHANNELS + channels, mask=inside, other=0.0)
         total += before * tl.load(conv_ptr + channels * TAPS + TAPS - 1 - age, mask=inside, other=0.0).to(tl.float32)
-    tl.store(ring_ptr + (position % TAPS) * CHANNELS + channels, now, mask=inside & writes)
     if BIAS:
         total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-    return silu(total)
+    return total, tl.load(conv_ptr + channels * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolve(x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr,
+              TAPS: tl.constexpr):  # fmt: skip
+    """SiLU of the whole of it, float32. Its own entry of the ring is written, which nobody reads before the next
+    step."""
+    now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    tl.store(ring_ptr + (position % TAPS) * CHANNELS + channels, now, mask=inside & writes)
+    return silu(past + now * tap)
 
 
 @triton.jit
@@ -96,7 +103,10 @@ def _step_kernel(
     in_key = keys < KEY
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    wait_for_inputs(PDL)
+    # Where rows stand is older than this step's products, and a layer's state than the step: both are asked for while
+    # the kernel before, which makes x, is still at work. (Torch's kernel that looks up embeddings has waited for all
+    # before it.) The convolution's part of it only where programs are few: registers are worth more to many.
+    EARLY: tl.constexpr = NUM_BLOCKS == 1
     row = place
     token = place.to(tl.int64)
     if INDEXED:
@@ -110,6 +120,19 @@ def _step_kernel(
     Q: tl.constexpr = 0 if DELTA else HEADS * VALUE + GROUPS * KEY
     K: tl.constexpr = GROUPS * KEY if DELTA else HEADS * VALUE
     V: tl.constexpr = 2 * GROUPS * KEY if DELTA else 0
+    q_channels = Q + group * KEY + keys
+    k_channels = K + group * KEY + keys
+    first_values = tl.arange(0, VALUE_BLOCK)
+    v_channels = V + head * VALUE + first_values
+    matrix_ptr = state_ptr + head * (VALUE * KEY) + first_values[:, None] * KEY + keys[None, :]
+    # The first rows are asked for before anything is worked out, the next ones before the last are done with.
+    ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
+    if EARLY:
+        q_past, q_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        k_past, k_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        v_past, v_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, first_values < VALUE, position, CHANNELS,
+                              TAPS, BIAS)  # fmt: skip
+    wait_for_inputs(PDL)
     if DELTA:
         mixed_ptr = x_ptr
         beta = tl.sigmoid(tl.load(x_ptr + CHANNELS + HEADS * VALUE + head).to(tl.float32))
@@ -119,14 +142,11 @@ def _step_kernel(
         dt = softplus(tl.load(x_ptr + HEADS * VALUE + CHANNELS + head).to(tl.float32) + dt_bias)
         dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
         skip = tl.load(skip_ptr + head).to(tl.float32)
-    first_values = tl.arange(0, VALUE_BLOCK)
-    matrix_ptr = state_ptr + head * (VALUE * KEY) + first_values[:, None] * KEY + keys[None, :]
-    # The first rows are asked for before anything is worked out, the next ones before the last are done with.
-    ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
-    q = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, Q + group * KEY + keys, in_key, position, writes,
-                  CHANNELS, TAPS, BIAS)  # fmt: skip
-    k = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, K + group * KEY + keys, in_key, position, writes,
-                  CHANNELS, TAPS, BIAS)  # fmt: skip
+    if not EARLY:
+        q_past, q_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        k_past, k_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
+    q = _convolve(mixed_ptr, ring_ptr, q_channels, in_key, position, writes, q_past, q_tap, CHANNELS, TAPS)
+    k = _convolve(mixed_ptr, ring_ptr, k_channels, in_key, position, writes, k_past, k_tap, CHANNELS, TAPS)
     if DELTA:
         q *= tl.rsqrt(tl.sum(tl.where(in_key, q * q, 0.0), 0) + L2_EPS) * query_scale
         k *= tl.rsqrt(tl.sum(tl.where(in_key, k * k, 0.0), 0) + L2_EPS)
@@ -137,10 +157,13 @@ def _step_kernel(
         values = block * VALUE_BLOCK + first_values
         in_value = values < VALUE
         matrix = ahead * decay
-        ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :],
-                        other=0.0)  # fmt: skip
-        v = _convolve(mixed_ptr, ring_ptr, conv_ptr, conv_bias_ptr, V + head * VALUE + values, in_value, position, True,
-                      CHANNELS, TAPS, BIAS)  # fmt: skip
+        if not EARLY:
+            ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, other=0.0,
+                            mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :])  # fmt: skip
+            v_channels = V + head * VALUE + values
+            v_past, v_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, in_value, position, CHANNELS, TAPS,
+                                  BIAS)  # fmt: skip
+        v = _convolve(mixed_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
         if DELTA:
             update = (v - tl.sum(matrix * k[None, :], 1)) * beta
         else:

@@ -1,9 +1,8 @@
 """FP8 (e4m3) weights for CUDA, made while loading: one scale per output channel, half the bytes of bfloat16.
 
-One row keeps its activations as they are, and so do the few tokens whose experts are read for them alone; more rows are
-scaled row by row to FP8 as well, where the matrix units are twice as fast. Norms, embeddings and the residual stream
-stay in the model's own type. Both sides of a linear's weight are padded to what the matrix units want; one that is
-padded does without the kernel for one row.
+One row keeps its activations as they are; more rows are scaled row by row to FP8 as well, where the matrix units are
+twice as fast. Norms, embeddings and the residual stream stay in the model's own type. Both sides of a linear's weight
+are padded to what the matrix units want; one that is padded does without the kernel for one row.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Fp8:
         Dense(self.ops).create(linear, sources, has_bias, dtype)
         for name, weight in own_weights(linear):
             if name == "weight":
-                weight.stored = torch.float8_e4m3fn
+                weight.store_scaled(torch.float8_e4m3fn)
 
     def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_matrix(matrix)

@@ -18,6 +18,7 @@ from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
+from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.models import loader
@@ -208,12 +209,13 @@ def check_fp8(case: Case) -> None:
     """Linear layers and experts through the FP8 scheme, with kernels in CUDA's place that keep all bits: the same
     logits."""
     scheme = (torch.float32, Fp8InTorch())
-    with patch.object(loader, "_choose_scheme", lambda *unused: scheme):
+    some_rows = patch.object(experts, "SCALED_AT_ONCE", 1000)
+    with patch.object(loader, "_choose_scheme", lambda *unused: scheme), some_rows:
         model: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert sum(linear.weight.dtype == STORED for linear in linears) > len(linears) / 2
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
-    assert all(experts.gate_up.dtype == experts.down.dtype == STORED for experts in mixtures)
+    assert all(mixture.gate_up.dtype == mixture.down.dtype == STORED for mixture in mixtures)
     assert relative_error(case.logits(model, LAST_ALONE), case.reference_logits(case.prompts[-1])) <= 1e-4
 
 

@@ -2,7 +2,9 @@
 
 Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
 `wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can. Where one
-reads before it waits what the kernel before had read, too, that one lets it start only when it has waited itself.
+reads before it waits what the kernel before had read, too, that one lets it start only when it has waited itself. A
+recurrent layer's step reads its state before it waits: what was written in this step is not in it, and every step
+begins with kernels of torch's, which start when all before them have ended.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 BAD_LATENT: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"n_group": 5}, "12 experts do not make 5 groups"),
-    "shared": ({"n_shared_experts": -1}, "n_shared_experts|shared expert of width -24"),
+    "shared": ({"n_shared_experts": -1}, "a shared expert of width -24 can't be made"),
     "few groups": ({"num_experts_per_tok": 7}, "2 of 4 groups of 3 experts do not hold the 7"),
     "small groups": ({"n_group": 12, "topk_group": 6}, "groups of 1 are judged by their best 2"),
     "method": ({"topk_method": "lottery"}, "topk_method='lottery'"),

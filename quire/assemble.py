@@ -43,7 +43,15 @@ from quire.kernels.table import (
 from quire.kernels.trial import TOLERANCE
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
-from quire.models.loader import LoadedModel, build_model, list_notes, load_model, read_config, resolve_dtype
+from quire.models.loader import (
+    LoadedModel,
+    build_model,
+    list_notes,
+    load_model,
+    read_config,
+    resolve_dtype,
+    takes_fp8,
+)
 from quire.models.memory import available_memory
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
@@ -328,7 +336,9 @@ def memory_report(config: Config) -> MemoryPlan:
     max_model_len = config.model.max_model_len or model.max_positions
     plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
-    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, device, config.model.quant)))
+    quant = config.model.quant
+    smaller = quant == "none" and takes_fp8(model, device, config.engine.kernels, config.engine.deterministic)
+    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller)))
 
 
 def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,

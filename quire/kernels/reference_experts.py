@@ -82,10 +82,10 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tens
 
 
 def _apply_expert(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
-    biases = (None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias))
-    gate_up_bias, down_bias = biases
-    scales = (None if scale is None else scale[expert] for scale in (experts.gate_up_scale, experts.down_scale))
-    gate_up, down = map(plain_matrix, (experts.gate_up[expert], experts.down[expert]), scales, (x.dtype, x.dtype))
+    lines = (experts.gate_up_bias, experts.down_bias, experts.gate_up_scale, experts.down_scale)
+    gate_up_bias, down_bias, *scales = (None if line is None else line[expert] for line in lines)
+    gate_up = plain_matrix(experts.gate_up[expert], scales[0], x.dtype)
+    down = plain_matrix(experts.down[expert], scales[1], x.dtype)
     inner = gated(functional.linear(x, gate_up, gate_up_bias), experts.activation)
     return functional.linear(inner, down, down_bias)
 

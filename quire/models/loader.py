@@ -70,11 +70,10 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
-    for note in list_notes(model, files, hf_config, dtype, device, quant):
+    smaller = quant == "none" and takes_fp8(model, device, kernels, deterministic)
+    for note in list_notes(model, files, hf_config, dtype, quant, smaller):
         warnings.warn(note, stacklevel=2)
-    can_shrink = device.type == "cuda" and quant == "none" and kernels != "torch" and not deterministic
-    can_shrink = can_shrink and not isinstance(model, FallbackModel)
-    num_bytes = _check_fits(weights_bytes(model), device, files.name, can_shrink)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -126,18 +125,23 @@ def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devi
     return (model, config) if tried is ops else build(ops=tried)
 
 
-def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, device: torch.device,
-               quant: str) -> list[str]:  # fmt: skip
-    """What whoever starts this model should know of it."""
+def takes_fp8(model: Any, device: torch.device, kernels: str, deterministic: bool) -> bool:
+    """Whether `--quant fp8` would be taken here."""
+    is_own = not isinstance(model, FallbackModel)
+    return is_own and device.type == "cuda" and kernels != "torch" and not deterministic
+
+
+def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str,
+               smaller: bool) -> list[str]:  # fmt: skip
+    """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so."""
     notes = list(getattr(model, "notes", ()))
     if text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
-    can_keep = device.type == "cuda" and not isinstance(model, FallbackModel)
     if read_fp8_block(hf_config) is not None and quant == "none":
-        keeps = " (`--quant fp8` keeps linear layers and experts so)" if can_keep else ""
+        keeps = " (`--quant fp8` keeps linear layers and experts so)" if smaller else ""
         notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
     if has_mxfp4(hf_config) and quant == "none":
-        keeps = " (`--quant fp8` keeps them in half of that, as good as exactly)" if can_keep else ""
+        keeps = " (`--quant fp8` keeps them in half of that, as good as exactly)" if smaller else ""
         notes.append(f"{files.name} has experts in MXFP4; they are decoded to {dtype} while they are read{keeps}.")
     return notes
 
@@ -293,12 +297,12 @@ def _resolve_len(requested: int | None, max_positions: int) -> int:
     return requested or max_positions
 
 
-def _check_fits(num_bytes: int, device: torch.device, name: str, can_shrink: bool) -> int:
+def _check_fits(num_bytes: int, device: torch.device, name: str, smaller: bool) -> int:
     free = available_memory(device)
     if num_bytes > free:
         what = (
             f"{name} needs {format_bytes(num_bytes)} for its weights, but only {format_bytes(free)} of memory is free."
         )
-        smaller = "`--quant fp8`" if can_shrink else "a smaller dtype"
-        raise QuireError("model_too_large", what, f"Use a smaller model or {smaller}, or free some memory.")
+        other = "`--quant fp8`" if smaller else "a smaller dtype"
+        raise QuireError("model_too_large", what, f"Use a smaller model or {other}, or free some memory.")
     return num_bytes

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from quire.files.source import resolve_model
 from quire.layers.weights import PartSource
-from quire.models.loader import LoadedModel, list_notes, load_model
+from quire.models.fallback import FallbackModel
+from quire.models.loader import LoadedModel, list_notes, load_model, takes_fp8
 from quire.models.shards import SafetensorsCheckpoint
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, save_checkpoint
@@ -226,6 +227,16 @@ def test_what_becomes_of_it_is_said(tmp_path: Path) -> None:
 def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> None:
     files: Any = SimpleNamespace(name="it", config={})
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
-    for device, quant, said in (("cuda", "none", True), ("cuda", "fp8", False), ("cpu", "none", False)):
-        notes = list_notes(None, files, config, "bfloat16", torch.device(device), quant)
-        assert (f"`--quant fp8` {words}" in "".join(notes)) is said
+    for smaller in (True, False):
+        notes = list_notes(None, files, config, "bfloat16", "none", smaller)
+        assert "decoded to bfloat16" in "".join(notes)
+        assert (f"`--quant fp8` {words}" in "".join(notes)) is smaller
+    assert not list_notes(None, files, config, "bfloat16", "fp8", False)
+
+
+def test_fp8_is_offered_where_it_is_taken() -> None:
+    cuda, model = torch.device("cuda"), torch.nn.Module()
+    assert takes_fp8(model, cuda, "auto", False)
+    assert not takes_fp8(model, CPU, "auto", False) and not takes_fp8(model, cuda, "torch", False)
+    assert not takes_fp8(model, cuda, "auto", True)
+    assert not takes_fp8(FallbackModel.__new__(FallbackModel), cuda, "auto", False)

@@ -168,7 +168,7 @@ class SkinnyTuning:
 def tune(num_rows: int, out_features: int, in_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
     """By measurement on an H200, for the products of nine models."""
     if num_rows > 1:
-        return _tune_few(num_rows, out_features, in_features, element_size, gate)
+        return _tune_few(num_rows, out_features, element_size, gate)
     if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
         if in_features > 4096:
             narrows = gate is None and out_features <= in_features <= 16384
@@ -197,8 +197,7 @@ def _tune_gated(in_features: int, columns: int, fills: bool) -> SkinnyTuning:
     return SkinnyTuning(2, 512, 2, 1) if in_features <= 4096 else SkinnyTuning(4, 1024, 4, 1)
 
 
-def _tune_few(num_rows: int, out_features: int, in_features: int, element_size: int,
-              gate: Curve | None) -> SkinnyTuning:  # fmt: skip
+def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
     """Blocks so small that there are several programs for each multiprocessor, if outputs suffice for it, with much of
     the weight on its way. More rows want larger ones: every program reads all of x."""
     if element_size == 1:

@@ -41,6 +41,7 @@ class Fp8:
                 weight.store_scaled(torch.float8_e4m3fn)
 
     def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Of experts: by powers of two, unlike linears, because some are published in fewer bits still."""
         return quantize_matrix(matrix)
 
     def finish(self, linear: Linear) -> None:

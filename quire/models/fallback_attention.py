@@ -49,7 +49,7 @@ class Rehearsal:
         self.layers[_layer_index(module)] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
         )  # fmt: skip
-        return q.new_empty(q.shape[2], num_heads, v.shape[-1])
+        return q.new_empty(q.shape[0], q.shape[2], num_heads, v.shape[-1])
 
 
 @dataclass(slots=True)
@@ -61,21 +61,23 @@ class PagedStep:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
                window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
-        """q [1, heads, tokens, head_dim] and so on -> [tokens, heads, v_dim]"""
+        """q [rows, heads, n, head_dim] and so on -> [rows, n, heads, v_dim]"""
         plan, place = self.plans[_layer_index(module)]
         k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
+        num_rows, num_heads, count, _ = q.shape
         width, v_dim = k_cache.shape[-1], v.shape[-1]
-        q, k, v = (_widen(x[0].transpose(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
+        q, k, v = (widen(x.transpose(1, 2).flatten(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
         reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
         out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap, sinks)
-        return out.view(len(q), -1, width)[..., :v_dim].contiguous()  # some models take views of it
+        return out.view(num_rows, count, num_heads, width)[..., :v_dim].contiguous()  # some models take views of it
 
 
 def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
                     scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
                     s_aux: Tensor | None = None, quire: Rehearsal | PagedStep | None = None,
                     **others: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """Registered with transformers under the name `ATTENTION`. `quire` is what `_run` of `fallback` was called with."""
+    """Registered with transformers under the name `ATTENTION`. `quire` is what `run_body` of
+    `fallback_build` was called with."""
     if quire is None:
         raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
     if any(x is not None for x in (attention_mask, others.get("position_bias"))):
@@ -83,7 +85,7 @@ def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise unsupported(_type_of(module), "its attention has sinks that are not one for each head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return quire.attend(module, query, key, value, scale, softcap, sliding_window, s_aux).unsqueeze(0), None
+    return quire.attend(module, query, key, value, scale, softcap, sliding_window, s_aux), None
 
 
 def _layer_index(module: nn.Module) -> int:
@@ -97,7 +99,7 @@ def _type_of(module: nn.Module) -> str:
     return getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
 

@@ -1,8 +1,8 @@
 """A checkpoint under the names that a model of transformers has for its tensors: files are often older than its code.
 
 The loader wraps checkpoints in `OwnNames` for models of `fallback`. Which name became which, and whether experts that
-lie one by one in the file are one tensor in the model, transformers itself knows; what it would do beyond that to the
-numbers of a file is refused.
+lie one by one in the file, or matrices that lie apart, are one tensor in the model, transformers itself knows; what it
+would do beyond that to the numbers of a file is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ Rename = Callable[
 class Place:
     """Where in a joined tensor one of the file's lies."""
 
-    entry: int  # of the first dimension
-    start: int  # of the second
+    entry: int | None  # of the first dimension; None: the file's is no entry, but some rows of the whole
+    start: int  # of the dimension that follows, or of the first one
     size: int
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Tensors of a file, found by these patterns in this order, that are one in the model."""
+
+    patterns: list[str]
+    below: bool  # they lie below each other; else they are numbered, and are entries, of several matrices or of one
 
 
 class OwnNames:
@@ -45,21 +53,21 @@ class OwnNames:
         members: dict[str, dict[str, dict[int, str]]] = {}  # the model's name -> pattern -> number -> the file's name
         for name in whole.shapes:
             ours, pattern = (name, None) if name in wanted else rename(name)
-            number = _NUMBER.search(name)
+            number = None if pattern is None else _number(name, joins[pattern])
             if pattern is None or number is None:
                 self._names[ours] = name
             else:
-                members.setdefault(ours, {}).setdefault(pattern, {})[int(number[1])] = name
+                members.setdefault(ours, {}).setdefault(pattern, {})[number] = name
         self.shapes = {ours: whole.shapes[name] for ours, name in self._names.items()}
         for ours, found in members.items():
             self._join(ours, found, joins[next(iter(found))], (wanted.get(ours) or (0,))[0])
 
-    def _join(self, ours: str, found: dict[str, dict[int, str]], patterns: list[str], num_entries: int) -> None:
-        """`found`: for each of `patterns` the file's tensors by number; the model has `num_entries` of them."""
+    def _join(self, ours: str, found: dict[str, dict[int, str]], join: Join, num_entries: int) -> None:
+        """`found`: for each pattern the file's tensors by number; the model has `num_entries` of them."""
         shapes = self._whole.shapes
         sample = next(iter(next(iter(found.values())).values()))
-        entries = range(max(num_entries, 1 + max(max(names) for names in found.values())))
-        absent = next((pattern for pattern in patterns if pattern not in found), None)
+        entries = range(1 if join.below else max(num_entries, 1 + max(max(names) for names in found.values())))
+        absent = next((pattern for pattern in join.patterns if pattern not in found), None)
         if absent is not None:
             raise bad_weights(f"{self.where} holds {sample}, but no {absent} beside it")
         missing = [_NUMBER.sub(f".{entry}.", name, 1) for names in found.values() for name in [names[min(names)]]
@@ -67,17 +75,17 @@ class OwnNames:
         if missing:
             raise lacks(self.where, missing)
         places, start, columns = [], 0, shapes[sample][1:]
-        for pattern in patterns:
+        for pattern in join.patterns:
             rows = shapes[found[pattern][0]][0]
             for entry in entries:
                 name = found[pattern][entry]
                 if shapes[name] != (rows, *columns):
                     what = f"{self.where} holds {name} in the wrong shape: {list(shapes[name])}"
                     raise bad_weights(f"{what} where others of its kind have {[rows, *columns]}")
-                places.append(Place(entry, start, rows, name))
+                places.append(Place(None if join.below else entry, start, rows, name))
             start += rows
         self._joined[ours] = places
-        self.shapes[ours] = (len(entries), start, *columns)
+        self.shapes[ours] = (start, *columns) if join.below else (len(entries), start, *columns)
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         if name not in self._joined:
@@ -85,14 +93,22 @@ class OwnNames:
             return
         for place in self._joined[name]:
             if index is None or index == place.entry:
-                entry = target[place.entry] if index is None else target
+                entry = target if index is not None or place.entry is None else target[place.entry]
                 self._whole.read(place.name, entry[place.start : place.start + place.size])
 
     def source(self, name: str) -> PartSource:
         return self._whole.source(self._names[name])
 
 
-def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict[str, list[str]]]:
+def _number(name: str, join: Join) -> int | None:
+    """Which entry a file's tensor is."""
+    if join.below:
+        return 0
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])
+
+
+def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict[str, Join]]:
     """How transformers renames, and for each pattern by which it joins tensors all those that are joined with it."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -103,18 +119,23 @@ def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict
     renamings: list[Any] = [conversion for conversion in conversions if not hasattr(conversion, "operations")]
     converters: list[Any] = [conversion for conversion in conversions if hasattr(conversion, "operations")]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    joins = {pattern: join for pattern, converter in converter_of.items() if (join := _join_of(converter)) is not None}
 
     def rename(name: str) -> tuple[str, str | None]:
         ours, pattern = rename_source_key(name, renamings, converters, causal.base_model_prefix, wanted)
-        if pattern is not None and not _only_joins(converter_of[pattern]):
+        if pattern is not None and pattern not in joins:
             done = ", ".join(type(operation).__name__ for operation in converter_of[pattern].operations)
             raise unsupported(causal.config.model_type, f"its checkpoints hold {name} in another form ({done})")
         return ours, pattern
 
-    return rename, {pattern: list(converter.source_patterns) for pattern, converter in converter_of.items()}
+    return rename, joins
 
 
-def _only_joins(converter: Any) -> bool:
-    """Experts one behind the other, each of one matrix, or of several one below the other."""
+def _join_of(converter: Any) -> Join | None:
+    """Experts one behind the other, each of one matrix, or of several one below the other; or just these. None: it
+    does something else."""
     done = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
-    return done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])
+    below = done == [("Concatenate", 0)]
+    if below or (done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])):
+        return Join(list(converter.source_patterns), below)
+    return None

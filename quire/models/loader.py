@@ -94,7 +94,8 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     finally:
         progress.finish()
     if isinstance(model, FallbackModel):
-        model.verify()
+        for note in model.verify():
+            warnings.warn(note, stacklevel=2)
     defaults = generation_defaults(files.generation_config)
     if file is not None:
         defaults |= gguf.sampling_defaults(file)

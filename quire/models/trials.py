@@ -89,7 +89,7 @@ class Trials:
     def attention(self) -> list[TrialShape]:
         """One of each cache group whose layers attend to keys and values."""
         if isinstance(self.model, FallbackModel):
-            return [self._foreign_shape(spec) for spec in self.model.specs]
+            return [self._foreign_shape(spec) for spec in self.model.paged_specs if not self.model.gathers]
         layers = [module for module in self._modules() if isinstance(getattr(module, "shape", None), AttentionShape)]
         found = []
         for spec in self.model.specs:

@@ -71,6 +71,7 @@ class Family:
     model_class: str | None = None  # of transformers, where AutoModelForCausalLM does not find it
     knobs: Mapping[str, Any] = field(default_factory=dict)  # of the engine, for every check
     without: frozenset[str] = frozenset()  # checks that do not apply to it
+    slow: bool = False  # much like another family: all its checks are slow ones
 
     def __str__(self) -> str:
         return self.name

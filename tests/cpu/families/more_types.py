@@ -19,23 +19,76 @@ SIZES: dict[str, Any] = {
     "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1,
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8,
+    "mamba_dt_rank": 4, "state_size": 8, "time_step_rank": 4, "chunk_size": 8, "linear_num_heads": 2,
+    "linear_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
+LEFT_OUT = object()
 SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
     "afmoe": {"num_dense_layers": 1},
     "codegen": {"rotary_dim": 8},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 3.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    **{
+        kind: {
+            "index_topk": 5,
+            "index_head_dim": 16,
+            "index_n_heads": 16,
+        }  # with fewer heads many scores are 0, and which of them is best is anyone's guess
+        for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+    },
+    "falcon": {"head_dim": LEFT_OUT},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+        "laurel_rank": 8,
+        "intermediate_size": [96, 96],
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "num_layers": 2,
+        "window_size": 9,
+        "num_hidden_layers": LEFT_OUT,
+    },
     "gptj": {"rotary_dim": 8},
+    **{
+        kind: {"layer_types": ["linear_attention", "full_attention"]}
+        for kind in ("bailing_hybrid", "kimi_linear", "olmo_hybrid")
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8, "num_layers": 1},
+    "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "mamba_dt_rank": 4},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "attention_head_dim": 32,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 8,
+        "hybrid_layer_ids": [1],
+        "mamba_headdim": 32,
+    },
+    "zaya": {"num_experts_per_tok": 1, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-}
+}  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
-    "afmoe", "apertus", "aria_text", "axk1", "beam", "bitnet", "cohere2_moe", "ctrl", "ernie4_5_moe", "flex_olmo",
-    "flint", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "laguna",
-    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m3_vl_text", "ministral3", "nanochat", "opt", "persimmon",
-    "phimoe", "vaultgemma", "youtu",
+    "afmoe", "apertus", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
+    "cohere2_moe", "ctrl", "deepseek_v32", "doge", "ernie4_5_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
+    "flint", "gemma3n_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
+    "lfm2_moe", "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
+    "ministral3", "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "opt", "persimmon", "phimoe",
+    "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2",
 )  # fmt: skip
 
 
@@ -51,4 +104,5 @@ def small_config(model_type: str) -> Any:
     if hasattr(usual, "qk_rope_head_dim"):  # heads have two widths, and keys are every head's own
         given["num_key_value_heads"] = given["num_attention_heads"]
         given.pop("head_dim", None)
-    return make(**{**given, **SPECIAL.get(model_type, {})})
+    given |= SPECIAL.get(model_type, {})
+    return make(**{name: value for name, value in given.items() if value is not LEFT_OUT})

@@ -56,12 +56,14 @@ OWN = "\n## Families with a file of their own\n\n"
 OTHER = """
 ## Through transformers
 
-A model type not in this list, if an installed `transformers` (5 or later) knows it as a causal model, runs with its
-attention swapped for the paged one: slower, with everything else as above, without quantization. `quire` says so at
-start, and compares the model with its own attention once it is loaded; what would be wrong is refused. Refused by name
-are models with recurrent state or caches of their own, masks or biases of their own in attention, and rope that changes
-with the length of what it is given (longrope). Checkpoints may have the names they were published with, and experts one
-by one. Shown on:
+A model type not in this list, if an installed `transformers` (5.17 or later) knows it as a causal model, runs with its
+attention swapped for the paged one: slower, with everything else as above, without quantization. Layers that keep a
+state (convolutions, Mamba, delta nets) keep it in the same slots, with the same snapshots, as families of our own; rows
+with as many tokens as each other are a batch to them. Where attention can't be swapped (ALiBi, chunks, classes of their
+own) the model's own attends to keys gathered from pages, row by row, slower still. `quire` says so at start, and
+compares the model with itself once it is loaded; what would be wrong is refused. Refused by name are models with states
+or caches of their own, and rope that changes with the length of what it is given (longrope). Checkpoints may have the
+names they were published with, and experts or convolutions one by one. Shown on:
 
 """
 MORE = """

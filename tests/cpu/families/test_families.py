@@ -26,7 +26,8 @@ def pairs() -> list[Any]:
         for check in CHECKS:
             if check not in family.without:
                 in_full = kind in IN_FULL and kind not in proved
-                marks = [] if in_full or check in SEE_MOST else [pytest.mark.slow]
+                runs = not family.slow and (in_full or check in SEE_MOST)
+                marks = [] if runs else [pytest.mark.slow]
                 found.append(pytest.param(family, check, id=f"{family}-{check}", marks=marks))
         for check in CPU_CHECKS if kind in FAMILIES else ():
             marks = [] if family.name in BY_DEFAULT[check] else [pytest.mark.slow]

@@ -1,0 +1,261 @@
+"""Recurrent layers of models of other people's making: what they keep of a sequence, in state slots.
+
+Such a layer asks a cache of transformers for the inputs its convolution still sees and for its matrix, and leaves new
+ones there. `StateRehearsal` is such a cache while a model is built, and notes what is kept; `RowStates` is one for some
+rows of a step, filled from their slots and written back to them. Keys and values pass through both untouched: attention
+(`fallback_attention`) keeps them in pages.
+
+A slot of zeros is as good as none at all: a convolution sees zeros before a sequence, and a matrix begins with them.
+Where that does not hold, or a layer can't go on from what it left, `FallbackModel.verify` finds other logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.layers.recurrent import state_spec
+from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.models.fallback_attention import LayerShape
+from quire.types import CacheSpec
+
+Kind = Literal["conv", "recurrent"]
+Key = tuple[Kind, int]  # a layer may keep several of each
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """One tensor that a layer keeps of a sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: the model's own
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+LayerStates = dict[Key, KeptState]
+
+
+class _PassingCache:
+    """What both caches answer alike."""
+
+    is_compileable = False
+    is_sliding = (False,)  # pages hold all tokens of a layer that does not exchange its attention
+
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Only asked for to make up positions and masks, and those are given or not needed."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return int(query_length), 0
+
+
+class StateRehearsal(_PassingCache):
+    """Stands in for a step while a model is built, in the type `rehearsed`: notes what each layer keeps."""
+
+    def __init__(self, rehearsed: torch.dtype):
+        self._rehearsed = rehearsed
+        self.layers: dict[int, LayerStates] = {}
+        self.with_keys: dict[int, LayerShape] = {}  # layers that keep keys and values,
+        self.index_dims: dict[int, int] = {}  # and those that keep a key of another kind, to choose among them
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        heads = keys.shape[1]
+        self.with_keys[layer_idx] = LayerShape(heads, heads, keys.shape[-1], values.shape[-1], None, None)
+        return keys, values
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0,
+                          conv_kernel_size: int | None = None, **others: Any) -> Tensor:  # fmt: skip
+        kept = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        self._note(layer_idx, ("conv", state_idx), (*conv_states.shape[1:-1], kept), conv_states.dtype)
+        return functional.pad(conv_states, (max(kept - conv_states.shape[-1], 0), 0))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
+                               **others: Any) -> Tensor:  # fmt: skip
+        self._note(layer_idx, ("recurrent", state_idx), tuple(recurrent_states.shape[1:]), recurrent_states.dtype)
+        return recurrent_states
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        self.index_dims[layer_idx] = keys.shape[-1]
+        return keys
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        return None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)
+
+    def _note(self, layer: int, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        kept = KeptState(shape, None if dtype == self._rehearsed else dtype)
+        self.layers.setdefault(layer, {})[key] = kept
+
+
+class _LayerOfRows:
+    """One layer's part of `RowStates`, for releases of transformers whose layers look for it there."""
+
+    record_past = False
+
+    def __init__(self, states: dict[Key, Tensor]):
+        self._states = states
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return {index: state for (kind, index), state in self._states.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return {index: state for (kind, index), state in self._states.items() if kind == "recurrent"}
+
+
+class RowStates(_PassingCache):
+    """What the layers have kept of some rows so far. They read it, and change it or put other things in its place."""
+
+    def __init__(self, states: dict[int, dict[Key, Tensor]]):
+        self.states = states  # layer -> its tensors, each [rows, ...]
+
+    @property
+    def layers(self) -> dict[int, _LayerOfRows]:
+        return {layer: _LayerOfRows(states) for layer, states in self.states.items()}
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states[layer_idx].get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states[layer_idx].get(("recurrent", state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any) -> Tensor:
+        """The new inputs behind those that were kept: what the convolution sees. Of these the last are kept."""
+        old = self.states[layer_idx]["conv", state_idx]
+        seen = torch.cat([old, conv_states.to(old.dtype)], -1)
+        self.states[layer_idx]["conv", state_idx] = seen[..., -old.shape[-1] :]
+        return seen
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
+                               **others: Any) -> Tensor:  # fmt: skip
+        self.states[layer_idx]["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    get_linear_cache = get_recurrent_state
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slots
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Where the layers' states lie: those that keep as much are one group of slots."""
+
+    layers: Mapping[int, LayerStates]
+    dtype: torch.dtype  # of the model
+    specs: list[CacheSpec] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layers: Mapping[int, LayerStates], dtype: torch.dtype, page_tokens: int) -> StateSlots:
+        sizes: dict[int, list[int]] = {}
+        for layer, states in sorted(layers.items()):
+            sizes.setdefault(sum(state.elements for state in states.values()), []).append(layer)
+        specs = [state_spec(f"state-{index}", tuple(of_size), size, page_tokens)
+                 for index, (size, of_size) in enumerate(sizes.items())]  # fmt: skip
+        return cls(layers, dtype, specs)
+
+    def read(self, step: Step, caches: Mapping[str, Tensor]) -> RowStates:
+        states: dict[int, dict[Key, Tensor]] = {}
+        for spec in self.specs:
+            kept = caches[spec.group][:, _slots(step, spec)]  # [layers, rows, elements]
+            for layer, flat in zip(spec.layers, kept, strict=True):
+                of_layer = self.layers[layer]
+                parts = flat.split([state.elements for state in of_layer.values()], 1)
+                states[layer] = {
+                    key: part.reshape(-1, *state.shape).to(state.dtype or self.dtype)
+                    for (key, state), part in zip(of_layer.items(), parts, strict=True)
+                }
+        return RowStates(states)
+
+    def write(self, rows: RowStates, step: Step, caches: Mapping[str, Tensor]) -> None:
+        for spec in self.specs:
+            cache = caches[spec.group]
+            kept = [
+                torch.cat([rows.states[layer][key].flatten(1).to(cache.dtype) for key in self.layers[layer]], 1)
+                for layer in spec.layers
+            ]
+            cache[:, _slots(step, spec)] = torch.stack(kept)
+
+
+def _slots(step: Step, spec: CacheSpec) -> Tensor:
+    inputs = step.groups[spec.group]
+    assert isinstance(inputs, StateInputs)
+    return inputs.slots
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of equal length together
+
+
+def split_rows(step: Step, goes_on: bool, apart: bool) -> Iterator[tuple[Step, Tensor | None]]:
+    """The rows of a step that have as many tokens as each other, as a step of their own, and where in the whole their
+    tokens stand; None: they are the whole. A recurrent layer of other people's making knows batches and no ragged
+    rows: all that decode are one batch, and most prompts are batches of one. Unless a model `goes_on` behind what it
+    has kept, only rows that begin are taken whole, and others are taken token by token. `apart`: each row is a step of
+    its own."""
+    by_count: dict[tuple[int, bool, int], list[int]] = {}
+    for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):
+        whole = goes_on or count in (1, bound)
+        by_count.setdefault((count, whole, row if apart else 0), []).append(row)
+    if len(by_count) == 1 and next(iter(by_count))[1]:
+        yield step, None
+        return
+    starts = [0, *accumulate(step.counts)]
+    device = step.tokens.device
+    for (count, whole, _), rows in by_count.items():
+        of_rows = torch.tensor(rows, device=device)
+        for span in [range(count)] if whole else [range(n, n + 1) for n in range(count)]:
+            of_tokens = torch.tensor([starts[row] + n for row in rows for n in span], device=device)
+            yield _take(step, rows, span, count - span.stop, of_rows, of_tokens), of_tokens
+
+
+def _take(step: Step, rows: list[int], span: range, left: int, of_rows: Tensor, of_tokens: Tensor) -> Step:
+    """Some of the tokens of some rows, `left` of which are still to come."""
+    groups: dict[str, PagedInputs | StateInputs] = {}
+    for name, inputs in step.groups.items():
+        if isinstance(inputs, StateInputs):
+            groups[name] = StateInputs(inputs.slots[of_rows])
+        else:
+            groups[name] = PagedInputs(inputs.page_table[of_rows], inputs.slots[of_tokens])
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=of_rows.device) * len(span)
+    return Step(
+        step.tokens[of_tokens], step.positions[of_tokens], starts, step.seq_lens[of_rows] - left,
+        starts[1:].long() - 1, groups, [len(span)] * len(rows), [step.len_bounds[row] - left for row in rows],
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""The fallback for layers that keep a state, and for attention that can't be exchanged: how rows are put together, what
+is said, what is refused. That it is right is shown in `families/others_keeping.py`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.files.source import resolve_model
+from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.models.fallback_build import build_on_meta, make_weights
+from quire.models.fallback_gathered import GatheredRow
+from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
+from quire.models.loader import load_model
+from quire.types import QuireError
+from tests.cpu.families.harness import Family, save_checkpoint
+from tests.cpu.families.more_types import small_config
+from tests.cpu.families.others import draw_ln
+from tests.cpu.paged_harness import HarnessRow, PagedHarness
+
+CPU = torch.device("cpu")
+
+
+def save(kind: str, folder: Path, **changes: Any) -> Any:
+    config = small_config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return save_checkpoint(Family(kind, lambda: config, draw_ln), folder)
+
+
+def load(folder: Path) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded = load_model(resolve_model(str(folder)), dtype="float32", device=CPU, max_model_len=None, page_tokens=4)
+    return loaded.model, [str(each.message) for each in said]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that are put together
+
+
+def step_of(counts: list[int], starts: list[int]) -> Step:
+    """Tokens are 100 * row + position; a row's slot is 10 + row, its pages 5 * row and what follows."""
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    tokens = torch.cat([100 * row + part for row, part in enumerate(positions)])
+    pages = torch.arange(5 * len(counts), dtype=torch.int32).view(-1, 5)
+    groups = {"state": StateInputs(10 + torch.arange(len(counts))), "full": PagedInputs(pages, tokens + 7)}
+    query_starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+    return Step(tokens, torch.cat(positions), query_starts, torch.tensor(ends, dtype=torch.int32),
+                query_starts[1:].long() - 1, groups, counts, ends)  # fmt: skip
+
+
+def check_part(part: Step, whole: Step, of_tokens: Any) -> list[int]:
+    """A step whose every part is of the same rows. Returns the rows."""
+    rows = sorted({int(token) // 100 for token in part.tokens})
+    assert part.counts == [len(part.tokens) // len(rows)] * len(rows)
+    assert part.query_starts.tolist() == [n * part.counts[0] for n in range(len(rows) + 1)]
+    assert part.seq_lens.tolist() == part.len_bounds == [int(p) + 1 for p in part.positions[part.logits_index]]
+    states, pages = part.groups["state"], part.groups["full"]
+    assert isinstance(states, StateInputs) and states.slots.tolist() == [10 + row for row in rows]
+    assert isinstance(pages, PagedInputs) and pages.page_table[:, 0].tolist() == [5 * row for row in rows]
+    assert torch.equal(pages.slots, part.tokens + 7)
+    assert torch.equal(part.tokens % 100, part.positions)
+    assert of_tokens is None or torch.equal(whole.tokens[of_tokens], part.tokens)
+    return rows
+
+
+@pytest.mark.parametrize(("counts", "starts", "goes_on", "apart", "expected"), [
+    ([1, 1, 1], [4, 9, 0], True, False, [([0, 1, 2], 1)]),  # all that decode, and a prompt of one token
+    ([3, 1, 3, 1], [0, 5, 4, 7], True, False, [([0, 2], 3), ([1, 3], 1)]),
+    ([3, 1, 3, 1], [0, 5, 4, 7], False, False, [([0], 3), ([1, 3], 1), ([2], 1), ([2], 1), ([2], 1)]),
+    ([2, 2], [4, 8], False, False, [([0, 1], 1), ([0, 1], 1)]),
+    ([5], [0], False, False, [([0], 5)]),
+    ([2, 1, 1], [3, 4, 5], True, True, [([0], 2), ([1], 1), ([2], 1)]),
+])  # fmt: skip
+def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], goes_on: bool, apart: bool,
+                                          expected: list[tuple[list[int], int]]) -> None:  # fmt: skip
+    whole = step_of(counts, starts)
+    found, seen = [], []
+    for part, of_tokens in split_rows(whole, goes_on, apart):
+        found.append((check_part(part, whole, of_tokens), part.counts[0]))
+        assert (of_tokens is None) == (part is whole)
+        seen += part.tokens.tolist()
+    assert found == expected
+    assert sorted(seen) == whole.tokens.tolist(), "every token once"
+
+
+def test_slots_give_back_what_was_put_in() -> None:
+    """Several tensors a layer, of types of their own; layers that keep less are in another group."""
+    kept = KeptState((2, 3), None), KeptState((4,), torch.float64)
+    slots = StateSlots.of({0: {("conv", 0): kept[0], ("recurrent", 0): kept[1]}, 3: {("conv", 0): kept[0]},
+                           5: {("conv", 0): kept[0]}}, torch.float16, page_tokens=4)  # fmt: skip
+    assert [(spec.layers, spec.shape, spec.snapshot_tokens) for spec in slots.specs] == [
+        ((0,), (10,), 1024), ((3, 5), (6,), 1024)]  # fmt: skip
+    step = step_of([1, 1], [3, 4])
+    step.groups.update({spec.group: StateInputs(torch.tensor([6, 2])) for spec in slots.specs})
+    caches = {spec.group: torch.randn(len(spec.layers), 8, *spec.shape).half().float() for spec in slots.specs}
+    before = {name: cache.clone() for name, cache in caches.items()}
+    rows = slots.read(step, caches)
+    assert rows.states[0]["conv", 0].dtype == torch.float16 and rows.states[0]["recurrent", 0].dtype == torch.float64
+    slots.write(rows, step, caches)
+    assert all(torch.equal(caches[name], before[name]) for name in caches)
+    rows.update_conv_state(torch.full((2, 2, 1), 9.0), 3)
+    rows.update_recurrent_state(torch.full((2, 4), 7.0), 0)
+    slots.write(rows, step, caches)
+    name = slots.specs[1].group
+    assert torch.equal(caches[name][0, 6], torch.tensor([*before[name][0, 6, 1:3], 9, *before[name][0, 6, 4:], 9]))
+    assert torch.equal(caches[name][1], before[name][1])
+    assert caches[slots.specs[0].group][0, 2, 6:].tolist() == [7.0] * 4
+
+
+def test_a_rehearsal_notes_shapes_and_types() -> None:
+    noted = StateRehearsal(torch.bfloat16)
+    noted.update_conv_state(torch.zeros(1, 6, 2, dtype=torch.bfloat16), 1, conv_kernel_size=4)
+    noted.update_recurrent_state(torch.zeros(1, 2, 3), 1, state_idx=1)
+    noted.set_linear_cache(2, torch.zeros(1, 5, dtype=torch.bfloat16))
+    assert noted.layers == {
+        1: {("conv", 0): KeptState((6, 4), None), ("recurrent", 1): KeptState((2, 3), torch.float32)},
+        2: {("recurrent", 0): KeptState((5,), None)},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said and what is refused
+
+
+def test_who_waits_longer_is_told(tmp_path: Path) -> None:
+    for kind in ("lfm2", "mamba", "gptj"):
+        save(kind, tmp_path / kind)
+    slower = "has no file of its own: it runs through transformers, right but slower"
+    assert load(tmp_path / "lfm2")[1] == [f"lfm2 {slower}."]
+    said = load(tmp_path / "mamba")[1]
+    assert said[0] == f"mamba {slower}." and "goes token by token" in said[1] and len(said) == 2
+    assert load(tmp_path / "gptj")[1] == [f"gptj {slower}, with its own attention and row by row."]
+
+
+@pytest.mark.parametrize(("kind", "owner", "method"), [
+    ("lfm2", RowStates, "update_conv_state"), ("zamba2", RowStates, "update_recurrent_state"),
+    ("gptj", GatheredRow, "update"),
+])  # fmt: skip
+def test_what_it_gets_wrong_is_refused(kind: str, owner: Any, method: str, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    save(kind, tmp_path)
+    real = getattr(owner, method)
+
+    def wrong(self: Any, first: torch.Tensor, *others: Any, **more: Any) -> Any:
+        return real(self, 1.2 * first, *others, **more)
+
+    monkeypatch.setattr(owner, method, wrong)
+    with pytest.raises(QuireError, match=f"{kind} can't run through transformers here: its logits would be off by"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (None, r"but no self_attn\.k_conv1d\.weight beside it"),
+    ((31, 1, 4), r"self_attn\.conv1d\.weight.* in the wrong shape"),
+    ((32, 2, 4), r"self_attn\.[qkv]_conv1d\.weight in the wrong shape"),
+])  # fmt: skip
+def test_parts_of_a_convolution_that_do_not_fit_are_named(change: Any, words: str, tmp_path: Path) -> None:
+    save("kimi_linear", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.k_conv1d.weight"
+    assert tensors.pop(name).shape == (32, 1, 4)
+    if change is not None:
+        tensors[name] = torch.zeros(change)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(QuireError, match=words) as caught:
+        load(tmp_path)
+    assert caught.value.code == "bad_weights" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "both"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_weights_that_want_float32_are_kept_so(dtype: torch.dtype, both: bool,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    causal = build_on_meta(small_config("lfm2"), dtype, "eager")
+    monkeypatch.setattr(causal, "_keep_in_fp32_modules_strict", {"conv.conv"}, raising=False)
+    monkeypatch.setattr(causal, "_keep_in_fp32_modules", ["out_proj"], raising=False)
+    make_weights(causal, dtype)
+    wanted = (".conv.conv.", ".out_proj.") if both else (".conv.conv.",)
+    for name, weight in causal.named_parameters():
+        assert weight.dtype == (torch.float32 if any(part in name for part in wanted) else dtype), name
+
+
+def test_layers_that_share_keys_are_right(tmp_path: Path) -> None:
+    """Gemma 3n: the last layers attend to the keys of earlier ones."""
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
+              "layer_types": ["sliding_attention", "full_attention"] * 2,
+              "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}  # fmt: skip
+    reference = save("gemma3n_text", tmp_path, **layers)
+    model, _ = load(tmp_path)
+    tokens = [(7 * i * i + 3) % 256 for i in range(50)]
+    row = HarnessRow(list(tokens))
+    harness = PagedHarness(model, num_pages=40, seed=2)
+    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
+    with torch.inference_mode():
+        want = reference(torch.tensor([tokens])).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()

@@ -43,6 +43,7 @@ from quire.kernels.table import (
 from quire.kernels.trial import TOLERANCE
 from quire.layers.weights import weights_bytes
 from quire.machine import has_nvidia_driver, read_machine
+from quire.models.fallback import FallbackModel
 from quire.models.loader import (
     LoadedModel,
     build_model,
@@ -401,6 +402,7 @@ def _memory(model: Model, config: Config, limits: Limits, device: torch.device, 
     width = model.activation_elements * limits.max_batch_tokens
     logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
     item = 4 if device.type == "cpu" else 2
+    work = model.work_bytes(max_model_len) if isinstance(model, FallbackModel) else 0
     return plan_memory(
         list(model.specs),
         config.cache,
@@ -408,7 +410,7 @@ def _memory(model: Model, config: Config, limits: Limits, device: torch.device, 
         available=available,
         host_available=available_memory(torch.device("cpu")),
         weights=weights,
-        activations=width * item + logits * 4,
+        activations=width * item + logits * 4 + work,
         max_rows=limits.max_rows,
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,

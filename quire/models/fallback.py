@@ -33,13 +33,15 @@ from quire.models.fallback_build import (
     import_transformers,
     index_specs,
     make_weights,
+    measure_call,
     rebuild_buffers,
     rehearse,
     run_body,
 )
 from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_states import RowStates, StateSlots, split_rows
+from quire.models.fallback_states import CALL_TOKENS, RowStates, StateSlots, split_rows
 from quire.models.fields import whole
+from quire.models.mamba2 import MAX_POSITIONS
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
@@ -71,9 +73,8 @@ class FallbackModel(nn.Module):
         sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
         self.vocab_size = whole(sizes, "vocab_size")
         width, _ = whole(sizes, "hidden_size"), whole(sizes, "num_hidden_layers")
-        self.max_positions = whole({"max_position_embeddings": getattr(config.hf, "max_position_embeddings", None)},
-                                   "max_position_embeddings", 2048)  # fmt: skip
         kept = rehearse(config.hf)
+        self.max_positions = _max_positions(config.hf, 2048 if kept.shapes else MAX_POSITIONS)
         self.causal = build_on_meta(config.hf, dtype, kept.attention)
         self.gathers = kept.gathers
         self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if kept.gathers else ''}.",)
@@ -90,6 +91,8 @@ class FallbackModel(nn.Module):
         self.needless_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
+        self._call_bytes = measure_call(config.hf, kept, dtype) if kept.states or kept.gathers else 0
+        self._call_scores = CALL_TOKENS * int(getattr(config.hf, "num_attention_heads", 1)) if kept.gathers else 0
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -139,6 +142,11 @@ class FallbackModel(nn.Module):
         """Hidden states of all tokens, [tokens, width], as a batch of so many rows."""
         tokens, positions = step.tokens.view(num_rows, -1), step.positions.view(num_rows, -1)
         return run_body(body_of(self.causal), tokens, positions, paged, states).flatten(0, 1)
+
+    def work_bytes(self, max_len: int) -> int:
+        """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and
+        where it attends by itself, scores."""
+        return 3 * self._call_bytes + 3 * 4 * self._call_scores * max_len
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab], with whatever the model does to its logits"""
@@ -251,6 +259,12 @@ def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int)
     lens = torch.full((num_rows,), stop, dtype=torch.int32, device=rows.device)
     return Step(rows[:, start:stop].reshape(-1), positions, starts, lens, starts[1:].long() - 1, groups,
                 [count] * num_rows, [stop] * num_rows)  # fmt: skip
+
+
+def _max_positions(hf: Any, default: int) -> int:
+    names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
+    name = next((name for name in names if getattr(hf, name, None) is not None), names[0])
+    return whole({name: getattr(hf, name, None)}, name, default)
 
 
 def _places(specs: list[CacheSpec]) -> dict[int, tuple[CacheSpec, int]]:

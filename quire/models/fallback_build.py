@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.layers.weights import Part, Weight
 from quire.models.fallback_attention import ATTENTION, LayerShape, PagedStep, Rehearsal, paged_attention, unsupported
-from quire.models.fallback_states import LayerStates, RowStates, StateRehearsal
+from quire.models.fallback_states import CALL_TOKENS, LayerStates, RowStates, StateRehearsal
 from quire.types import CacheSpec, QuireError
 
 _KEEP_KEYS = {"full_attention", "sliding_attention"}
@@ -200,6 +201,32 @@ def _window_of_mask(causal: Any, hf: Any) -> int | None:
     masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
     window = getattr(hf, "sliding_window", None)
     return window if masks and getattr(hf, "layer_types", None) is None else None
+
+
+class _LargestTensor(TorchDispatchMode):
+    """While it is entered, notes how many bytes the largest tensor has that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
+        return made
+
+
+def measure_call(hf: Any, kept: Kept, dtype: torch.dtype) -> int:
+    """Bytes of the largest tensor that a call of `CALL_TOKENS` makes, seen on meta: scans of other people's making may
+    take a thousand times what they return."""
+    causal = build_on_meta(hf, _REHEARSED, kept.attention)
+    tokens = torch.zeros(1, CALL_TOKENS, dtype=torch.long, device="meta")
+    largest = _LargestTensor()
+    with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
+        run_body(body_of(causal), tokens, tokens, None if kept.gathers else Rehearsal(), StateRehearsal(_REHEARSED))
+    return largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize
 
 
 def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.models import fallback_states
 from quire.models.fallback_build import build_on_meta, make_weights
 from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
-from quire.models.loader import load_model
+from quire.models.fallback_states import CALL_TOKENS, KeptState, RowStates, StateRehearsal, StateSlots, split_rows
+from quire.models.loader import build_model, load_model
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, save_checkpoint
 from tests.cpu.families.more_types import small_config
@@ -78,9 +79,15 @@ def check_part(part: Step, whole: Step, of_tokens: Any) -> list[int]:
     ([2, 2], [4, 8], False, False, [([0, 1], 1), ([0, 1], 1)]),
     ([5], [0], False, False, [([0], 5)]),
     ([2, 1, 1], [3, 4, 5], True, True, [([0], 2), ([1], 1), ([2], 1)]),
+    ([20, 20, 6], [0, 3, 0], True, False, [([0], 8), ([0], 8), ([0], 4), ([1], 8), ([1], 8), ([1], 4), ([2], 6)]),
+    ([3, 3, 3], [0, 1, 2], True, False, [([0, 1], 3), ([2], 3)]),  # more would be too many for a call
+    ([10, 3], [0, 2], False, False, [([0], 8), ([0], 1), ([0], 1), ([1], 1), ([1], 1), ([1], 1)]),
+    ([1] * 10, [3] * 10, True, False, [(list(range(8)), 1), ([8, 9], 1)]),
 ])  # fmt: skip
 def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], goes_on: bool, apart: bool,
-                                          expected: list[tuple[list[int], int]]) -> None:  # fmt: skip
+                                          expected: list[tuple[list[int], int]],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(fallback_states, "CALL_TOKENS", 8)
     whole = step_of(counts, starts)
     found, seen = [], []
     for part, of_tokens in split_rows(whole, goes_on, apart):
@@ -124,6 +131,26 @@ def test_a_rehearsal_notes_shapes_and_types() -> None:
         1: {("conv", 0): KeptState((6, 4), None), ("recurrent", 1): KeptState((2, 3), torch.float32)},
         2: {("recurrent", 0): KeptState((5,), None)},
     }
+
+
+def test_memory_is_set_aside_for_what_a_call_takes() -> None:
+    """A scan in plain torch takes far more than its activations; attention of its own takes scores of all positions."""
+    scans, attends, swaps = (build_model(small_config(kind).to_dict(), dtype="float32", device=CPU, page_tokens=4)[0]
+                             for kind in ("mamba", "gptj", "gpt2"))  # fmt: skip
+    config = small_config("mamba")
+    states = CALL_TOKENS * config.intermediate_size * config.state_size * 4  # of every token
+    assert scans.work_bytes(100) == scans.work_bytes(9000) >= 3 * states
+    assert attends.work_bytes(9000) - attends.work_bytes(1000) == 3 * 4 * 8000 * CALL_TOKENS * 4
+    assert swaps.work_bytes(9000) == 0
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    for kind, given, expected in (("mamba", {}, 65536), ("kimi_linear", {"model_max_length": 300}, 300),
+                                  ("bloom", {"seq_length": 77}, 77), ("lfm2", {}, 512)):  # fmt: skip
+        config = {**small_config(kind).to_dict(), **given}
+        if kind != "lfm2":
+            config.pop("max_position_embeddings", None)
+        assert build_model(config, dtype="float32", device=CPU, page_tokens=4)[0].max_positions == expected, kind
 
 
 # ---------------------------------------------------------------------------------------------------------------------

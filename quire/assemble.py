@@ -289,6 +289,8 @@ def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: Ro
                   graphs: DecodeGraphs | None, max_rows: int) -> MixedGraphs | None:  # fmt: skip
     """Where decodes are captured, and everything the model keeps is in pages."""
     captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
+    if getattr(model, "decodes_only", False):
+        return None
     if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
         return None
     return MixedGraphs(model, store.tensors, rows, row_ops, captured_work, max_rows, graphs.pool, graphs.stream)

@@ -38,8 +38,9 @@ from quire.models.fallback_build import (
     rehearse,
     run_body,
 )
+from quire.models.fallback_capture import can_capture
 from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_states import CALL_TOKENS, RowStates, StateSlots, split_rows
+from quire.models.fallback_states import RowStates, StateSlots, split_rows
 from quire.models.fields import whole
 from quire.models.mamba2 import MAX_POSITIONS
 from quire.models.registry import supported_types
@@ -50,6 +51,7 @@ ROW_BY_ROW = ", with its own attention and row by row"
 TOKEN_BY_TOKEN = (
     "can't take up several tokens behind others: what does not fit into a prompt's first chunk goes token by token"
 )
+NOT_CAPTURED = "looks at its numbers while it computes: none of its steps is captured, which is slower still"
 _OURS = ("model_type", "served_len", "quantization_config")  # the last: weights are decoded when they are read
 
 
@@ -61,7 +63,8 @@ class FallbackConfig:
 
 
 class FallbackModel(nn.Module):
-    eager_only = True  # other people's code may look at tensors from the host, so it is not captured
+    eager_only = True  # until `verify` has seen that its decode steps can be captured,
+    decodes_only = True  # which no other step is, nor rehearsed: that would hold up others for seconds
 
     def __init__(self, config: FallbackConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
@@ -91,8 +94,10 @@ class FallbackModel(nn.Module):
         self.needless_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
-        self._call_bytes = measure_call(config.hf, kept, dtype) if kept.states or kept.gathers else 0
-        self._call_scores = CALL_TOKENS * int(getattr(config.hf, "num_attention_heads", 1)) if kept.gathers else 0
+        self._call_tokens, self._call_bytes = 0, 0
+        if kept.states or kept.gathers:
+            self._call_tokens, self._call_bytes = measure_call(config.hf, kept, dtype)
+        self._call_scores = self._call_tokens * int(getattr(config.hf, "num_attention_heads", 1)) * kept.gathers
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -119,7 +124,7 @@ class FallbackModel(nn.Module):
         if not self.states.specs and not self.gathers:
             return step.wanted(self._run(step, 1, self._page(step, caches), None))
         hidden = None
-        for part, of_tokens in split_rows(step, self.goes_on, self.gathers):
+        for part, of_tokens in split_rows(step, self.goes_on, self.gathers, self._call_tokens):
             rows = self.states.read(part, caches)
             if self.gathers:
                 rows = GatheredRow(rows, part, caches, self.places, self.index_places)
@@ -176,7 +181,21 @@ class FallbackModel(nn.Module):
         if not error <= most:
             what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
             raise unsupported(config.model_type, what)
-        return [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
+        notes = [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
+        if device.type == "cuda" and self.ops.captures and not self.gathers:
+            self.eager_only = not self._captures(rows, most)
+            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
+        return notes
+
+    def _captures(self, rows: Tensor, most: float) -> bool:
+        num_rows, count = rows.shape
+        caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
+        self.forward(_rehearsed_step(self.specs, rows, 0, count - 1), caches)
+        step = _rehearsed_step(self.specs, rows, count - 1, count)
+        for inputs in step.groups.values():
+            if isinstance(inputs, PagedInputs):
+                inputs.row_index = torch.arange(num_rows, device=rows.device)
+        return can_capture(lambda: self.logits(self.forward(step, caches)), caches, most)
 
     def _error(self, rows: Tensor, wanted: Tensor) -> float:
         """How far logits of `rows` [rows, n], in three chunks, are from those wanted, relative to the largest."""

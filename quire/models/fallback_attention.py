@@ -67,7 +67,8 @@ class PagedStep:
         num_rows, num_heads, count, _ = q.shape
         width, v_dim = k_cache.shape[-1], v.shape[-1]
         q, k, v = (widen(x.transpose(1, 2).flatten(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
-        reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, plan.slots)
+        slots = plan.slots.clamp(min=0)  # tokens that stand for nobody have -1, and page 0 is nobody's
+        reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, slots)
         out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap, sinks)
         return out.view(num_rows, count, num_heads, width)[..., :v_dim].contiguous()  # some models take views of it
 

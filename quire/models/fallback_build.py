@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.layers.weights import Part, Weight
 from quire.models.fallback_attention import ATTENTION, LayerShape, PagedStep, Rehearsal, paged_attention, unsupported
-from quire.models.fallback_states import CALL_TOKENS, LayerStates, RowStates, StateRehearsal
+from quire.models.fallback_states import LayerStates, RowStates, StateRehearsal
 from quire.types import CacheSpec, QuireError
 
 _KEEP_KEYS = {"full_attention", "sliding_attention"}
@@ -30,6 +30,9 @@ _OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attenti
 _OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
 _CACHES = ("past_key_values", "cache_params")  # what models call the cache they are given
 _REHEARSED = torch.bfloat16  # some kernels of other people's code know no other type on meta
+CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: that may take a megabyte for each,
+MOST_CALL_TOKENS = 4096  # where it takes little,
+CALL_BYTES = 2**28  # for the largest tensor
 _TOKENS = torch.zeros(1, 2, dtype=torch.long, device="meta")
 
 
@@ -218,15 +221,19 @@ class _LargestTensor(TorchDispatchMode):
         return made
 
 
-def measure_call(hf: Any, kept: Kept, dtype: torch.dtype) -> int:
-    """Bytes of the largest tensor that a call of `CALL_TOKENS` makes, seen on meta: scans of other people's making may
-    take a thousand times what they return."""
+def measure_call(hf: Any, kept: Kept, dtype: torch.dtype) -> tuple[int, int]:
+    """How many tokens a call may have, and bytes of the largest tensor that it makes then, seen on meta: scans of other
+    people's making may take a thousand times what they return."""
     causal = build_on_meta(hf, _REHEARSED, kept.attention)
     tokens = torch.zeros(1, CALL_TOKENS, dtype=torch.long, device="meta")
     largest = _LargestTensor()
     with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
         run_body(body_of(causal), tokens, tokens, None if kept.gathers else Rehearsal(), StateRehearsal(_REHEARSED))
-    return largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize
+    num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
+    times = 1
+    while not kept.gathers and 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
+        times *= 2
+    return times * CALL_TOKENS, times * num_bytes
 
 
 def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

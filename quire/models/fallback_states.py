@@ -26,7 +26,6 @@ from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models.fallback_attention import LayerShape
 from quire.types import CacheSpec
 
-CALL_TOKENS = 256  # their scans and attention take memory by the megabyte for each token of a call
 Kind = Literal["conv", "recurrent"]
 Key = tuple[Kind, int]  # a layer may keep several of each
 
@@ -225,20 +224,20 @@ def _slots(step: Step, spec: CacheSpec) -> Tensor:
 # Rows of equal length together
 
 
-def split_rows(step: Step, goes_on: bool, apart: bool) -> Iterator[tuple[Step, Tensor | None]]:
+def split_rows(step: Step, goes_on: bool, apart: bool, most: int) -> Iterator[tuple[Step, Tensor | None]]:
     """Rows of a step that have as many tokens as each other, as a step of their own, and where in the whole their
     tokens stand; None: they are the whole. A recurrent layer of other people's making knows batches and no ragged
     rows: all that decode are a batch, and most prompts are batches of one. Unless a model `goes_on` behind what it has
     kept, only rows that begin are taken whole, and others are taken token by token. `apart`: each row is a step of its
-    own. No step has more than `CALL_TOKENS`."""
+    own. No step has more than `most` tokens, but for decodes, which stay together: such a step can be captured."""
     by_count: dict[tuple[int, bool], list[int]] = {}
     for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):
-        by_count.setdefault((count, goes_on or bound == count), []).append(row)
+        by_count.setdefault((count, goes_on or count in (1, bound)), []).append(row)
     calls = [
         (rows, count, span)
         for (count, whole), same in by_count.items()
-        for rows in _batches(same, 1 if apart else max(CALL_TOKENS // count, 1))
-        for span in _spans(count, goes_on, whole)
+        for rows in _batches(same, 1 if apart else len(same) if count == 1 else max(most // count, 1))
+        for span in _spans(count, goes_on, whole, most)
     ]
     if len(calls) == 1:
         yield step, None
@@ -255,11 +254,11 @@ def _batches(rows: list[int], most: int) -> list[list[int]]:
     return [rows[first : first + most] for first in range(0, len(rows), most)]
 
 
-def _spans(count: int, goes_on: bool, whole: bool) -> list[range]:
+def _spans(count: int, goes_on: bool, whole: bool, most: int) -> list[range]:
     """The tokens of each call. What can't go on takes as many as it may at its beginning, then one by one."""
     if goes_on:
-        return [range(n, min(n + CALL_TOKENS, count)) for n in range(0, count, CALL_TOKENS)]
-    first = min(count, CALL_TOKENS) if whole else 0
+        return [range(n, min(n + most, count)) for n in range(0, count, most)]
+    first = min(count, most) if whole else 0
     return [*([range(first)] if first else []), *(range(n, n + 1) for n in range(first, count))]
 
 

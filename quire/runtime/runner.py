@@ -121,6 +121,9 @@ class Runner:
         then graphs."""
         if self._graphs is None:
             return
+        if getattr(self._model, "decodes_only", False):
+            yield from self._graphs.capture_missing()
+            return
         for num_decodes, num_tokens in step_sizes(self._rows.padding_row, self._max_batch_tokens):
             self.rehearse(num_decodes, num_tokens)
             yield

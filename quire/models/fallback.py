@@ -145,7 +145,8 @@ class FallbackModel(nn.Module):
 
     def _run(self, step: Step, num_rows: int, paged: PagedStep | None, states: RowStates | None) -> Tensor:
         """Hidden states of all tokens, [tokens, width], as a batch of so many rows."""
-        tokens, positions = step.tokens.view(num_rows, -1), step.positions.view(num_rows, -1)
+        positions = step.positions.clamp(min=0)  # tokens that stand for nobody have -1, which some look up in a table
+        tokens, positions = step.tokens.view(num_rows, -1), positions.view(num_rows, -1)
         return run_body(body_of(self.causal), tokens, positions, paged, states).flatten(0, 1)
 
     def work_bytes(self, max_len: int) -> int:

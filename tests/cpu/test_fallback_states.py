@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.models import fallback
 from quire.models.fallback_build import CALL_BYTES, CALL_TOKENS, MOST_CALL_TOKENS, build_on_meta, make_weights
 from quire.models.fallback_gathered import GatheredRow
 from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
@@ -139,6 +140,30 @@ def test_memory_is_set_aside_for_what_a_call_takes() -> None:
     assert 3 * CALL_BYTES >= scans.work_bytes(100) == scans.work_bytes(9000) >= 3 * states
     assert attends.work_bytes(9000) - attends.work_bytes(1000) == 3 * 4 * 8000 * CALL_TOKENS * 4
     assert swaps.work_bytes(9000) == 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "lfm2"])
+def test_rows_that_stand_for_nobody_disturb_nobody(kind: str, tmp_path: Path) -> None:
+    """A captured step is padded with rows at position -1, whose page is -1 and whose state is in slot 0, which is
+    nobody's."""
+    save(kind, tmp_path)
+    model, _ = load(tmp_path)
+    logits = []
+    for padded in (False, True):
+        caches = {spec.group: fallback._empty_cache(spec, 3, 6, CPU) for spec in model.specs}
+        for span in ((0, 5), (5, 6), (6, 7)):
+            step = fallback._rehearsed_step(model.specs, torch.arange(14).view(2, 7), *span)
+            for inputs in step.groups.values():
+                inputs.slots += 1 if isinstance(inputs, StateInputs) else 4
+                if isinstance(inputs, PagedInputs):
+                    inputs.page_table += 1
+            if padded and span[0] > 0:
+                step.positions[1], step.seq_lens[1], step.len_bounds[1] = -1, 0, 1
+                for inputs in step.groups.values():
+                    inputs.slots[1] = 0 if isinstance(inputs, StateInputs) else -1
+            hidden = model.forward(step, caches)
+        logits.append(model.logits(hidden)[0])
+    assert torch.allclose(*logits, rtol=1e-5)
 
 
 def test_how_long_a_sequence_may_be() -> None:

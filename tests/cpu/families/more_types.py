@@ -77,7 +77,6 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "hybrid_layer_ids": [1],
         "mamba_headdim": 32,
     },
-    "zaya": {"num_experts_per_tok": 1, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to

@@ -404,7 +404,7 @@ def _memory(model: Model, config: Config, limits: Limits, device: torch.device, 
     width = model.activation_elements * limits.max_batch_tokens
     logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
     item = 4 if device.type == "cpu" else 2
-    work = model.work_bytes(max_model_len) if isinstance(model, FallbackModel) else 0
+    work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
     return plan_memory(
         list(model.specs),
         config.cache,

@@ -40,7 +40,7 @@ from quire.models.fallback_build import (
 )
 from quire.models.fallback_capture import can_capture
 from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_states import RowStates, StateSlots, split_rows
+from quire.models.fallback_states import RowStates, StateSlots, place_layers, split_rows
 from quire.models.fields import whole
 from quire.models.mamba2 import MAX_POSITIONS
 from quire.models.registry import supported_types
@@ -59,6 +59,7 @@ _OURS = ("model_type", "served_len", "quantization_config")  # the last: weights
 class FallbackConfig:
     model_type: str
     hf: Any  # transformers' own config
+    served_len: int | None = None  # how long sequences may become, if that is known
     head_dim: int = 1  # a GGUF's heads are not reordered
 
 
@@ -87,7 +88,7 @@ class FallbackModel(nn.Module):
         index = index_specs(kept.index_dims, cache_dtype, page_tokens)
         self.specs = [*self.paged_specs, *index, *self.states.specs]
         self.goes_on = True  # layers that keep a state take up several tokens behind it; `verify` knows better
-        self.places, self.index_places = _places(self.paged_specs), _places(index)
+        self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
         rebuild_buffers(self.causal, config.model_type, device)
         make_weights(self.causal, dtype)
         self.head = _Head(self.causal)
@@ -96,8 +97,8 @@ class FallbackModel(nn.Module):
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
         self._call_tokens, self._call_bytes = 0, 0
         if kept.states or kept.gathers:
-            self._call_tokens, self._call_bytes = measure_call(config.hf, kept, dtype)
-        self._call_scores = self._call_tokens * int(getattr(config.hf, "num_attention_heads", 1)) * kept.gathers
+            max_len = min(self.max_positions, config.served_len or self.max_positions)
+            self._call_tokens, self._call_bytes = measure_call(config.hf, kept, dtype, max_len)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -118,19 +119,20 @@ class FallbackModel(nn.Module):
             raise QuireError("bad_config", what, "Check config.json.") from None
         check_layers(model_type, getattr(hf, "layer_types", None))
         check_ropes(model_type, hf)
-        return FallbackConfig(model_type, hf)
+        return FallbackConfig(model_type, hf, config.get("served_len"))
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         if not self.states.specs and not self.gathers:
             return step.wanted(self._run(step, 1, self._page(step, caches), None))
         hidden = None
         for part, of_tokens in split_rows(step, self.goes_on, self.gathers, self._call_tokens):
-            rows = self.states.read(part, caches)
+            rows, paged = RowStates(self.states, part, caches), None
             if self.gathers:
-                rows = GatheredRow(rows, part, caches, self.places, self.index_places)
-            paged = None if self.gathers else self._page(part, caches)
+                rows = GatheredRow(self.states, part, caches, self.places, self.index_places)
+            else:
+                paged = self._page(part, caches)
             x = self._run(part, len(part.counts), paged, rows)
-            self.states.write(rows, part, caches)
+            rows.flush()
             if of_tokens is None:
                 return step.wanted(x)
             if hidden is None:
@@ -149,10 +151,10 @@ class FallbackModel(nn.Module):
         tokens, positions = step.tokens.view(num_rows, -1), positions.view(num_rows, -1)
         return run_body(body_of(self.causal), tokens, positions, paged, states).flatten(0, 1)
 
-    def work_bytes(self, max_len: int) -> int:
-        """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and
-        where it attends by itself, scores."""
-        return 3 * self._call_bytes + 3 * 4 * self._call_scores * max_len
+    def work_bytes(self, max_rows: int) -> int:
+        """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and of
+        what one layer keeps of all rows."""
+        return 3 * self._call_bytes + 4 * max_rows * self.states.layer_bytes
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab], with whatever the model does to its logits"""
@@ -175,10 +177,8 @@ class FallbackModel(nn.Module):
         finally:
             config._attn_implementation = attention
         most = 1e-3 if self.states.dtype == torch.float32 else 0.1
+        self.goes_on = not self.states.specs or self._takes_up_states(rows)
         error = self._error(rows, wanted)
-        if not error <= most and self.states.specs:
-            self.goes_on = False
-            error = self._error(rows, wanted)
         if not error <= most:
             what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
             raise unsupported(config.model_type, what)
@@ -197,6 +197,25 @@ class FallbackModel(nn.Module):
             if isinstance(inputs, PagedInputs):
                 inputs.row_index = torch.arange(num_rows, device=rows.device)
         return can_capture(lambda: self.logits(self.forward(step, caches)), caches, most)
+
+    def _takes_up_states(self, rows: Tensor) -> bool:
+        """Whether layers take up several tokens behind what they have kept, as they do one by one. Logits may not tell:
+        of a few tokens little may be kept, and little be made of it. So it is random numbers that were kept, and what
+        is left and returned in both ways is compared with what these numbers change of it."""
+        left = []
+        for drawn, together in ((True, True), (True, False), (False, False)):
+            caches = {spec.group: _empty_cache(spec, len(rows), 2, rows.device) for spec in self.specs}
+            generator = torch.Generator().manual_seed(0)
+            for layer, (spec, place) in self.states.places.items() if drawn else ():
+                self.states.fill(layer, caches[spec.group][place], generator)
+            spans = ((0, 2),) if together else ((0, 1), (1, 2))
+            hidden = [self.forward(_rehearsed_step(self.specs, rows[:, :2], *span), caches) for span in spans]
+            kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
+            left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
+        return all(
+            (at_once - one_by_one).norm() <= 0.5 * (one_by_one - without).norm()
+            for at_once, one_by_one, without in zip(*left, strict=True)
+        )
 
     def _error(self, rows: Tensor, wanted: Tensor) -> float:
         """How far logits of `rows` [rows, n], in three chunks, are from those wanted, relative to the largest."""
@@ -285,11 +304,6 @@ def _max_positions(hf: Any, default: int) -> int:
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
     name = next((name for name in names if getattr(hf, name, None) is not None), names[0])
     return whole({name: getattr(hf, name, None)}, name, default)
-
-
-def _places(specs: list[CacheSpec]) -> dict[int, tuple[CacheSpec, int]]:
-    """layer -> its group, its place there"""
-    return {layer: (spec, place) for spec in specs for place, layer in enumerate(spec.layers)}
 
 
 def _empty_cache(spec: CacheSpec, num_rows: int, length: int, device: torch.device) -> Tensor:

@@ -32,6 +32,7 @@ _CACHES = ("past_key_values", "cache_params")  # what models call the cache they
 _REHEARSED = torch.bfloat16  # some kernels of other people's code know no other type on meta
 CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: that may take a megabyte for each,
 MOST_CALL_TOKENS = 4096  # where it takes little,
+FEWEST_CALL_TOKENS = 16  # where it takes much,
 CALL_BYTES = 2**28  # for the largest tensor
 _TOKENS = torch.zeros(1, 2, dtype=torch.long, device="meta")
 
@@ -221,17 +222,22 @@ class _LargestTensor(TorchDispatchMode):
         return made
 
 
-def measure_call(hf: Any, kept: Kept, dtype: torch.dtype) -> tuple[int, int]:
+def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
     """How many tokens a call may have, and bytes of the largest tensor that it makes then, seen on meta: scans of other
-    people's making may take a thousand times what they return."""
+    people's making may take a thousand times what they return. Of attention by itself that is scores of all tokens
+    before."""
     causal = build_on_meta(hf, _REHEARSED, kept.attention)
     tokens = torch.zeros(1, CALL_TOKENS, dtype=torch.long, device="meta")
     largest = _LargestTensor()
     with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
         run_body(body_of(causal), tokens, tokens, None if kept.gathers else Rehearsal(), StateRehearsal(_REHEARSED))
     num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
+    if kept.gathers:
+        scores = 4 * int(getattr(hf, "num_attention_heads", 1)) * max_len  # of one token
+        call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, FEWEST_CALL_TOKENS))
+        return call_tokens, max(num_bytes, call_tokens * scores)
     times = 1
-    while not kept.gathers and 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
+    while 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
         times *= 2
     return times * CALL_TOKENS, times * num_bytes
 

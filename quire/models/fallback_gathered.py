@@ -3,7 +3,8 @@
 Older models, and those whose masks or biases are their own (ALiBi, chunks, keys of another kind that choose among the
 others), attend by themselves to whatever a cache of transformers returns to them. `GatheredRow` is such a cache for one
 row of a step: it writes what is new to the row's pages and returns all that is there. Each row is a call of its own,
-and each layer copies all its keys: slower still, but any model that keeps its keys in a cache of transformers runs.
+and each layer copies all its keys: slower still, but most models that keep their keys in a cache of transformers can be
+run so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire.layers.step import PagedInputs, Step
 from quire.models.fallback_attention import widen
-from quire.models.fallback_states import RowStates
+from quire.models.fallback_states import RowStates, StateSlots
 from quire.types import CacheSpec
 
 Places = Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place there
@@ -24,11 +25,9 @@ Places = Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place th
 class GatheredRow(RowStates):
     """What the layers have kept of one row so far: states (see `RowStates`), and keys and values."""
 
-    def __init__(self, states: RowStates, step: Step, caches: Mapping[str, Tensor], places: Places,
+    def __init__(self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor], places: Places,
                  index_places: Places):  # fmt: skip
-        super().__init__(states.states)
-        self._groups = step.groups
-        self._caches = caches
+        super().__init__(slots, step, caches)
         self._places = places
         self._index_places = index_places
         self._length = int(step.seq_lens[0])  # once this step is done; waits for the device, as such models do anyway
@@ -47,7 +46,7 @@ class GatheredRow(RowStates):
     def _append(self, new: Tensor, place: tuple[CacheSpec, int], plane: int) -> Tensor:
         """New tokens' [n, heads, dim] go to the row's pages -> all tokens'"""
         spec, layer = place
-        inputs = self._groups[spec.group]
+        inputs = self._step.groups[spec.group]
         assert isinstance(inputs, PagedInputs)
         cache = self._caches[spec.group][layer][plane]  # [pages, page_tokens, heads, width]
         cache.view(-1, *spec.shape)[inputs.slots] = widen(new, spec.shape[-1]).to(cache.dtype)

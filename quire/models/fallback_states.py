@@ -2,8 +2,8 @@
 
 Such a layer asks a cache of transformers for the inputs its convolution still sees and for its matrix, and leaves new
 ones there. `StateRehearsal` is such a cache while a model is built, and notes what is kept; `RowStates` is one for some
-rows of a step, filled from their slots and written back to them. Keys and values pass through both untouched: attention
-(`fallback_attention`) keeps them in pages.
+rows of a step, filled from their slots and written back to them, layer by layer. Keys and values pass through both
+untouched: attention (`fallback_attention`) keeps them in pages.
 
 A slot of zeros is as good as none at all: a convolution sees zeros before a sequence, and a matrix begins with them.
 Where that does not hold, or a layer can't go on from what it left, `FallbackModel.verify` finds other logits.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -116,52 +116,51 @@ class StateRehearsal(_PassingCache):
         self.layers.setdefault(layer, {})[key] = kept
 
 
-class _LayerOfRows:
-    """One layer's part of `RowStates`, for releases of transformers whose layers look for it there."""
-
-    record_past = False
-
-    def __init__(self, states: dict[Key, Tensor]):
-        self._states = states
-
-    @property
-    def conv_states(self) -> dict[int, Tensor]:
-        return {index: state for (kind, index), state in self._states.items() if kind == "conv"}
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor]:
-        return {index: state for (kind, index), state in self._states.items() if kind == "recurrent"}
-
-
 class RowStates(_PassingCache):
-    """What the layers have kept of some rows so far. They read it, and change it or put other things in its place."""
+    """What the layers have kept of some rows so far. A layer reads it, and changes it or puts other things in its
+    place; when the next one comes, that goes back to the rows' slots: no more than one layer's is at hand."""
 
-    def __init__(self, states: dict[int, dict[Key, Tensor]]):
-        self.states = states  # layer -> its tensors, each [rows, ...]
+    def __init__(self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
+        self._slots, self._step, self._caches = slots, step, caches
+        self._layer: int | None = None
+        self._states: dict[Key, Tensor] = {}  # of that layer: each [rows, ...]
+
+    def states_of(self, layer: int) -> dict[Key, Tensor]:
+        if layer != self._layer:
+            self.flush()
+            self._layer, self._states = layer, self._slots.read(layer, self._step, self._caches)
+        return self._states
+
+    def flush(self) -> None:
+        """Leaves in the slots what the last layer has put here."""
+        if self._layer is not None:
+            self._slots.write(self._layer, self._states, self._step, self._caches)
+        self._layer, self._states = None, {}
 
     @property
-    def layers(self) -> dict[int, _LayerOfRows]:
-        return {layer: _LayerOfRows(states) for layer, states in self.states.items()}
+    def layers(self) -> _Layers:
+        return _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states[layer_idx].get(("conv", state_idx))
+        return self.states_of(layer_idx).get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states[layer_idx].get(("recurrent", state_idx))
+        return self.states_of(layer_idx).get(("recurrent", state_idx))
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any) -> Tensor:
         """The new inputs behind those that were kept: what the convolution sees. Of these the last are kept."""
-        old = self.states[layer_idx]["conv", state_idx]
+        states = self.states_of(layer_idx)
+        old = states["conv", state_idx]
         seen = torch.cat([old, conv_states.to(old.dtype)], -1)
-        self.states[layer_idx]["conv", state_idx] = seen[..., -old.shape[-1] :]
+        states["conv", state_idx] = seen[..., -old.shape[-1] :]
         return seen
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
                                **others: Any) -> Tensor:  # fmt: skip
-        self.states[layer_idx]["recurrent", state_idx] = recurrent_states
+        self.states_of(layer_idx)["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     get_linear_cache = get_recurrent_state
@@ -170,8 +169,42 @@ class RowStates(_PassingCache):
         self.update_recurrent_state(state, layer_idx)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The same by layers, for releases of transformers whose layers look for it there."""
+
+    rows: RowStates
+
+    def __getitem__(self, layer: int) -> _LayerOfRows:
+        return _LayerOfRows(self.rows, layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerOfRows:
+    rows: RowStates
+    layer: int
+
+    @property
+    def record_past(self) -> bool:
+        return False
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return {index: state for (kind, index), state in self.rows.states_of(self.layer).items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        states = self.rows.states_of(self.layer)
+        return {index: state for (kind, index), state in states.items() if kind == "recurrent"}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Slots
+
+
+def place_layers(specs: list[CacheSpec]) -> dict[int, tuple[CacheSpec, int]]:
+    """layer -> its group, its place there"""
+    return {layer: (spec, place) for spec in specs for place, layer in enumerate(spec.layers)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +213,8 @@ class StateSlots:
 
     layers: Mapping[int, LayerStates]
     dtype: torch.dtype  # of the model
-    specs: list[CacheSpec] = field(default_factory=list)
+    specs: list[CacheSpec]
+    places: Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place there
 
     @classmethod
     def of(cls, layers: Mapping[int, LayerStates], dtype: torch.dtype, page_tokens: int) -> StateSlots:
@@ -189,29 +223,37 @@ class StateSlots:
             sizes.setdefault(sum(state.elements for state in states.values()), []).append(layer)
         specs = [state_spec(f"state-{index}", tuple(of_size), size, page_tokens)
                  for index, (size, of_size) in enumerate(sizes.items())]  # fmt: skip
-        return cls(layers, dtype, specs)
+        return cls(layers, dtype, specs, place_layers(specs))
 
-    def read(self, step: Step, caches: Mapping[str, Tensor]) -> RowStates:
-        states: dict[int, dict[Key, Tensor]] = {}
-        for spec in self.specs:
-            kept = caches[spec.group][:, _slots(step, spec)]  # [layers, rows, elements]
-            for layer, flat in zip(spec.layers, kept, strict=True):
-                of_layer = self.layers[layer]
-                parts = flat.split([state.elements for state in of_layer.values()], 1)
-                states[layer] = {
-                    key: part.reshape(-1, *state.shape).to(state.dtype or self.dtype)
-                    for (key, state), part in zip(of_layer.items(), parts, strict=True)
-                }
-        return RowStates(states)
+    @property
+    def layer_bytes(self) -> int:
+        """Of one row and layer, the largest."""
+        return 4 * max((spec.shape[0] for spec in self.specs), default=0)
 
-    def write(self, rows: RowStates, step: Step, caches: Mapping[str, Tensor]) -> None:
-        for spec in self.specs:
-            cache = caches[spec.group]
-            kept = [
-                torch.cat([rows.states[layer][key].flatten(1).to(cache.dtype) for key in self.layers[layer]], 1)
-                for layer in spec.layers
-            ]
-            cache[:, _slots(step, spec)] = torch.stack(kept)
+    def read(self, layer: int, step: Step, caches: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+        spec, place = self.places[layer]
+        of_layer = self.layers[layer]
+        flat = caches[spec.group][place].index_select(0, _slots(step, spec))  # [rows, elements]
+        parts = flat.split([state.elements for state in of_layer.values()], 1)
+        return {
+            key: part.reshape(-1, *state.shape).to(state.dtype or self.dtype)
+            for (key, state), part in zip(of_layer.items(), parts, strict=True)
+        }
+
+    def write(self, layer: int, states: Mapping[Key, Tensor], step: Step, caches: Mapping[str, Tensor]) -> None:
+        spec, place = self.places[layer]
+        cache = caches[spec.group][place]
+        kept = torch.cat([states[key].flatten(1).to(cache.dtype) for key in self.layers[layer]], 1)
+        cache.index_copy_(0, _slots(step, spec), kept)
+
+    def fill(self, layer: int, cache: Tensor, generator: torch.Generator) -> None:
+        """Random numbers for what a layer keeps that is a number and no index, [slots, elements] of its cache."""
+        first = 0
+        for state in self.layers[layer].values():
+            if (state.dtype or self.dtype).is_floating_point:
+                drawn = torch.randn(len(cache), state.elements, generator=generator)
+                cache[:, first : first + state.elements] = drawn.to(cache.device)
+            first += state.elements
 
 
 def _slots(step: Step, spec: CacheSpec) -> Tensor:
@@ -239,7 +281,7 @@ def split_rows(step: Step, goes_on: bool, apart: bool, most: int) -> Iterator[tu
         for rows in _batches(same, 1 if apart else len(same) if count == 1 else max(most // count, 1))
         for span in _spans(count, goes_on, whole, most)
     ]
-    if len(calls) == 1:
+    if len(calls) == 1 and 0 not in step.counts:
         yield step, None
         return
     starts = [0, *accumulate(step.counts)]
@@ -269,6 +311,7 @@ def _take(step: Step, rows: list[int], span: range, left: int, of_rows: Tensor, 
         if isinstance(inputs, StateInputs):
             groups[name] = StateInputs(inputs.slots[of_rows])
         else:
+            assert inputs.row_index is None, "a step that is captured is not taken apart"
             groups[name] = PagedInputs(inputs.page_table[of_rows], inputs.slots[of_tokens])
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=of_rows.device) * len(span)
     return Step(

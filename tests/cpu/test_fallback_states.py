@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models import fallback
-from quire.models.fallback_build import CALL_BYTES, CALL_TOKENS, MOST_CALL_TOKENS, build_on_meta, make_weights
+from quire.models.fallback_build import (
+    CALL_BYTES,
+    CALL_TOKENS,
+    FEWEST_CALL_TOKENS,
+    MOST_CALL_TOKENS,
+    build_on_meta,
+    make_weights,
+    measure_call,
+    rehearse,
+)
 from quire.models.fallback_gathered import GatheredRow
 from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
 from quire.models.loader import build_model, load_model
@@ -107,13 +116,15 @@ def test_slots_give_back_what_was_put_in() -> None:
     step.groups.update({spec.group: StateInputs(torch.tensor([6, 2])) for spec in slots.specs})
     caches = {spec.group: torch.randn(len(spec.layers), 8, *spec.shape).half().float() for spec in slots.specs}
     before = {name: cache.clone() for name, cache in caches.items()}
-    rows = slots.read(step, caches)
-    assert rows.states[0]["conv", 0].dtype == torch.float16 and rows.states[0]["recurrent", 0].dtype == torch.float64
-    slots.write(rows, step, caches)
+    rows = RowStates(slots, step, caches)
+    assert rows.get_conv_state(0).dtype == torch.float16 and rows.get_recurrent_state(0).dtype == torch.float64
+    assert rows.layers[3].conv_states[0].shape == (2, 2, 3) and rows.get_recurrent_state(5) is None
+    rows.flush()
     assert all(torch.equal(caches[name], before[name]) for name in caches)
     rows.update_conv_state(torch.full((2, 2, 1), 9.0), 3)
-    rows.update_recurrent_state(torch.full((2, 4), 7.0), 0)
-    slots.write(rows, step, caches)
+    rows.update_recurrent_state(torch.full((2, 4), 7.0), 0)  # what layer 3 has left is in its slots by now
+    assert not torch.equal(caches[slots.specs[1].group], before[slots.specs[1].group])
+    rows.flush()
     name = slots.specs[1].group
     assert torch.equal(caches[name][0, 6], torch.tensor([*before[name][0, 6, 1:3], 9, *before[name][0, 6, 4:], 9]))
     assert torch.equal(caches[name][1], before[name][1])
@@ -136,10 +147,32 @@ def test_memory_is_set_aside_for_what_a_call_takes() -> None:
     scans, attends, swaps = (build_model(small_config(kind).to_dict(), dtype="float32", device=CPU, page_tokens=4)[0]
                              for kind in ("mamba", "gptj", "gpt2"))  # fmt: skip
     config = small_config("mamba")
-    states = MOST_CALL_TOKENS * config.intermediate_size * config.state_size * 4  # of every token
-    assert 3 * CALL_BYTES >= scans.work_bytes(100) == scans.work_bytes(9000) >= 3 * states
-    assert attends.work_bytes(9000) - attends.work_bytes(1000) == 3 * 4 * 8000 * CALL_TOKENS * 4
-    assert swaps.work_bytes(9000) == 0
+    states = config.intermediate_size * config.state_size * 4
+    assert 4 * CALL_BYTES >= scans.work_bytes(1) >= 3 * MOST_CALL_TOKENS * states, "of every token"
+    assert scans.work_bytes(9) - scans.work_bytes(1) == 4 * 8 * (states + config.intermediate_size * 4 * 4)
+    assert attends.work_bytes(1) == attends.work_bytes(9) >= 3 * CALL_TOKENS * 4 * 512 * 4, "scores"
+    assert swaps.work_bytes(9) == 0
+
+
+@pytest.mark.parametrize(("max_len", "call_tokens"), [(512, CALL_TOKENS), (2**20, 64), (2**24, FEWEST_CALL_TOKENS)])
+def test_long_contexts_have_shorter_calls(max_len: int, call_tokens: int) -> None:
+    config = small_config("gptj")
+    found, num_bytes = measure_call(config, rehearse(config), torch.float32, max_len)
+    assert found == call_tokens and num_bytes >= call_tokens * 4 * max_len * 4
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "zamba2", "kimi_linear", "mamba", "jamba"])
+def test_who_can_not_go_on_is_found_whatever_the_weights(kind: str, tmp_path: Path) -> None:
+    """Small ones, with which nearly nothing is kept of a few tokens: logits would not tell."""
+    config = small_config(kind)
+
+    def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        draw_ln(name, parameter, generator)
+        if "norm" not in name:
+            parameter *= 0.1
+
+    save_checkpoint(Family(kind, lambda: config, draw), tmp_path)
+    assert load(tmp_path)[0].goes_on == (kind not in ("mamba", "jamba"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "lfm2"])

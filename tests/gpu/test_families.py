@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.files.source import resolve_model
+from quire.models.fallback_capture import can_capture
 from quire.models.loader import load_model
 from tests.cpu.families.checks import CHECKS
 from tests.cpu.families.harness import Case, Family, all_families, save_checkpoint
@@ -56,3 +57,11 @@ def test_greedy_tokens_equal_those_of_transformers(family: Family, tmp_path: Pat
     if ON_GPU and not getattr(case.model, "eager_only", False):
         graphs = case.first_run[0].workers._inner._graphs
         assert graphs is not None and graphs._graphs, "decode steps were captured"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="nothing is captured elsewhere")
+def test_what_can_not_be_captured_leaves_the_device_as_it_was() -> None:
+    x = torch.ones(4, device=DEVICE)
+    assert not can_capture(lambda: x * x.sum().item(), {"x": x}, 0.1)
+    assert torch.rand(4, device=DEVICE).sum() >= 0 and x.sum() == 4
+    assert can_capture(lambda: x.mul_(2), {"x": x}, 0.1) and x.sum() == 4

@@ -6,7 +6,8 @@ then fails. What can be captured launches the same whatever the numbers are, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -25,13 +26,11 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
-            wanted = compute()  # compiles and warms what a capture may not, too
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                out = compute()
-            finally:
-                graph.capture_end()
+            compute()  # compiles and warms what a capture may not
+            restore()
+            with _no_waiting():
+                wanted = compute().clone()
+            graph, out = _capture(compute)
             out.fill_(torch.nan)
             restore()
             graph.replay()
@@ -41,3 +40,33 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
     finally:
         torch.cuda.current_stream().wait_stream(stream)
         restore()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Whoever waits for the device in here fails. To find out by a capture that fails costs more: see below."""
+    usual = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(usual)
+
+
+def _capture(compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A capture that fails leaves torch's random numbers in the belief that it is still on, and whoever draws some
+    later would fail: they get their state of before."""
+    random = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = random.clone_state()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        try:
+            out = compute()
+        finally:
+            graph.capture_end()
+    except Exception:
+        with suppress(Exception):
+            random.graphsafe_set_state(state)
+        raise
+    return graph, out

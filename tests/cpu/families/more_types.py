@@ -65,6 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
+    "minimax": {"sliding_window": 9},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},

@@ -110,7 +110,8 @@ class FallbackModel(nn.Module):
                 f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
             )
             raise QuireError("unsupported_model", f"{what} of that type either.", supported_types())
-        check_layers(model_type, config.get("layer_types"))
+        for kinds in ("layer_types", "layers_block_type"):
+            check_layers(model_type, config.get(kinds))
         fields = {key: value for key, value in config.items() if key not in _OURS}
         try:
             hf = transformers.AutoConfig.for_model(model_type, **fields)

@@ -28,6 +28,7 @@ _KEEP_STATE = {"linear_attention", "conv", "hybrid"}  # the last: and keys
 _KEEP_NOTHING = {"moe", "mlp"}
 _OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two: names of one thing
 _OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
+_OLD_NAMES = {"attention", "mamba"}  # which transformers replaces
 _CACHES = ("past_key_values", "cache_params")  # what models call the cache they are given
 _REHEARSED = torch.bfloat16  # some kernels of other people's code know no other type on meta
 CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: that may take a megabyte for each,
@@ -64,7 +65,7 @@ def import_transformers(model_type: str) -> Any:
 
 
 def check_layers(model_type: str, kinds: Any) -> None:
-    known = _KEEP_KEYS | _KEEP_STATE | _KEEP_NOTHING | _OWN_MASKS
+    known = _KEEP_KEYS | _KEEP_STATE | _KEEP_NOTHING | _OWN_MASKS | _OLD_NAMES
     other = next((kind for kind in kinds or () if kind not in known), None)
     if other is not None:
         raise unsupported(model_type, f"layers of type {other} keep something of their own, or are not known")
@@ -160,9 +161,10 @@ def _rehearse_exchanged(hf: Any) -> Kept:
 
 
 def _rehearse_gathered(hf: Any) -> Kept | None:
-    """With the model's own attention. None: it fails so, too, or keeps what is not seen."""
+    """With the model's own attention. None: it fails so, too, or keeps what is not seen. If it can't be built, that is
+    what there is to say of it."""
+    causal = build_on_meta(hf, _REHEARSED, "eager")
     try:
-        causal = build_on_meta(hf, _REHEARSED, "eager")
         states = _rehearse_states(causal, None)
         if states is None or not states.with_keys:
             return None

@@ -192,7 +192,7 @@ class FallbackModel(nn.Module):
     def _captures(self, rows: Tensor, most: float) -> bool:
         num_rows, count = rows.shape
         caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
-        self.forward(_rehearsed_step(self.specs, rows, 0, count - 1), caches)
+        self._try(_rehearsed_step(self.specs, rows, 0, count - 1), caches)
         step = _rehearsed_step(self.specs, rows, count - 1, count)
         for inputs in step.groups.values():
             if isinstance(inputs, PagedInputs):
@@ -210,7 +210,7 @@ class FallbackModel(nn.Module):
             for layer, (spec, place) in self.states.places.items() if drawn else ():
                 self.states.fill(layer, caches[spec.group][place], generator)
             spans = ((0, 2),) if together else ((0, 1), (1, 2))
-            hidden = [self.forward(_rehearsed_step(self.specs, rows[:, :2], *span), caches) for span in spans]
+            hidden = [self._try(_rehearsed_step(self.specs, rows[:, :2], *span), caches) for span in spans]
             kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
             left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
         return all(
@@ -223,16 +223,17 @@ class FallbackModel(nn.Module):
         num_rows, count = rows.shape
         spans = ((0, count // 2), (count // 2, count - 1), (count - 1, count))  # the last as a decoding row has it
         caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
-        got = []
+        hidden = [self._try(_rehearsed_step(self.specs, rows, *span), caches) for span in spans]
+        got = [self.logits(part).float().view(num_rows, -1, self.vocab_size) for part in hidden]
+        return float((torch.cat(got, 1) - wanted).abs().max() / wanted.abs().max())
+
+    def _try(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         try:
-            for span in spans:
-                hidden = self.forward(_rehearsed_step(self.specs, rows, *span), caches)
-                got.append(self.logits(hidden).float().view(num_rows, -1, self.vocab_size))
+            return self.forward(step, caches)
         except QuireError:
             raise
         except Exception as failure:  # anything can happen in other people's code
             raise unsupported(self.causal.config.model_type, f"it fails with pages: {first_line(failure)}") from failure
-        return float((torch.cat(got, 1) - wanted).abs().max() / wanted.abs().max())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from quire.models.loader import build_model, load_model
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
-from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.paged_harness import assert_equals_transformers
 from tests.cpu.tiny_llm import make_tiny_llm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no file of its own")
@@ -119,16 +119,6 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 # Checkpoints that call or keep their tensors otherwise than the model does
 
 
-def assert_equal(model: Any, reference: Any) -> None:
-    tokens = [(7 * i * i + 3) % 256 for i in range(50)]
-    row = HarnessRow(list(tokens))
-    harness = PagedHarness(model, num_pages=40, seed=2)
-    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
-    with torch.inference_mode():
-        want = reference(torch.tensor([tokens])).logits[0]
-    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
-
-
 def save_flex_olmo(folder: Path) -> Any:
     """Experts one by one; in the model they are one tensor, of gates above ups."""
     config = transformers.FlexOlmoConfig(**{**TINY, "pad_token_id": 0}, num_experts=4, num_experts_per_tok=2)
@@ -138,7 +128,7 @@ def save_flex_olmo(folder: Path) -> Any:
 def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
     reference = save_flex_olmo(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
-    assert_equal(load(tmp_path).model, reference)
+    assert_equals_transformers(load(tmp_path).model, reference)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -173,7 +163,7 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
     assert "h.0.attn.c_attn.weight" in older
     older["h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_equal(load(tmp_path).model, reference)
+    assert_equals_transformers(load(tmp_path).model, reference)
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +178,4 @@ def test_attention_s_output_may_be_viewed(tmp_path: Path) -> None:
     config = transformers.AfmoeConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, sliding_window=9, num_experts=4,
                                       num_experts_per_tok=2, moe_intermediate_size=24)  # fmt: skip
     reference = save_checkpoint(Family("afmoe", lambda: config, draw_sharp), tmp_path)
-    assert_equal(load(tmp_path).model, reference)
+    assert_equals_transformers(load(tmp_path).model, reference)

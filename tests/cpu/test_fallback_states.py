@@ -31,7 +31,7 @@ from quire.types import QuireError
 from tests.cpu.families.harness import Family, save_checkpoint
 from tests.cpu.families.more_types import small_config
 from tests.cpu.families.others import draw_ln
-from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.paged_harness import assert_equals_transformers
 
 CPU = torch.device("cpu")
 
@@ -239,6 +239,18 @@ def test_what_it_gets_wrong_is_refused(kind: str, owner: Any, method: str, tmp_p
         load(tmp_path)
 
 
+def test_what_fails_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("lfm2", tmp_path)
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise AttributeError("no such thing\nat all")
+
+    monkeypatch.setattr(RowStates, "update_conv_state", fail)
+    with pytest.raises(QuireError, match=r"lfm2 can't run .*: it fails with pages: no such thing") as caught:
+        load(tmp_path)
+    assert caught.value.code == "unsupported_model" and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("change", "words"), [
     (None, r"but no self_attn\.k_conv1d\.weight beside it"),
     ((31, 1, 4), r"self_attn\.conv1d\.weight.* in the wrong shape"),
@@ -276,11 +288,4 @@ def test_layers_that_share_keys_are_right(tmp_path: Path) -> None:
               "layer_types": ["sliding_attention", "full_attention"] * 2,
               "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}  # fmt: skip
     reference = save("gemma3n_text", tmp_path, **layers)
-    model, _ = load(tmp_path)
-    tokens = [(7 * i * i + 3) % 256 for i in range(50)]
-    row = HarnessRow(list(tokens))
-    harness = PagedHarness(model, num_pages=40, seed=2)
-    got = torch.cat([harness.step([(row, count)]) for count in (20, 1, 1, 7, 21)])
-    with torch.inference_mode():
-        want = reference(torch.tensor([tokens])).logits[0]
-    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+    assert_equals_transformers(load(tmp_path)[0], reference)

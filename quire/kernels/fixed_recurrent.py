@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference_recurrent
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.reference_recurrent import RecurrentPlan
 
 ALIGNMENT = 64  # bytes; two slots that begin at multiples of it begin alike
@@ -37,21 +37,27 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Token
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
                     plan: TokenPlans) -> Tensor:  # fmt: skip
     """As the reference."""
-    return _by_token(lambda *token: reference_recurrent.gated_delta_net(token[0], weights, shape, *token[1:]), x, shape,
-                     state, plan)  # fmt: skip
+    return _by_token(lambda *token: reference_recurrent.gated_delta_net(token[0], weights, shape, *token[1:]), x,
+                     shape.values, state, plan)  # fmt: skip
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
     """As the reference."""
-    return _by_token(lambda *token: reference_recurrent.mamba2(token[0], weights, shape, *token[1:]), x, shape, state,
-                     plan)  # fmt: skip
+    return _by_token(lambda *token: reference_recurrent.mamba2(token[0], weights, shape, *token[1:]), x, shape.values,
+                     state, plan)  # fmt: skip
 
 
-def _by_token(layer: Callable[[Tensor, Tensor, RecurrentPlan], Tensor], x: Tensor, shape: RecurrentShape, state: Tensor,
+def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TokenPlans) -> Tensor:
+    """As the reference."""
+    return _by_token(lambda *token: reference_recurrent.short_conv(token[0], weights, shape, *token[1:]), x,
+                     shape.channels, state, plan)  # fmt: skip
+
+
+def _by_token(layer: Callable[[Tensor, Tensor, RecurrentPlan], Tensor], x: Tensor, num_outputs: int, state: Tensor,
               plan: TokenPlans) -> Tensor:  # fmt: skip
     """Tokens, and states where slots do not all begin alike, are copied to a place of their own: where in memory
     something begins must not matter, either."""
-    out, token = x.new_empty(len(x), shape.values), 0
+    out, token = x.new_empty(len(x), num_outputs), 0
     begin_alike = state.stride(0) * state.element_size() % ALIGNMENT == 0
     for slot, plans in zip(plan.slots, plan.tokens, strict=True):
         lying = state[slot : slot + 1]

@@ -3,7 +3,7 @@
 A recurrent layer keeps two things a row: the last inputs of its causal convolution, and one matrix a head. Both lie in
 one slot, packed: a state is atomic, so it is one unit to copy, swap and evict. The convolution's part is a ring of
 `conv_len` entries, indexed by position; a step writes its own entry and reads the others, so programs that share
-channels need not wait for each other.
+channels need not wait for each other. A layer that is nothing but a convolution keeps the ring alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class RecurrentShape:
     def slot_elements(self) -> int:
         return self.matrix_elements + self.conv_len * self.channels
 
+    @property
+    def activation_elements(self) -> int:
+        """That a token has alive at one time: the projection and what comes out of the convolution, the latter in
+        float32, and the output before its norm."""
+        return 4 * self.channels + 5 * self.values
+
     def matrices(self, state: Tensor) -> Tensor:
         """A layer's [slots, slot_elements] as the matrices in it: [slots, heads, value_dim, key_dim], a view."""
         matrices = state[:, : self.matrix_elements]
@@ -50,6 +56,35 @@ class RecurrentShape:
     def rings(self, state: Tensor) -> Tensor:
         """A layer's [slots, slot_elements] as the convolution's rings in it: [slots, conv_len, channels], a view."""
         return state[:, self.matrix_elements :].unflatten(1, (self.conv_len, self.channels))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvShape:
+    """Of a layer that is nothing but a convolution between two gates (LFM2)."""
+
+    channels: int
+    conv_len: int  # taps, the token itself included
+
+    @property
+    def slot_elements(self) -> int:
+        return self.conv_len * self.channels
+
+    @property
+    def activation_elements(self) -> int:
+        """That a token has alive at one time: both gates and the input, what is convolved, and what comes out."""
+        return 6 * self.channels
+
+    def rings(self, state: Tensor) -> Tensor:
+        """A layer's [slots, slot_elements] as [slots, conv_len, channels], a view."""
+        return state.unflatten(1, (self.conv_len, self.channels))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """Of such a layer, beside its projections."""
+
+    conv: Tensor  # [channels, 1, conv_len]
+    bias: Tensor | None  # [channels]
 
 
 @dataclass(frozen=True, slots=True)

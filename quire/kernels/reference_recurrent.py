@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 
 CHUNK = 32  # of the scan; by measurement best on a CPU, where a triangular solve grows with the square of it
 LARGE_STATE = 1 << 16  # elements
@@ -58,7 +58,7 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     """x [tokens, channels + values + 2 heads]: queries, keys and values for the convolution, the output's gate, and
     per head what beta and the decay come from. `state` [slots, slot_elements] is updated. Returns [tokens, values]."""
     mixed, gate, beta, a = x.split((shape.channels, shape.values, shape.num_heads, shape.num_heads), dim=1)
-    mixed = causal_conv(mixed, weights.conv, None, shape, state, plan)
+    mixed = functional.silu(causal_conv(mixed, weights.conv, None, shape, state, plan), inplace=True)
     q, k, v = _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1)
     q, k = (_l2_norm(part.unflatten(1, (shape.num_groups, shape.key_dim))) for part in (q, k))
     decay = -_wide(weights.a_log).exp() * functional.softplus(_wide(a) + _wide(weights.dt_bias))  # [tokens, heads]
@@ -73,7 +73,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     """x [tokens, values + channels + heads]: the output's gate, then values, keys and queries for the convolution, then
     per head what the time step comes from. `state` [slots, slot_elements] is updated. Returns [tokens, values]."""
     gate, mixed, dt = x.split((shape.values, shape.channels, shape.num_heads), dim=1)
-    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, shape, state, plan)
+    mixed = functional.silu(causal_conv(mixed, weights.conv, weights.conv_bias, shape, state, plan), inplace=True)
     v, k, q = _wide(mixed).split((shape.values, shape.keys, shape.keys), dim=1)
     q, k = (part.unflatten(1, (shape.num_groups, shape.key_dim)) for part in (q, k))
     v = v.unflatten(1, (shape.num_heads, shape.value_dim))
@@ -86,9 +86,16 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     return (normed * _wide(weights.norm)).to(x.dtype)
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor,
+def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: RecurrentPlan) -> Tensor:
+    """x [tokens, 3 channels]: the input's gate, the output's gate and the input, of the convolution. No curve bends any
+    of them. `state` [slots, slot_elements] is updated. Returns [tokens, channels]."""
+    gate, out_gate, value = x.chunk(3, dim=1)
+    return causal_conv(gate * value, weights.conv, weights.bias, shape, state, plan).mul_(out_gate)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shape: RecurrentShape | ConvShape, state: Tensor,
                 plan: RecurrentPlan) -> Tensor:  # fmt: skip
-    """SiLU of each channel convolved with its own last inputs, [tokens, channels]; the rings in `state` move on."""
+    """Each channel convolved with its own last inputs, [tokens, channels]; the rings in `state` move on."""
     rings = shape.rings(state)
     taps = weight[:, 0].t().to(x.dtype)  # [conv_len, channels], the token itself last
     slots, places, num_taps = plan.slots, plan.positions, shape.conv_len
@@ -118,7 +125,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Recurrent
         kept = min(count, num_taps)
         last = plan.positions[first + count - kept : first + count]
         rings[slot, last % num_taps] = chunk[-kept:].to(rings.dtype)
-    return functional.silu(out if bias is None else out.add_(bias), inplace=True)
+    return out if bias is None else out.add_(bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

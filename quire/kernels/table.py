@@ -60,9 +60,10 @@ class Ops:
     run_experts: Callable[..., Tensor]
     latent_write: Callable[..., Tensor]
     latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
-    plan_recurrent: Callable[..., Any]  # what it returns is for the two ops below, of the same row
+    plan_recurrent: Callable[..., Any]  # what it returns is for the three ops below, of the same row
     gated_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
+    short_conv: Callable[..., Tensor]
     norm_add: Callable[..., Tensor] | None = None  # see `RMSNorm.add_to`; None: one after the other
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
@@ -87,6 +88,7 @@ REFERENCE = Ops(
     plan_recurrent=reference_recurrent.plan_recurrent,
     gated_delta_net=reference_recurrent.gated_delta_net,
     mamba2=reference_recurrent.mamba2,
+    short_conv=reference_recurrent.short_conv,
 )
 
 
@@ -97,6 +99,7 @@ _FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
     "plan_recurrent": fixed_recurrent.plan_recurrent,
     "gated_delta_net": fixed_recurrent.gated_delta_net,
     "mamba2": fixed_recurrent.mamba2,
+    "short_conv": fixed_recurrent.short_conv,
     "elementwise": fixed.elementwise,
     "fused_linear": fixed.TiledLinear(),
 }
@@ -197,6 +200,7 @@ def _triton_ops(strict: bool) -> Ops:
             latent_heads,
             norm,
             recurrent,
+            recurrent_short,
             rope,
             route,
             skinny,
@@ -224,6 +228,7 @@ def _triton_ops(strict: bool) -> Ops:
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
         mamba2=recurrent.mamba2,
+        short_conv=recurrent_short.short_conv,
         merges_shared=True,
         captures=True,
         captured_work=captured_work.CapturedWork,
@@ -246,6 +251,7 @@ def _fixed_triton_ops() -> Ops:
         plan_recurrent=walks.plan_recurrent,
         gated_delta_net=walks.gated_delta_net,
         mamba2=walks.mamba2,
+        short_conv=walks.short_conv,
         qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
         paged_attention=fixed_tiles.paged_attention,
         captured_work=fixed_tiles.CapturedTiles,

@@ -78,11 +78,11 @@ class QKNorm(nn.Module):
     k_weight: Tensor
 
     def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype, *, offset: float = 0.0,
-                 order: HeadOrder | None = None):  # fmt: skip
-        """`order`: that of the heads the weights are for."""
+                 order: HeadOrder | None = None, names: tuple[str, str] = ("q_norm", "k_norm")):  # fmt: skip
+        """`order`: that of the heads the weights are for; `names`: what the checkpoint calls them."""
         super().__init__()
-        self.q_weight = _norm_weight(f"{prefix}.q_norm.weight", head_dim, dtype, offset, order)
-        self.k_weight = _norm_weight(f"{prefix}.k_norm.weight", head_dim, dtype, offset, order)
+        self.q_weight = _norm_weight(f"{prefix}.{names[0]}.weight", head_dim, dtype, offset, order)
+        self.k_weight = _norm_weight(f"{prefix}.{names[1]}.weight", head_dim, dtype, offset, order)
         self.eps = eps
 
 

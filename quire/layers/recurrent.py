@@ -1,4 +1,4 @@
-"""Recurrent layers' share of a step, and the cache spec of their state. The two kinds are in files of their own.
+"""Recurrent layers' share of a step, and the cache spec of their state. The kinds are in files of their own.
 
 A model makes one `RecurrentLayersPlan` at the start of a step; every recurrent layer then works from it.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.step import StateInputs, Step
 from quire.types import CacheSpec
@@ -29,10 +28,6 @@ def plan_recurrent(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Recu
     inputs = step.groups[spec.group]
     assert isinstance(inputs, StateInputs)
     return RecurrentLayersPlan(cache.unbind(0), ops.plan_recurrent(inputs.slots, step.positions, step.counts))
-
-
-def recurrent_spec(group: str, layers: tuple[int, ...], shape: RecurrentShape, page_tokens: int) -> CacheSpec:
-    return state_spec(group, layers, shape.slot_elements, page_tokens)
 
 
 def state_spec(group: str, layers: tuple[int, ...], slot_elements: int, page_tokens: int) -> CacheSpec:

@@ -70,6 +70,17 @@ def check_layer_types(kinds: Any, known: Iterable[str], num_layers: int | None =
         raise QuireError("bad_config", what, "Check config.json.")
 
 
+def check_layer_indices(indices: Any, key: str, num_layers: int) -> None:
+    """`indices`: the layers that config.json names by their numbers; None: it names none."""
+    if indices is None:
+        return
+    if not isinstance(indices, (list, tuple)) or not all(
+        isinstance(index, int) and not isinstance(index, bool) and 0 <= index < num_layers for index in indices
+    ):
+        what = f"{key}={indices!r} must list layers below {num_layers}."
+        raise QuireError("bad_config", what, "Check config.json.")
+
+
 def check_silu(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):

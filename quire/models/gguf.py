@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
-from quire.models.gguf_names import hf_name, style_of
+from quire.models.gguf_names import GGUFStyle, hf_name, style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
 
@@ -38,7 +38,7 @@ _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
-_MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # architecture -> model_type, where there are experts
+_MIXTURES = {"lfm2moe": "lfm2_moe", "llama": "mixtral", "qwen3moe": "qwen3_moe"}  # architecture -> model_type, where there are experts
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -67,9 +67,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         )
     window = _get(file, "attention.sliding_window", None) or None
     style = style_of(arch)
-    kind = "full_attention" if window is None else "sliding_attention"
+    kv_heads, layer_types = _layers(file, style, num_layers, num_heads, window)
     has_bias = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors))
-    given = {name: _get(file, key, None) for name, key in _FIELDS.items()}
+    given = {name: _get(file, key, None) for name, key in {**_FIELDS, **style.metadata}.items()}
     return {
         **style.fields,
         **{name: value for name, value in given.items() if value is not None},
@@ -79,7 +79,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": _need(file, "feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _get(file, "attention.head_count_kv", num_heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": _get(file, "attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": _get(file, "context_length", 2048),
@@ -89,7 +89,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "query_pre_attn_scalar": width // num_heads if (arch, num_layers) in _LARGE_GEMMAS else head_dim,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": None if style.patterned else [kind] * num_layers,
+        "layer_types": None if style.patterned else layer_types,
         "attention_bias": arch != "qwen2" and has_bias,
         "use_qkv_bias": has_bias,
         "use_bias": has_bias,
@@ -100,6 +100,16 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         **(_experts(file, num_experts) if num_experts else {}),
         "tensor_types": {hf_name(name, style): tensor.type.name for name, tensor in file.tensors.items()},
     }
+
+
+def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
+            window: int | None) -> tuple[int, list[str]]:  # fmt: skip
+    """How many heads of keys and values there are, and of which type each layer is."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    heads = file.metadata.get(_key(file, "attention.head_count_kv"))
+    if style.without_keys is None or not isinstance(heads, list) or len(set(heads) - {0}) != 1:
+        return _get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
+    return max(heads), [kind if number else style.without_keys for number in heads]
 
 
 def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
@@ -145,6 +155,7 @@ def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
     """These architectures all weight a token's experts so that they add up to one."""
     fields = {
         "num_local_experts": num_experts,
+        "num_experts": num_experts,
         "num_experts_per_tok": _need(file, "expert_used_count"),
         "norm_topk_prob": True,
     }

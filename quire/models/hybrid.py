@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent import ConvShape, RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
-from quire.layers.recurrent import plan_recurrent, recurrent_spec
+from quire.layers.recurrent import plan_recurrent, state_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
 from quire.models.fields import check_heads, check_layer_types, flag, whole
@@ -39,14 +39,14 @@ class HybridShape:
     max_positions: int
     tied: bool  # the head is the embedding
     attention: AttentionShape | None  # None: no layer attends
-    recurrent: RecurrentShape | None
+    recurrent: RecurrentShape | ConvShape | None
     blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int, attention: AttentionShape | None,
-             recurrent: RecurrentShape, blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
+             recurrent: RecurrentShape | ConvShape, blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
              logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
         """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
         none."""
@@ -149,7 +149,7 @@ def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> li
         specs.append(CacheSpec(ATTENTION, "paged", places["attention"], entry, name, page_tokens=page_tokens))
     if places["recurrent"]:
         assert shape.recurrent is not None
-        specs.append(recurrent_spec(STATE, places["recurrent"], shape.recurrent, page_tokens))
+        specs.append(state_spec(STATE, places["recurrent"], shape.recurrent.slot_elements, page_tokens))
     return specs
 
 
@@ -159,8 +159,7 @@ def block_activations(shape: HybridShape, inner_width: int) -> int:
     if shape.attention is not None:
         most = max(most, (4 * shape.attention.num_heads + 2 * shape.attention.num_kv_heads) * shape.attention.head_dim)
     if shape.recurrent is not None:
-        # The projection and what comes out of the convolution, the latter in float32, and the output before its norm.
-        most = max(most, 4 * shape.recurrent.channels + 5 * shape.recurrent.values)
+        most = max(most, shape.recurrent.activation_elements)
     return 4 * shape.width + most
 
 

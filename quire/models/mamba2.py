@@ -87,7 +87,7 @@ class Mixers:
     def make(self, place: int, layer: str, norm: RMSNorm, cache_index: int) -> Mamba2 | Attention:
         shape, dtype, ops, scheme = self.shape, self.dtype, self.ops, self.scheme
         if shape.blocks[place] == "recurrent":
-            assert shape.recurrent is not None
+            assert isinstance(shape.recurrent, RecurrentShape)
             return Mamba2(f"{layer}.mamba", norm, shape.width, shape.recurrent, cache_index, self.options, dtype=dtype,
                           ops=ops, scheme=scheme)  # fmt: skip
         assert shape.attention is not None
@@ -127,7 +127,7 @@ class Mamba2Model(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         recurrent = shape.recurrent
-        assert recurrent is not None
+        assert isinstance(recurrent, RecurrentShape)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"backbone.layers.{place}"

@@ -22,7 +22,7 @@ from quire.layers.quant import Scheme
 from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig, LayerNames, read_common
 from quire.models.dense_families import read_dense
-from quire.models.fields import bound, check_layer_types, check_silu, flag, number, whole
+from quire.models.fields import bound, check_layer_indices, check_layer_types, check_silu, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -85,9 +85,7 @@ def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
         raise QuireError("bad_config", what, "Check config.json.")
     step = whole(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
-    if not all(isinstance(index, int) and 0 <= index < num_layers for index in dense):
-        what = f"mlp_only_layers={dense!r} must list layers below {num_layers}."
-        raise QuireError("bad_config", what, "Check config.json.")
+    check_layer_indices(dense, "mlp_only_layers", num_layers)
     return frozenset(index for index in range(first, num_layers) if (index + 1) % step == 0 and index not in dense)
 
 

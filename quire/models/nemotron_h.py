@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.experts import GatedActivation, Routing
+from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionShape
 from quire.layers.experts import ExpertNames, Experts, MoEShape
@@ -141,7 +142,7 @@ class NemotronHModel(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and recurrent is not None
+        assert attention is not None and isinstance(recurrent, RecurrentShape)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             prefix = f"backbone.layers.{place}.mixer"

@@ -105,7 +105,7 @@ class QwenHybridModel(HybridModel):
                  device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and recurrent is not None
+        assert attention is not None and isinstance(recurrent, RecurrentShape)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, 1.0)

@@ -27,7 +27,7 @@ FAMILIES = {model_type(family): family for family in reversed(all_families())}  
 WITHOUT_ROPE = {"gpt2", "mamba2", "nemotron_h", "opt", "granitemoehybrid", "bloom", "falcon", "jamba", "kimi_linear",
                 "zamba2"}  # fmt: skip
 OWN_ROPE = {"gptj"}  # which no config names
-WITHOUT_ACTIVATION = {"bloom", "lfm2"}  # theirs can't be chosen
+WITHOUT_ACTIVATION = {"bloom", "lfm2", "lfm2_moe"}  # theirs can't be chosen
 OWN_SIZES = {
     "deepseek_v2",
     "deepseek_v3",

@@ -68,11 +68,13 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
     writer.add_rope_freq_base(rope["rope_theta"])
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for name in ("layer_norm_eps", "norm_eps", "norm_epsilon"):
+    for name in ("layer_norm_eps", "norm_epsilon", *(() if arch in ("lfm2", "lfm2moe") else ("norm_eps",))):
         if hasattr(config, name):
             writer.add_layer_norm_eps(getattr(config, name))
     for key, value in (metadata or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        writer.kv_data[0].pop(key, None)
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind)
     for name, tensor in _split_experts(_join_head_norms(model.state_dict())):
         if (name == "lm_head.weight" and config.tie_word_embeddings) or called(name) == without:
             continue
@@ -100,13 +102,17 @@ def _join_head_norms(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps gates above ups in one tensor, GGUF each on its own."""
+    """transformers keeps gates above ups in one tensor, GGUF each on its own; taps have a dimension of one there."""
     for name, tensor in state.items():
         if name.endswith("experts.gate_up_proj"):
             for kind, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
-                yield name.replace("mlp.experts.gate_up_proj", f"ffn_{kind}_exps.weight"), part
+                yield re.sub(r"\w+\.experts\.gate_up_proj", f"ffn_{kind}_exps.weight", name), part
+        elif name.endswith("conv.conv.weight"):
+            yield name, tensor.squeeze(1)
+        elif name.endswith("expert_bias"):
+            yield f"{name}.bias", tensor
         else:
-            yield name.replace("mlp.experts.down_proj", "ffn_down_exps.weight"), tensor
+            yield re.sub(r"\w+\.experts\.down_proj", "ffn_down_exps.weight", name), tensor
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, types: dict[str, str]) -> None:

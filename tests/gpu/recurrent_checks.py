@@ -158,7 +158,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
     sizes = (shape.channels, shape.values, heads, heads)
     mixed, _gate, beta, a = x.double().split(sizes, dim=1)
     exact, plan = doubled(weights), reference.plan_recurrent(slots, positions, counts)
-    mixed = reference.causal_conv(mixed, exact.conv, None, shape, state.double(), plan)
+    mixed = torch.nn.functional.silu(reference.causal_conv(mixed, exact.conv, None, shape, state.double(), plan))
     keys = mixed[:, : 2 * shape.keys].unflatten(1, (2 * groups, -1))  # queries first
     keys = keys * (keys.square().sum(-1, keepdim=True) + reference.L2_EPS).rsqrt()
     keys[:, :groups] *= shape.key_dim**-0.5

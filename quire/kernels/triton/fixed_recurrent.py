@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton import recurrent, recurrent_short
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
-from quire.kernels.triton.recurrent import norm_groups
+from quire.kernels.triton.recurrent import TritonRecurrentPlan, norm_groups
 from quire.kernels.triton.recurrent_step import L2_EPS, silu, softplus
 from quire.kernels.upload import upload
 
@@ -137,14 +138,16 @@ class WalkPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     starts: Tensor  # [rows + 1] int64: where each row's tokens begin
+    usual: TritonRecurrentPlan  # for what gives every token the same bits anyway
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> WalkPlan:
     """As `recurrent.plan_recurrent`. A step of single tokens needs nothing from the host, so it can be captured."""
+    usual = recurrent.plan_recurrent(slots, positions, counts)
     if all(count == 1 for count in counts):
-        return WalkPlan(slots, positions, torch.arange(len(counts) + 1, device=slots.device))
+        return WalkPlan(slots, positions, torch.arange(len(counts) + 1, device=slots.device), usual)
     starts = np.cumsum([0, *counts]).astype(np.int64)
-    return WalkPlan(slots, positions, upload({"plan": {"starts": starts}}, slots.device)["plan"]["starts"])
+    return WalkPlan(slots, positions, upload({"plan": {"starts": starts}}, slots.device)["plan"]["starts"], usual)
 
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
@@ -160,6 +163,11 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
                 weights.dt_low, weights.dt_high, shape, state, plan)  # fmt: skip
     norm_groups(out, x, weights, shape)
     return out
+
+
+def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: WalkPlan) -> Tensor:
+    """As `recurrent_short.short_conv`, which takes a token's sum in one order wherever it stands."""
+    return recurrent_short.short_conv(x, weights, shape, state, plan.usual)
 
 
 def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,

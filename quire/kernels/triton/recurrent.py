@@ -26,11 +26,11 @@ class TritonRecurrentPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     counts: list[int]
-    prepared: _Prepared | None = None  # worked out when the first layer runs: only then is the chunk's size known
+    prepared: Prepared | None = None  # worked out when the first layer runs: only then is the chunk's size known
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     chunk: int
     num_singles: int
     singles: Tensor | None = None  # [singles] int64: their rows; None: all rows, in order
@@ -131,16 +131,21 @@ def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: 
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtype) -> _Prepared:
+def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtype) -> Prepared:
+    return prepare(plan, recurrent_scan.chunk_tokens(shape, dtype))
+
+
+def prepare(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
+    """A model's recurrent layers all have chunks of one size."""
     if plan.prepared is None:
-        plan.prepared = _list_work(plan, recurrent_scan.chunk_tokens(shape, dtype))
+        plan.prepared = _list_work(plan, chunk)
     return plan.prepared
 
 
-def _list_work(plan: TritonRecurrentPlan, chunk: int) -> _Prepared:
+def _list_work(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
     counts = plan.counts
     if all(count == 1 for count in counts):
-        return _Prepared(chunk, len(counts))
+        return Prepared(chunk, len(counts))
     firsts = np.cumsum([0, *counts[:-1]])
     singles = [row for row, count in enumerate(counts) if count == 1]
     longer = [row for row, count in enumerate(counts) if count > 1]
@@ -155,4 +160,4 @@ def _list_work(plan: TritonRecurrentPlan, chunk: int) -> _Prepared:
         "tiles": np.array(tiles, np.int32),
     }
     sent = upload({"plan": arrays}, plan.slots.device)["plan"]
-    return _Prepared(chunk, len(singles), **sent)
+    return Prepared(chunk, len(singles), **sent)

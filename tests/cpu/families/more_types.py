@@ -66,7 +66,6 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
     "minimax": {"sliding_window": 9},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "mamba_dt_rank": 4},
@@ -78,15 +77,14 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "hybrid_layer_ids": [1],
         "mamba_headdim": 32,
     },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "afmoe", "apertus", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
     "cohere2_moe", "ctrl", "deepseek_v32", "doge", "ernie4_5_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
     "flint", "gemma3n_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
     "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
-    "lfm2_moe", "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
+    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna",
+    "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
     "ministral3", "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "opt", "persimmon", "phimoe",
     "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2",
 )  # fmt: skip

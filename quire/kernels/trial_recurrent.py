@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.findings import Findings
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import NUM_TOKENS, Row, compare, finish_writes, reference_for
 from quire.kernels.trial_hopper import runs_on_hopper, settle_row
@@ -69,8 +69,8 @@ class MambaTrialShape:
     dtype: torch.dtype
 
 
-# Both kinds of layers go by one plan.
-_give_up = reference_for("plan_recurrent", "gated_delta_net", "mamba2")
+# All kinds of layers go by one plan.
+_give_up = reference_for("plan_recurrent", "gated_delta_net", "mamba2", "short_conv")
 
 
 def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
@@ -79,6 +79,12 @@ def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.devic
 
 def mamba_row(shape: MambaTrialShape, device: torch.device) -> Row:
     return Row("Mamba2", lambda ops: try_mamba(ops, shape, device, ONE_REQUEST), _give_up)
+
+
+def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row(
+        "short convolution", lambda ops: try_short_conv(ops, shape, has_bias, dtype, device, ONE_REQUEST), _give_up
+    )
 
 
 def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
@@ -107,8 +113,17 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
     _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
 
 
+def try_short_conv(ops: Ops, shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device,
+                   steps: Steps = MIXED) -> None:  # fmt: skip
+    """As `try_delta_net`."""
+    weights = ConvWeights(_taps(shape, dtype, device), _draw(device, shape.channels).to(dtype) if has_bias else None)
+    wide = ConvWeights(weights.conv.float(), None if weights.bias is None else weights.bias.float())
+    _follow(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
+
+
 def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, wide: Any, num_inputs: int,
-            shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps) -> None:  # fmt: skip
+            shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device,
+            steps: Steps) -> None:  # fmt: skip
     """Side by side with the reference in float32 (`wide`: its weights), step after step."""
     num_rows = len(steps[0])
     slots = torch.randperm(num_rows, device=device)
@@ -122,16 +137,16 @@ def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, 
         got = op(ops)(x, weights, shape, state, ops.plan_recurrent(slots, positions, list(counts)))
         compare(got, partial(_exact, op, x, wide, shape, exact, (slots, positions, list(counts))), dtype)
         ends = [end + n for end, n in zip(ends, counts, strict=True)]
-    for part in (shape.matrices, shape.rings):
+    for part in (shape.rings,) if isinstance(shape, ConvShape) else (shape.matrices, shape.rings):
         compare(part(state), partial(part, exact), dtype)
 
 
-def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: RecurrentShape, state: Tensor,
+def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: Any, state: Tensor,
            rows: tuple[Tensor, Tensor, list[int]]) -> Tensor:  # fmt: skip
     return op(REFERENCE)(x.float(), weights, shape, state, REFERENCE.plan_recurrent(*rows))
 
 
-def _taps(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _taps(shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (0.5 * _draw(device, shape.channels, 1, shape.conv_len)).to(dtype)
 
 

@@ -38,7 +38,11 @@ _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
-_MIXTURES = {"lfm2moe": "lfm2_moe", "llama": "mixtral", "qwen3moe": "qwen3_moe"}  # architecture -> model_type, where there are experts
+_MIXTURES = {
+    "lfm2moe": "lfm2_moe",
+    "llama": "mixtral",
+    "qwen3moe": "qwen3_moe",
+}  # architecture -> model_type, where there are experts
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",

@@ -85,8 +85,9 @@ STYLES = {
     "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
     "granite": GGUFStyle(permuted=True),
     "lfm2": GGUFStyle(_LFM2, {"block_auto_adjust_ff_dim": False}, without_keys="conv", metadata=_LFM2_FIELDS),
-    "lfm2moe": GGUFStyle(_LFM2, without_keys="conv", metadata=_LFM2_FIELDS,
-                         whole_names={"exp_probs_b.bias": "feed_forward.expert_bias"}),
+    "lfm2moe": GGUFStyle(
+        _LFM2, without_keys="conv", metadata=_LFM2_FIELDS, whole_names={"exp_probs_b.bias": "feed_forward.expert_bias"}
+    ),
     "llama": GGUFStyle(_MIXTRAL, permuted=True),
     "nemotron": GGUFStyle(fields=_RAISED),
     "olmo2": GGUFStyle(_AROUND),

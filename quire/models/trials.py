@@ -39,7 +39,13 @@ from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_latent
 from quire.kernels.trial_prompts import settle_prompts
-from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, settle_delta_net
+from quire.kernels.trial_recurrent import (
+    MambaTrialShape,
+    delta_net_row,
+    mamba_row,
+    settle_delta_net,
+    short_conv_row,
+)
 from quire.layers.attention import AttentionShape
 from quire.layers.experts import Experts
 from quire.layers.join import Join
@@ -52,6 +58,7 @@ from quire.layers.quant import Dense, Fp8
 from quire.layers.quant.scheme import Scaled
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.recurrent_mamba import Mamba2
+from quire.layers.short_conv import ShortConv
 from quire.layers.weights import put_weight
 from quire.models.dense import DenseModel
 from quire.models.fallback import FallbackModel
@@ -83,6 +90,8 @@ class Trials:
             yield delta_net_row(net.shape, self.dtype, self.device)
         if (mamba := self._mamba()) is not None:
             yield mamba_row(mamba, self.device)
+        if (short := self._first(ShortConv)) is not None:
+            yield short_conv_row(short.shape, short.conv_bias is not None, self.dtype, self.device)
         if (mixture := self._mixture()) is not None:
             yield from expert_rows(mixture, self.device)
 

@@ -274,10 +274,11 @@ def test_parts_of_a_convolution_that_do_not_fit_are_named(change: Any, words: st
 def test_weights_that_want_float32_are_kept_so(dtype: torch.dtype, both: bool,
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     causal = build_on_meta(small_config("olmo_hybrid"), dtype, "eager")
-    monkeypatch.setattr(causal, "_keep_in_fp32_modules_strict", {"conv.conv"}, raising=False)
-    monkeypatch.setattr(causal, "_keep_in_fp32_modules", ["out_proj"], raising=False)
+    monkeypatch.setattr(causal, "_keep_in_fp32_modules_strict", {"conv1d"}, raising=False)
+    monkeypatch.setattr(causal, "_keep_in_fp32_modules", ["o_proj"], raising=False)
     make_weights(causal, dtype)
-    wanted = (".conv.conv.", ".out_proj.") if both else (".conv.conv.",)
+    wanted = (".conv1d.", ".o_proj.") if both else (".conv1d.",)
+    assert all(any(part in name for name, _ in causal.named_parameters()) for part in wanted)
     for name, weight in causal.named_parameters():
         assert weight.dtype == (torch.float32 if any(part in name for part in wanted) else dtype), name
 

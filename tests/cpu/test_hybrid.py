@@ -26,7 +26,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
-           "granitemoehybrid")  # fmt: skip
+           "granitemoehybrid", "lfm2", "lfm2_moe")  # fmt: skip
 INTERVAL = 16  # of snapshots, where 1,024 tokens would take a test too long
 
 
@@ -123,7 +123,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mamba2", "lfm2"])
 def test_who_is_rolled_back_goes_on_from_the_right_state(name: str, depth: int, folders: dict[str, Path]) -> None:
     model: Any = load(folders[name])
     model.specs[:] = [replace(s, snapshot_tokens=INTERVAL) if s.kind == "state" else s for s in model.specs]
@@ -174,6 +174,14 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", {"expand": 3}, "do not add up to 192"),
     ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit"),
     ("bamba", {"mamba_d_head": 24}, "do not add up to 128"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [3]}, "full_attn_idxs=[3] must list layers below 3"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs=1"),
+    ("lfm2", {"layer_types": ["conv", "short_conv", "conv"]}, "'short_conv'"),
+    ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0"),
+    ("lfm2", {"block_multiple_of": -16}, "block_multiple_of=-16"),
+    ("lfm2", {"block_ffn_dim_multiplier": "2"}, "block_ffn_dim_multiplier='2'"),
+    ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers=-1"),
+    ("lfm2_moe", {"num_experts_per_tok": 9}, "9 experts a token can't be chosen from 8"),
 ]
 
 

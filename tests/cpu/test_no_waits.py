@@ -36,7 +36,7 @@ READS = (
     "bincount",
 )
 KINDS = ("gemma3", "gemma4 experts", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next",
-         "nemotron_h experts", "mamba2")  # fmt: skip
+         "nemotron_h experts", "mamba2", "lfm2")  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.6, "seed": 3},

@@ -15,12 +15,12 @@ import torch
 
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.kernels.experts import GatedActivation, Routing
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent import ConvShape, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.trial import failure, settle_ops
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows
-from quire.kernels.trial_recurrent import MambaTrialShape, mamba_row
+from quire.kernels.trial_recurrent import MambaTrialShape, mamba_row, short_conv_row
 from quire.models import loader
 from quire.models.trials import Trials, settle_kernels
 from quire.types import QuireError, SamplingParams
@@ -98,6 +98,7 @@ STAND_INS = replace(
     plan_recurrent=plan_own(REFERENCE.plan_recurrent),
     gated_delta_net=walk(REFERENCE.gated_delta_net),
     mamba2=walk(REFERENCE.mamba2),
+    short_conv=walk(REFERENCE.short_conv),
     captures=True,
     captured_work=lambda *args: None,
 )
@@ -139,6 +140,7 @@ CASES = [
     Case("qwen3_next", "rms_norm", "norm", captures=True, stays="gated_delta_net"),
     Case("apertus", "paged_attention", "attention"),
     Case("nemotron_h experts", "mamba2", "Mamba2", stays="run_experts"),
+    Case("lfm2_moe", "short_conv", "short convolution", stays="run_experts"),
     Case("granitemoehybrid", "run_experts", "experts", stays="mamba2"),
     Case("gemma4 experts", "run_experts", "experts", stays="norm_route"),
     Case("gemma4 experts", "norm_route", "router", captures=True, stays="run_experts"),
@@ -199,6 +201,7 @@ ADDED = ("norm", "norm of what is added", *ALL[1:], *ALL[3:])  # norms behind bl
     ("nemotron_h experts", ("norm", "fused product", "rope", "attention", "Mamba2", "router", "experts")),
     ("gemma4 experts", (*ADDED, "router", "experts")),
     ("mamba2", ("norm", "fused product", "Mamba2")),
+    ("lfm2", (*ALL, "short convolution")),
     ("apertus", ("attention",)),  # transformers' own code
 ])  # fmt: skip
 def test_what_a_model_uses_is_tried_and_no_more(
@@ -350,6 +353,29 @@ def test_a_mamba_that_forgets_something() -> None:
 
     assert row_fails(forgets("conv_bias", None), row) and row_fails(forgets("norm_groups", 1), row)
     assert row_fails(forgets("dt_high", 0.1), row) and row_fails(replace(STAND_INS, mamba2=keeps_state), row)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_convolution_that_forgets_something(has_bias: bool) -> None:
+    row = short_conv_row(ConvShape(24, 3), has_bias, torch.float32, CPU)
+    assert not row_fails(STAND_INS, row)
+
+    def without(change: Callable[..., Any]) -> Ops:
+        return replace(STAND_INS, short_conv=lambda *args: STAND_INS.short_conv(*change(*args)))
+
+    def oldest(x: Any, weights: Any, *rest: Any) -> Any:
+        conv = weights.conv.clone()
+        conv[:, :, 0] = 0
+        return x, replace(weights, conv=conv), *rest
+
+    def bias(x: Any, weights: Any, *rest: Any) -> Any:
+        return x, replace(weights, bias=None), *rest
+
+    def state(x: Any, weights: Any, shape: Any, state: Any, plan: Any) -> Any:
+        return x, weights, shape, state.clone(), plan
+
+    assert row_fails(without(oldest), row) and row_fails(without(state), row)
+    assert row_fails(without(bias), row) == has_bias
 
 
 def test_weights_in_fp8_have_no_second_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import (
     attention,
     decode,
@@ -41,6 +41,7 @@ from quire.kernels.triton import (
     prefill_shares,
     recurrent,
     recurrent_scan,
+    recurrent_short,
     recurrent_step,
     recurrent_walk,
     rope,
@@ -112,6 +113,7 @@ def main() -> None:
     compile_experts()
     compile_latent()
     compile_recurrent()
+    compile_short_conv()
     json.dump(launched, sys.stdout)
 
 
@@ -240,6 +242,16 @@ def compile_recurrent() -> None:
             for each in (plan, many):
                 recurrent.mamba2(x, weights, shape, state, each)
             fixed_recurrent.mamba2(x[:4], weights, shape, state, walk)
+
+
+def compile_short_conv() -> None:
+    bf16, shape = torch.bfloat16, ConvShape(2048, 3)
+    weights = ConvWeights(torch.zeros(2048, 1, 3, dtype=bf16), None)
+    x, state = torch.zeros(130, 3 * 2048, dtype=bf16), torch.zeros(2, shape.slot_elements)
+    for counts in ([129, 1], [1] * 130):
+        slots = torch.zeros(len(counts), dtype=torch.int64)
+        plan = recurrent.plan_recurrent(slots, torch.arange(130), counts)
+        recurrent_short.short_conv(x, weights, shape, state, plan)
 
 
 def compile_sampling(places: torch.Tensor) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import reference_recurrent as reference
-from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from tests.gpu.where import Where, close, need_hopper
 
 # A chunk's products are rounded to the type they are computed in before the state sums them up.
@@ -86,6 +87,48 @@ def check_mamba2(where: Where) -> None:
     large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4), RecurrentShape(2, 4, 24, 16, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
     check_recurrent(where, recurrent.mamba2, shapes, STEPS if where.large else STEPS_SMALL, False, where.dtypes)
+
+
+def check_short_conv(where: Where) -> None:
+    """Steps over and over; then one prompt again token by token, which must not change a bit."""
+    from quire.kernels.triton import recurrent, recurrent_short
+
+    shapes = [ConvShape(2048, 3), ConvShape(1000, 5), ConvShape(64, 2)] if where.large else [ConvShape(40, 3)]
+    steps = STEPS if where.large else STEPS_SMALL
+    for dtype, shape, has_bias in product(where.dtypes, shapes, (False, True)):
+        name, width = f"convolution of {shape.channels} in {dtype}", 3 * shape.channels
+        bias = where.normal(shape.channels, dtype=dtype) if has_bias else None
+        weights = ConvWeights(where.normal(shape.channels, 1, shape.conv_len, dtype=dtype), bias)
+        num_rows = len(steps[0])
+        slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
+        state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
+        exact = state.double()
+        lens = [0] * num_rows
+        for counts in steps:
+            ends = [n + c for n, c in zip(lens, counts, strict=True)]
+            spans = [torch.arange(n, end, device=where.device) for n, end in zip(lens, ends, strict=True)]
+            positions = torch.cat(spans)
+            x = where.normal(sum(counts), width + 5, dtype=dtype)[:, :width]
+            before = state.clone()
+            where.settle()
+            where.poison()
+            out = recurrent_short.short_conv(
+                x, weights, shape, state, recurrent.plan_recurrent(slots, positions, counts)
+            )
+            plan = reference.plan_recurrent(slots, positions, counts)
+            close(
+                out, reference.short_conv(x.double(), doubled(weights), shape, exact, plan), dtype, f"{name}, {counts}"
+            )
+            close(state, exact, dtype, f"{name}, {counts}: rings", 1e-6)
+            lens = ends
+        first = sum(counts[: counts.index(max(counts))])
+        here = slots[counts.index(max(counts))][None]
+        where.settle()
+        for token in range(first, first + max(counts)):
+            plan = recurrent.plan_recurrent(here, positions[token : token + 1], [1])
+            alone = recurrent_short.short_conv(x[token : token + 1], weights, shape, before, plan)
+            assert torch.equal(alone[0], out[token]), f"{name}: token {token - first} alone"
+        assert torch.equal(before[here], state[here]), f"{name}: its ring"
 
 
 def check_prepared_chunks(where: Where) -> None:
@@ -266,6 +309,7 @@ def _check_repeats(where: Where) -> None:
 CHECKS: dict[str, Callable[[Where], None]] = {
     "gated_delta_net": check_gated_delta_net,
     "mamba2": check_mamba2,
+    "short_conv": check_short_conv,
     "prepared_chunks": check_prepared_chunks,
     "ready_chunks": check_ready_chunks,
     "delta_walk": check_delta_walk,

@@ -181,6 +181,10 @@ def test_hybrid_of_mambas_in_bfloat16() -> None:
     tiny("nemotron_h experts", "bfloat16")
 
 
+def test_hybrid_of_convolutions_in_bfloat16() -> None:
+    tiny("lfm2_moe", "bfloat16")
+
+
 def test_hybrid_with_scales_in_bfloat16() -> None:
     tiny("granitemoehybrid", "bfloat16")
 

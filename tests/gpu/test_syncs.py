@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.7, "logprobs": 3, "seed": 3},
 }
 SWAPS = {"num_pages": 26, "preemption": "swap", "host_memory": 1 << 26, "prefix_cache": False}
-# Mixed steps of the last four are launched kernel by kernel.
+# Mixed steps of the last five are launched kernel by kernel.
 KINDS = (
     "gemma3",
     "gemma4 experts",
@@ -44,6 +44,7 @@ KINDS = (
     "qwen3_next",
     "nemotron_h experts",
     "mamba2",
+    "lfm2",
 )
 
 

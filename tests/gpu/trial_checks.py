@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.kernels.experts import GatedActivation, Routing
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent import ConvShape, RecurrentShape
 from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
 from quire.kernels.trial import (
     Product,
@@ -27,7 +27,7 @@ from quire.kernels.trial import (
 )
 from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
 from quire.kernels.trial_latent import LatentTrialShape, latent_rows
-from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row
+from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, short_conv_row
 from quire.runtime.row_trial import settle_row_ops
 from quire.sampling.fused import EVERY
 from quire.sampling.sampler import Sampler
@@ -118,7 +118,8 @@ def check_recurrent(where: Where) -> None:
         for ops in (select_ops("cuda"), select_fixed_ops("cuda")) if where.large else (select_ops("cuda"),):
             for has_bias in (True, False) if where.large else (dtype == torch.float32,):
                 mamba = MambaTrialShape(state, 1, has_bias, (0.0, float("inf")), dtype)
-                assert_pass(ops, [delta_net_row(state, dtype, device), mamba_row(mamba, device)], str(mamba))
+                short = short_conv_row(ConvShape(2048 if where.large else 40, 3), has_bias, dtype, device)
+                assert_pass(ops, [delta_net_row(state, dtype, device), mamba_row(mamba, device), short], str(mamba))
 
 
 def check_sampling(where: Where) -> None:

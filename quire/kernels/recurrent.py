@@ -107,8 +107,9 @@ class MambaWeights:
     a_log: Tensor  # [heads]
     dt_bias: Tensor  # [heads]
     skip: Tensor  # [heads]: how much of a value goes straight to the output
-    norm: Tensor  # [values]
+    norm: Tensor | None  # [values]; None: the output is gated and not normed
     eps: float
     norm_groups: int  # parts the output is normed in
     dt_low: float  # the time step is held within these
     dt_high: float
+    gate_first: bool = True  # the output is gated before it is normed

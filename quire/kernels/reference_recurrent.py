@@ -80,10 +80,16 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     dt = functional.softplus(_wide(dt) + _wide(weights.dt_bias)).clamp(weights.dt_low, weights.dt_high)
     heads = RecurrentInputs(q, k, v * dt.unsqueeze(2), -_wide(weights.a_log).exp() * dt, None)
     out = recurrence(heads, shape, state, plan) + _wide(weights.skip).unsqueeze(1) * v
-    out = out.flatten(1) * functional.silu(_wide(gate))
-    parts = out.unflatten(1, (weights.norm_groups, -1))
-    normed = functional.rms_norm(parts, parts.shape[2:], None, weights.eps).flatten(1)
-    return (normed * _wide(weights.norm)).to(x.dtype)
+    return _gate_and_norm(out.flatten(1), functional.silu(_wide(gate)), weights).to(x.dtype)
+
+
+def _gate_and_norm(out: Tensor, gate: Tensor, weights: MambaWeights) -> Tensor:
+    """Both [tokens, values]."""
+    if weights.norm is None:
+        return out * gate
+    parts = (out * gate if weights.gate_first else out).unflatten(1, (weights.norm_groups, -1))
+    normed = functional.rms_norm(parts, parts.shape[2:], None, weights.eps).flatten(1) * _wide(weights.norm)
+    return normed if weights.gate_first else normed * gate
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: RecurrentPlan) -> Tensor:

@@ -67,6 +67,8 @@ class MambaTrialShape:
     conv_bias: bool
     dt_limits: tuple[float, float]
     dtype: torch.dtype
+    norm: bool = True
+    gate_first: bool = True
 
 
 # All kinds of layers go by one plan.
@@ -105,10 +107,12 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
     weights = MambaWeights(
         _taps(state, dtype, device), (0.5 * _draw(device, state.channels)).to(dtype) if shape.conv_bias else None,
         _draw(device, heads) - 1.0, _draw(device, heads), _draw(device, heads),
-        (_draw(device, state.values) + 1.0).to(dtype), 1e-6, shape.norm_groups, *shape.dt_limits,
+        (_draw(device, state.values) + 1.0).to(dtype) if shape.norm else None, 1e-6, shape.norm_groups,
+        *shape.dt_limits, shape.gate_first,
     )  # fmt: skip
     bias = None if weights.conv_bias is None else weights.conv_bias.float()
-    wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=weights.norm.float())
+    norm = None if weights.norm is None else weights.norm.float()
+    wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=norm)
     inputs = state.values + state.channels + heads
     _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
 

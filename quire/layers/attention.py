@@ -124,6 +124,12 @@ class Attention(nn.Module):
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
+        attended = self.attend(stream, angles, plan)
+        stream = plan.pick(stream)
+        return self.join(self.out, attended, stream) if len(stream) else stream
+
+    def attend(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width] -> what the heads of the tokens that the plan wants see, [n, heads * head_dim]"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         heads = self.head_norm
         q_weight, k_weight, eps = (
@@ -138,11 +144,7 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
-        if plan.wanted is not None:
-            q, stream = plan.pick(q), plan.pick(stream)
-            if not len(stream):
-                return stream
-        attended = self.ops.paged_attention(
-            q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks
-        )
-        return self.join(self.out, attended, stream)
+        q = plan.pick(q)
+        if not len(q):
+            return q
+        return self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)

@@ -24,8 +24,11 @@ class MambaOptions:
     eps: float
     norm_groups: int  # parts the output is normed in
     conv_bias: bool = True
-    bias: bool = False  # of both projections
+    bias: bool = False  # of both projections, but for `out_bias`
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: bool = True  # of the output
+    gate_first: bool = True  # the output is gated before it is normed
+    out_bias: bool | None = None  # of the output's projection; None: as `bias`
 
 
 class Mamba2(nn.Module):
@@ -34,7 +37,7 @@ class Mamba2(nn.Module):
     a_log: Tensor
     dt_bias: Tensor
     skip: Tensor
-    gated_norm: Tensor
+    gated_norm: Tensor | None
 
     def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int,
                  options: MambaOptions, *, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
@@ -52,15 +55,15 @@ class Mamba2(nn.Module):
         self.a_log = Weight.whole(f"{prefix}.A_log", (heads,), torch.float32)
         self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (heads,), torch.float32)
         self.skip = Weight.whole(f"{prefix}.D", (heads,), torch.float32)
-        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), dtype)
-        out = [(f"{prefix}.out_proj", width)]
-        self.out = Linear(shape.values, out, bias=options.bias, dtype=dtype, scheme=scheme)
+        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), dtype) if options.norm else None
+        out_bias = options.bias if options.out_bias is None else options.out_bias
+        self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], bias=out_bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this layer's share added"""
         x = self.project(stream, norm=self.norm)
         options = self.options
         weights = MambaWeights(self.conv, self.conv_bias, self.a_log, self.dt_bias, self.skip, self.gated_norm,
-                               options.eps, options.norm_groups, *options.dt_limits)  # fmt: skip
+                               options.eps, options.norm_groups, *options.dt_limits, options.gate_first)  # fmt: skip
         out = self.ops.mamba2(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
         return self.out(out, residual=stream)

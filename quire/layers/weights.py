@@ -135,9 +135,23 @@ class Weight(nn.Parameter):
         return cls((start, *columns), dtype, tuple(parts))
 
 
-def set_forms(module: nn.Module, forms: Sequence[Form | None]) -> None:
-    """How each checkpoint tensor of a linear layer, in order, becomes its rows of the merged weight (and bias)."""
-    for _, weight in own_weights(module):
+@dataclass(frozen=True, slots=True)
+class ScaleRows:
+    """A form: rows, in order so many by so much."""
+
+    by: tuple[tuple[int, float], ...]
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        parts = weight.split([rows for rows, _ in self.by])
+        return torch.cat([part * factor for part, (_, factor) in zip(parts, self.by, strict=True)])
+
+
+def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None = None) -> None:
+    """How each checkpoint tensor of a linear layer, in order, becomes its rows of the merged weight (and bias).
+    `only`: of the one of this name alone."""
+    for name, weight in own_weights(module):
+        if only not in (None, name):
+            continue
         assert len(weight.parts) == len(forms)
         weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
 

@@ -21,6 +21,7 @@ _MODULES = {  # of a family's class
     "mamba2": "hybrid",
     "bamba": "hybrid",
     "granite_hybrid": "hybrid",
+    "falcon_h1": "hybrid",
     "lfm2": "hybrid",
 }
 IN_TORCH = ("mixture", "latent", "hybrid")

@@ -25,7 +25,11 @@ from quire.layers.step import Step
 from quire.models.fields import check_heads, check_layer_types, flag, whole
 from quire.types import CacheSpec, QuireError
 
-BlockKind = Literal["attention", "recurrent", "plain"]
+BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention beside a recurrent layer
+KEEPING: dict[str, tuple[BlockKind, ...]] = {
+    "attention": ("attention", "parallel"),
+    "recurrent": ("recurrent", "parallel"),
+}
 ATTENTION, STATE = "full", "state"  # names of the cache groups
 
 
@@ -93,7 +97,9 @@ class HybridModel(nn.Module):
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
         self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale)
-        seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "plain": 0}
+        seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "parallel": 0, "plain": 0}
+        alone = "parallel" not in shape.blocks or {*shape.blocks} <= {"parallel", "plain"}
+        assert alone, "the place of such a block is the same in both groups"
         blocks = []
         for place, kind in enumerate(shape.blocks):
             blocks.append(make_block(place, seen[kind]))
@@ -116,12 +122,12 @@ class HybridModel(nn.Module):
         stream = self.embedding(step.tokens)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
             is_last = place == self._last_mixer  # what follows works on each token alone
+            if is_last and kind in KEEPING["attention"]:
+                attention = plan_last_attention(attention, step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops)
             if kind == "attention":
-                if is_last:
-                    attention = plan_last_attention(
-                        attention, step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops
-                    )
                 stream = block(stream, angles, attention)
+            elif kind == "parallel":
+                stream = block(stream, angles, attention, recurrent)
             elif kind == "recurrent":
                 stream = block(stream, recurrent)
                 stream = step.wanted(stream) if is_last else stream
@@ -137,9 +143,9 @@ class HybridModel(nn.Module):
 
 
 def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
-    places: dict[BlockKind, tuple[int, ...]] = {
-        kind: tuple(place for place, other in enumerate(shape.blocks) if other == kind)
-        for kind in ("attention", "recurrent")
+    places = {
+        kind: tuple(place for place, other in enumerate(shape.blocks) if other in keeping)
+        for kind, keeping in KEEPING.items()
     }
     specs = []
     if places["attention"]:

@@ -45,10 +45,13 @@ class MambaFields:
     bias: str
     activation: str
     expand: str | None = None  # where the config also says how wide it is: it must agree
+    values: str | None = None  # where it may say so by itself, too, which counts
 
     def shape(self, config: Mapping[str, Any]) -> RecurrentShape:
         width, heads = whole(config, "hidden_size"), whole(config, self.num_heads, 128)
         expanded = None if self.expand is None else int(number(config, self.expand, 2.0) * width)
+        if self.values is not None and config.get(self.values) is not None:
+            expanded = whole(config, self.values)
         head_dim = config.get(self.head_dim)
         if head_dim in (None, "auto"):
             head_dim = (expanded or 2 * width) // heads

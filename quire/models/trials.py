@@ -219,7 +219,8 @@ class Trials:
         if layer is None:
             return None
         options = layer.options
-        return MambaTrialShape(layer.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype)
+        return MambaTrialShape(layer.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype,
+                               options.norm, options.gate_first)  # fmt: skip
 
     def _mixture(self) -> ExpertsTrialShape | None:
         for block in self._modules():

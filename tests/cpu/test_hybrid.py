@@ -26,7 +26,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
-           "granitemoehybrid", "lfm2", "lfm2_moe")  # fmt: skip
+           "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")  # fmt: skip
 INTERVAL = 16  # of snapshots, where 1,024 tokens would take a test too long
 
 
@@ -174,6 +174,11 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", {"expand": 3}, "do not add up to 192"),
     ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit"),
     ("bamba", {"mamba_d_head": 24}, "do not add up to 128"),
+    ("falcon_h1", {"mamba_d_ssm": 90}, "do not add up to 90"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers=[1.0, 2.0] must be 5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": "1, 2"}, "mlp_multipliers"),
+    ("falcon_h1", {"layers_block_type": ["hybrid", "attention"]}, "'attention'"),
+    ("falcon_h1", {"key_multiplier": "half"}, "key_multiplier='half'"),
     ("lfm2", {"layer_types": None, "full_attn_idxs": [3]}, "full_attn_idxs=[3] must list layers below 3"),
     ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs=1"),
     ("lfm2", {"layer_types": ["conv", "short_conv", "conv"]}, "'short_conv'"),

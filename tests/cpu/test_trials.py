@@ -201,6 +201,7 @@ ADDED = ("norm", "norm of what is added", *ALL[1:], *ALL[3:])  # norms behind bl
     ("nemotron_h experts", ("norm", "fused product", "rope", "attention", "Mamba2", "router", "experts")),
     ("gemma4 experts", (*ADDED, "router", "experts")),
     ("mamba2", ("norm", "fused product", "Mamba2")),
+    ("falcon_h1", (*ALL, "Mamba2")),
     ("lfm2", (*ALL, "short convolution")),
     ("apertus", ("attention",)),  # transformers' own code
 ])  # fmt: skip
@@ -353,6 +354,12 @@ def test_a_mamba_that_forgets_something() -> None:
 
     assert row_fails(forgets("conv_bias", None), row) and row_fails(forgets("norm_groups", 1), row)
     assert row_fails(forgets("dt_high", 0.1), row) and row_fails(replace(STAND_INS, mamba2=keeps_state), row)
+    assert row_fails(forgets("norm", None), row) and row_fails(forgets("gate_first", False), row)
+    for changes in ({"norm": False}, {"gate_first": False}):
+        other = mamba_row(replace(shape, **changes), CPU)
+        assert not row_fails(STAND_INS, other) and row_fails(forgets("gate_first", True), other) == (
+            "norm" not in changes
+        )
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

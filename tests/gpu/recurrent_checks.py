@@ -40,14 +40,14 @@ def doubled(weights: Any) -> Any:
 
 
 def check_recurrent(where: Where, op: Callable[..., Tensor], shapes: list[RecurrentShape], steps: list[list[int]],
-                    delta: bool, dtypes: tuple[torch.dtype, ...], pad: int = 5) -> None:  # fmt: skip
-    """`pad`: columns of x that nobody reads, behind those that count."""
+                    delta: bool, dtypes: tuple[torch.dtype, ...], pad: int = 5, **changes: Any) -> None:  # fmt: skip
+    """`pad`: columns of x that nobody reads, behind those that count; `changes`: of the weights."""
     from quire.kernels.triton import recurrent
 
     plain = reference.gated_delta_net if delta else reference.mamba2
     for dtype in dtypes:
         for shape in shapes:
-            weights = weights_of(where, shape, dtype, delta)
+            weights = replace(weights_of(where, shape, dtype, delta), **changes)
             num_rows = len(steps[0])
             slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
             state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
@@ -87,6 +87,8 @@ def check_mamba2(where: Where) -> None:
     large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4), RecurrentShape(2, 4, 24, 16, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
     check_recurrent(where, recurrent.mamba2, shapes, STEPS if where.large else STEPS_SMALL, False, where.dtypes)
+    for changes in ({"norm": None}, {"gate_first": False}):
+        check_recurrent(where, recurrent.mamba2, shapes[:1], [[3, 1]], False, where.dtypes[:1], **changes)
 
 
 def check_short_conv(where: Where) -> None:

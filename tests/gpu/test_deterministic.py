@@ -185,6 +185,10 @@ def test_hybrid_of_convolutions_in_bfloat16() -> None:
     tiny("lfm2_moe", "bfloat16")
 
 
+def test_hybrid_of_layers_beside_each_other_in_bfloat16() -> None:
+    tiny("falcon_h1", "bfloat16")
+
+
 def test_hybrid_with_scales_in_bfloat16() -> None:
     tiny("granitemoehybrid", "bfloat16")
 

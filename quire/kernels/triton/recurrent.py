@@ -86,11 +86,12 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 
 def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape) -> None:
-    """Gate and norm what Mamba2's recurrence left in `out` [tokens, values], in place."""
+    """Gate and norm, where there is a norm, what Mamba2's recurrence left in `out` [tokens, values], in place."""
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
     _norm_groups_kernel[(len(x), weights.norm_groups)](
         out, x, weights.norm, x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block,
+        NORM=weights.norm is not None, GATE_FIRST=weights.norm is None or weights.gate_first,
         **launch_options(x.device, min(max(block // 256, 1), 16)),
     )  # fmt: skip
 
@@ -116,18 +117,24 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
 
 @triton.jit
 def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: tl.constexpr, BLOCK: tl.constexpr,
-                        PDL: tl.constexpr):  # fmt: skip
-    """One program: one group of one token's values, gated, then normed, in place."""
+                        NORM: tl.constexpr, GATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: one group of one token's values, gated and normed, in place."""
     let_next_start(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK) < width
     columns = group * width + tl.arange(0, BLOCK)
-    weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     target = out_ptr + token * VALUES + columns
     out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    out *= silu(tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32))
-    out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
+    gate = silu(tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32))
+    if GATE_FIRST:
+        out *= gate
+    if NORM:
+        out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
+    if not GATE_FIRST:
+        out *= gate
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

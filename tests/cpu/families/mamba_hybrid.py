@@ -1,4 +1,4 @@
-"""Mamba2 alone, and the hybrids that are built of it: Nemotron-H, Bamba."""
+"""Mamba2 alone, and the hybrids that are built of it: Nemotron-H, Bamba, Granite 4, Falcon-H1."""
 
 from __future__ import annotations
 
@@ -60,10 +60,32 @@ def granite() -> Any:
     )  # fmt: skip
 
 
+def falcon_h1() -> Any:
+    """All its multipliers; gated and not normed."""
+    return falcon(mamba_d_ssm=96, mamba_d_head=12)
+
+
+def falcon_h1_normed() -> Any:
+    """Normed, then gated; biases everywhere; as wide as `mamba_expand` says."""
+    return falcon(mamba_d_ssm=None, mamba_d_head=16, mamba_rms_norm=True, mamba_norm_before_gate=True,
+                  mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True)  # fmt: skip
+
+
+def falcon(**fields: Any) -> Any:
+    return transformers.FalconH1Config(
+        **{**TINY, "pad_token_id": 0}, **fields, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16,
+        mamba_chunk_size=16, mlp_multipliers=[1.7, 0.6], ssm_multipliers=[0.7, 1.3, 1.2, 0.8, 1.5],
+        attention_in_multiplier=1.4, attention_out_multiplier=0.7, key_multiplier=0.6, ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.8, embedding_multiplier=2.0, lm_head_multiplier=0.5,
+    )  # fmt: skip
+
+
 FAMILIES = [
     Family("mamba2", mamba2, draw=draw),
     Family("nemotron_h", nemotron_h, draw=draw),
     Family("nemotron_h experts", nemotron_h_moe, draw=draw),
     Family("bamba", bamba, draw=draw),
     Family("granitemoehybrid", granite, draw=draw),
+    Family("falcon_h1", falcon_h1, draw=draw),
+    Family("falcon_h1 normed", falcon_h1_normed, draw=draw, slow=True),
 ]

@@ -14,7 +14,6 @@ from tests.cpu.families.others import draw_ln
 
 KINDS = {
     "olmo_hybrid": "delta nets and attention",
-    "falcon_h1": "Mamba2 and attention in one layer",
     "jamba": "Mamba, which can't take up several tokens behind others, attention and experts",
     "kimi_linear": "delta nets and latent attention; checkpoints hold a convolution in three parts",
     "zamba2": "Mamba2, and attention that layers share",

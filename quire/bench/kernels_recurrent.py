@@ -1,4 +1,5 @@
-"""Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's and Nemotron-H's layers.
+"""Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's and Nemotron-H's layers,
+and LFM2's convolution.
 
 Bytes are the floor: every row's state read and written once, the projection read and the output written once. What a
 scan keeps between its kernels is not in it. Each kind runs through the kernels that a model would be given.
@@ -7,33 +8,50 @@ scan keeps between its kernels is not in it. Each kind runs through the kernels 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from quire.bench.kernels import Work
+    from quire.kernels.recurrent import RecurrentShape
 
 DECODE_ROWS = (1, 16, 64, 256)
+MOST_COPIES = 512  # of states that are small
 SCANS = ((1, 8192), (8, 1024), (2, 4096))  # rows, tokens of each
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One kind of layer: what it is run with, and what it has to read and write."""
+
+    name: str
+    op: Callable[..., object]
+    plan: Callable[..., object]
+    weights: object
+    shape: Any  # `RecurrentShape` or `ConvShape`
+    num_inputs: int  # columns of x
+    num_outputs: int
+    step_elements: int  # of a row's state that a step of one token reads and writes
+    flops: int = 0  # of a token in a scan
 
 
 def recurrent_work(device: torch.device) -> Iterator[Work]:
     from quire.kernels.recurrent import RecurrentShape
 
-    yield from _layer_work("gated delta net", RecurrentShape(16, 32, 128, 128, 4), True, device)
-    yield from _layer_work("mamba2", RecurrentShape(8, 128, 128, 64, 4), False, device)
+    yield from _layer_work(_heads("gated delta net", RecurrentShape(16, 32, 128, 128, 4), True, device), device)
+    yield from _layer_work(_heads("mamba2", RecurrentShape(8, 128, 128, 64, 4), False, device), device)
+    yield from _layer_work(_convolution(device), device)
 
 
-def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> Iterator[Work]:
+def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) -> _Layer:
     import torch
 
-    from quire.bench.kernels import ENOUGH_BYTES, Work
-    from quire.kernels.recurrent import DeltaWeights, MambaWeights, RecurrentShape
+    from quire.kernels.recurrent import DeltaWeights, MambaWeights
     from quire.kernels.table import select_ops
     from quire.kernels.trial_recurrent import settle_delta_net
 
-    assert isinstance(shape, RecurrentShape)
     bf16 = torch.bfloat16
     conv = torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=bf16)
     heads = torch.randn(shape.num_heads, device=device)
@@ -48,45 +66,66 @@ def _layer_work(name: str, shape: object, delta: bool, device: torch.device) -> 
         ops = settle_delta_net(ops, shape, bf16, device, strict=False)
     op: Callable[..., object] = ops.gated_delta_net if delta else ops.mamba2
     width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
-    per_token = 2 * (width + shape.values)
+    moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels  # of the ring, all but one entry is read
+    return _Layer(name, op, ops.plan_recurrent, weights, shape, width, shape.values, moved, _flops(shape, delta))
+
+
+def _convolution(device: torch.device) -> _Layer:
+    import torch
+
+    from quire.kernels.recurrent import ConvShape, ConvWeights
+    from quire.kernels.table import select_ops
+
+    shape, ops = ConvShape(2048, 3), select_ops("cuda")
+    weights = ConvWeights(torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=torch.bfloat16), None)
+    width = 3 * shape.channels
+    return _Layer("short convolution", ops.short_conv, ops.plan_recurrent, weights, shape, width, shape.channels,
+                  shape.slot_elements)  # fmt: skip
+
+
+def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
+    import torch
+
+    from quire.bench.kernels import ENOUGH_BYTES, Work
+
+    slot, weights, shape = layer.shape.slot_elements, layer.weights, layer.shape
+    per_token = 2 * (layer.num_inputs + layer.num_outputs)
     for num_rows in DECODE_ROWS:
-        state_bytes = 4 * (2 * shape.matrix_elements + shape.conv_len * shape.channels)  # the ring: but one entry read
-        copies = max(1, ENOUGH_BYTES // (num_rows * 4 * shape.slot_elements))  # of the state: no cache holds them all
-        state = torch.zeros(copies * num_rows, shape.slot_elements, device=device)
-        x = torch.randn(num_rows, width, device=device, dtype=bf16)
+        copies = max(1, min(ENOUGH_BYTES // (num_rows * 4 * slot), MOST_COPIES))  # of the state: no cache holds them
+        state = torch.zeros(copies * num_rows, slot, device=device)
+        x = torch.randn(num_rows, layer.num_inputs, device=device, dtype=torch.bfloat16)
         positions = torch.arange(num_rows, device=device) + 9
         plans = [
-            ops.plan_recurrent(torch.randperm(num_rows, device=device) + i * num_rows, positions, [1] * num_rows)
+            layer.plan(torch.randperm(num_rows, device=device) + i * num_rows, positions, [1] * num_rows)
             for i in range(copies)
         ]
 
         def decode(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plans: list = plans) -> object:
-            return op(x, weights, shape, state, plans[index % len(plans)])
+            return layer.op(x, weights, shape, state, plans[index % len(plans)])
 
-        yield Work(f"{name}: step", f"{num_rows} rows", decode, num_bytes=num_rows * (state_bytes + per_token))
+        num_bytes = num_rows * (4 * layer.step_elements + per_token)
+        yield Work(f"{layer.name}: step", f"{num_rows} rows", decode, num_bytes=num_bytes)
         del state
     for num_rows, tokens in SCANS:
-        state = torch.zeros(num_rows, shape.slot_elements, device=device)
-        x = torch.randn(num_rows * tokens, width, device=device, dtype=bf16)
+        state = torch.zeros(num_rows, slot, device=device)
+        x = torch.randn(num_rows * tokens, layer.num_inputs, device=device, dtype=torch.bfloat16)
         positions = torch.arange(tokens, device=device).repeat(num_rows)
-        plan = ops.plan_recurrent(torch.arange(num_rows, device=device), positions, [tokens] * num_rows)
-        op(x, weights, shape, state, plan)  # uploads the plan, which a capture may not
+        plan = layer.plan(torch.arange(num_rows, device=device), positions, [tokens] * num_rows)
+        layer.op(x, weights, shape, state, plan)  # uploads the plan, which a capture may not
 
         def scan(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plan: object = plan) -> object:
-            return op(x, weights, shape, state, plan)
+            return layer.op(x, weights, shape, state, plan)
 
-        num_bytes = num_rows * (tokens * per_token + 8 * shape.slot_elements)
-        flops = _flops(shape, delta) * num_rows * tokens
-        yield Work(f"{name}: scan", f"{num_rows} × {tokens}", scan, num_bytes=num_bytes, flops=flops)
+        num_bytes = num_rows * (tokens * per_token + 8 * slot)
+        flops = layer.flops * num_rows * tokens
+        yield Work(f"{layer.name}: scan", f"{num_rows} × {tokens}", scan, num_bytes=num_bytes, flops=flops)
 
 
-def _flops(shape: object, delta: bool) -> int:
+def _flops(shape: RecurrentShape, delta: bool) -> int:
     """Of one token in a chunked scan: scores and their products within the chunk, three or two products with the state,
     and for the delta rule the inverse with its two products."""
-    from quire.kernels.recurrent import RecurrentShape
     from quire.kernels.triton.recurrent_scan import CHUNK
 
-    assert isinstance(shape, RecurrentShape)
     key, value = shape.key_dim, shape.value_dim
     per_head = 2 * CHUNK * (key + value) + (6 if delta else 4) * key * value
     if delta:

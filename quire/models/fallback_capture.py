@@ -6,6 +6,7 @@ then fails. What can be captured launches the same whatever the numbers are, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -46,7 +47,9 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
 def _no_waiting() -> Iterator[None]:
     """Whoever waits for the device in here fails. To find out by a capture that fails costs more: see below."""
     usual = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype, torch says
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
+from quire.models.gguf_metadata import get, key_of, need
 from quire.models.gguf_names import GGUFStyle, hf_name, style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
@@ -57,39 +58,39 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     arch = file.metadata.get("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise unsupported(f"GGUF architecture {arch!r}")
-    num_experts = _get(file, "expert_count", 0)
+    num_experts = get(file, "expert_count", 0)
     if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
-    num_heads, num_layers = _need(file, "attention.head_count"), _need(file, "block_count")
-    width = _need(file, "embedding_length")
-    head_dim = _get(file, "attention.key_length", width // max(num_heads, 1))
-    if _get(file, "attention.value_length", head_dim) != head_dim:
+    num_heads, num_layers = need(file, "attention.head_count"), need(file, "block_count")
+    width = need(file, "embedding_length")
+    head_dim = get(file, "attention.key_length", width // max(num_heads, 1))
+    if get(file, "attention.value_length", head_dim) != head_dim:
         raise unsupported("A model whose key and value dimensions differ")
     if "token_embd.weight" not in file.tensors:
         raise QuireError(
             "bad_weights", f"{file.path} lacks the tensor token_embd.weight.", "Fetch or convert it again."
         )
-    window = _get(file, "attention.sliding_window", None) or None
+    window = get(file, "attention.sliding_window", None) or None
     style = style_of(arch)
     kv_heads, layer_types = _layers(file, style, num_layers, num_heads, window)
     has_bias = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors))
-    given = {name: _get(file, key, None) for name, key in {**_FIELDS, **style.metadata}.items()}
-    return {
+    given = {name: get(file, key, None) for name, key in {**_FIELDS, **style.metadata}.items()}
+    fields = {
         **style.fields,
         **{name: value for name, value in given.items() if value is not None},
         "model_type": _MIXTURES[arch] if num_experts else GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": _need(file, "feed_forward_length"),
+        "intermediate_size": need(file, "feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": _get(file, "attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": _get(file, "context_length", 2048),
+        "rms_norm_eps": get(file, "attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": get(file, "context_length", 2048),
         "rope_parameters": _rope(file),
-        "partial_rotary_factor": _get(file, "rope.dimension_count", head_dim) / head_dim,
-        "original_max_position_embeddings": _get(file, "rope.scaling.original_context_length", None),
+        "partial_rotary_factor": get(file, "rope.dimension_count", head_dim) / head_dim,
+        "original_max_position_embeddings": get(file, "rope.scaling.original_context_length", None),
         "query_pre_attn_scalar": width // num_heads if (arch, num_layers) in _LARGE_GEMMAS else head_dim,
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -104,15 +105,16 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         **(_experts(file, num_experts) if num_experts else {}),
         "tensor_types": {hf_name(name, style): tensor.type.name for name, tensor in file.tensors.items()},
     }
+    return fields if style.more is None else {**fields, **style.more(file, fields)}
 
 
 def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
             window: int | None) -> tuple[int, list[str]]:  # fmt: skip
     """How many heads of keys and values there are, and of which type each layer is."""
     kind = "full_attention" if window is None else "sliding_attention"
-    heads = file.metadata.get(_key(file, "attention.head_count_kv"))
+    heads = file.metadata.get(key_of(file, "attention.head_count_kv"))
     if style.without_keys is None or not isinstance(heads, list) or len(set(heads) - {0}) != 1:
-        return _get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
+        return get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
     return max(heads), [kind if number else style.without_keys for number in heads]
 
 
@@ -160,58 +162,35 @@ def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
     fields = {
         "num_local_experts": num_experts,
         "num_experts": num_experts,
-        "num_experts_per_tok": _need(file, "expert_used_count"),
+        "num_experts_per_tok": need(file, "expert_used_count"),
         "norm_topk_prob": True,
     }
-    if _key(file, "expert_feed_forward_length") in file.metadata:
-        fields["moe_intermediate_size"] = _need(file, "expert_feed_forward_length")
+    if key_of(file, "expert_feed_forward_length") in file.metadata:
+        fields["moe_intermediate_size"] = need(file, "expert_feed_forward_length")
     return fields
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
-    kind = _get(file, "rope.scaling.type", "linear" if _key(file, "rope.scale_linear") in file.metadata else "none")
+    kind = get(file, "rope.scaling.type", "linear" if key_of(file, "rope.scale_linear") in file.metadata else "none")
     if kind not in ("none", "linear", "yarn"):
         raise unsupported(f"GGUF rope scaling {kind!r}")
-    factor = _get(file, "rope.scaling.factor", _get(file, "rope.scale_linear", 1.0))
+    factor = get(file, "rope.scaling.factor", get(file, "rope.scale_linear", 1.0))
     rope: dict[str, Any] = {
         "rope_type": "default" if kind == "none" else kind,
-        "rope_theta": _get(file, "rope.freq_base", 10000.0),
+        "rope_theta": get(file, "rope.freq_base", 10000.0),
         "factor": factor,
-        "original_max_position_embeddings": _get(file, "rope.scaling.original_context_length", None),
-        "beta_fast": _get(file, "rope.scaling.yarn_beta_fast", None),
-        "beta_slow": _get(file, "rope.scaling.yarn_beta_slow", None),
+        "original_max_position_embeddings": get(file, "rope.scaling.original_context_length", None),
+        "beta_fast": get(file, "rope.scaling.yarn_beta_fast", None),
+        "beta_slow": get(file, "rope.scaling.yarn_beta_slow", None),
     }
     if set(ROPE_FACTORS.values()) <= set(file.tensors):
         tensors = {name: file.tensors[called] for name, called in ROPE_FACTORS.items()}
         factors = {name: read_rows(tensor, 0, tensor.shape[0]).tolist() for name, tensor in tensors.items()}
-        attention_factor = _get(file, "rope.scaling.attn_factor", None)
+        attention_factor = get(file, "rope.scaling.attn_factor", None)
         return {**rope, **factors, "rope_type": "longrope", "factor": None, "attention_factor": attention_factor}
-    if kind == "yarn" and _key(file, "rope.scaling.attn_factor") in file.metadata:
-        rope["attention_factor"] = _get(file, "rope.scaling.attn_factor", 1.0) * yarn_magnitude(factor)
+    if kind == "yarn" and key_of(file, "rope.scaling.attn_factor") in file.metadata:
+        rope["attention_factor"] = get(file, "rope.scaling.attn_factor", 1.0) * yarn_magnitude(factor)
     divisors = file.tensors.get(ROPE_DIVISORS)
     if divisors is not None:
         rope["divisors"] = read_rows(divisors, 0, divisors.shape[0]).tolist()
     return rope
-
-
-def _key(file: GGUFFile, key: str) -> str:
-    return f"{file.metadata['general.architecture']}.{key}"
-
-
-def _get(file: GGUFFile, key: str, default: Any) -> Any:
-    """A number or word of this architecture; a default of some type also says which type it must have."""
-    value = file.metadata.get(_key(file, key), default)
-    if isinstance(value, list) and len(set(value)) == 1:  # per layer, and the same in each
-        value = value[0]
-    fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
-    if (default is not None and not fits) or isinstance(value, (bool, list)):
-        raise QuireError(
-            "bad_config", f"{file.path} has {_key(file, key)}={value!r:.80}.", "Fetch or convert it again."
-        )
-    return value
-
-
-def _need(file: GGUFFile, key: str) -> int:
-    if _key(file, key) not in file.metadata:
-        raise QuireError("bad_config", f"{file.path} lacks {_key(file, key)}.", "Fetch or convert it again.")
-    return _get(file, key, 0)

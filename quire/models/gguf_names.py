@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from quire.files.gguf import GGUFFile
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -70,6 +72,7 @@ class GGUFStyle:
     without_keys: str | None = None  # type of the layers that have no heads of keys, where some have none
     metadata: Mapping[str, str] = field(default_factory=dict)  # more fields of the config -> what gives them
     whole_names: Mapping[str, str] = field(default_factory=dict)  # within a layer, of tensors that are no module's
+    more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None  # fields, by those read so far
 
 
 _LFM2_FIELDS = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
-from quire.models.gguf_metadata import get, key_of, need
+from quire.models.gguf_metadata import get, get_flag, key_of, need
 from quire.models.gguf_names import GGUFStyle, hf_name, style_of
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
@@ -39,11 +39,27 @@ _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
-_MIXTURES = {
+_MIXTURES = {  # architecture -> model_type, where there are experts
+    "dots1": "dots1",
+    "exaone-moe": "exaone_moe",
+    "glm4moe": "glm4_moe",
     "lfm2moe": "lfm2_moe",
     "llama": "mixtral",
+    "minimax-m2": "minimax_m2",
+    "olmoe": "olmoe",
+    "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
-}  # architecture -> model_type, where there are experts
+}
+_EXPERT_FIELDS = {  # likewise, of a mixture
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -61,7 +77,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     num_experts = get(file, "expert_count", 0)
     if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
-    num_heads, num_layers = need(file, "attention.head_count"), need(file, "block_count")
+    num_heads, num_drafts = need(file, "attention.head_count"), get(file, "nextn_predict_layers", 0)
+    num_layers = need(file, "block_count") - num_drafts  # which stand behind the others
     width = need(file, "embedding_length")
     head_dim = get(file, "attention.key_length", width // max(num_heads, 1))
     if get(file, "attention.value_length", head_dim) != head_dim:
@@ -83,6 +100,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "hidden_size": width,
         "intermediate_size": need(file, "feed_forward_length"),
         "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_drafts,
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -99,7 +117,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "use_qkv_bias": has_bias,
         "use_bias": has_bias,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **(_experts(file, num_experts) if num_experts else {}),
@@ -112,6 +132,10 @@ def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
             window: int | None) -> tuple[int, list[str]]:  # fmt: skip
     """How many heads of keys and values there are, and of which type each layer is."""
     kind = "full_attention" if window is None else "sliding_attention"
+    windows = file.metadata.get(key_of(file, "attention.sliding_window_pattern"))
+    if window is not None and isinstance(windows, list):
+        kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
+        return get(file, "attention.head_count_kv", num_heads), kinds
     heads = file.metadata.get(key_of(file, "attention.head_count_kv"))
     if style.without_keys is None or not isinstance(heads, list) or len(set(heads) - {0}) != 1:
         return get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
@@ -158,16 +182,17 @@ def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
 
 
 def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
-    """These architectures all weight a token's experts so that they add up to one."""
+    """Where a file does not say so, a token's experts are weighted so that they add up to one, unless the
+    architecture's style knows better."""
     fields = {
         "num_local_experts": num_experts,
         "num_experts": num_experts,
+        "n_routed_experts": num_experts,
         "num_experts_per_tok": need(file, "expert_used_count"),
-        "norm_topk_prob": True,
+        "norm_topk_prob": get_flag(file, "expert_weights_norm", True),
     }
-    if key_of(file, "expert_feed_forward_length") in file.metadata:
-        fields["moe_intermediate_size"] = need(file, "expert_feed_forward_length")
-    return fields
+    given = {name: get(file, key, None) for name, key in _EXPERT_FIELDS.items()}
+    return {**fields, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:

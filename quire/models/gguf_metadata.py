@@ -27,6 +27,15 @@ def get(file: GGUFFile, key: str, default: Any) -> Any:
     return value
 
 
+def get_flag(file: GGUFFile, key: str, default: bool) -> bool:
+    value = file.metadata.get(key_of(file, key), default)
+    if not isinstance(value, bool):
+        raise QuireError(
+            "bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again."
+        )
+    return value
+
+
 def need(file: GGUFFile, key: str) -> int:
     if key_of(file, key) not in file.metadata:
         raise QuireError("bad_config", f"{file.path} lacks {key_of(file, key)}.", "Fetch or convert it again.")

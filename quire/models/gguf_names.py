@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.files.gguf import GGUFFile
+from quire.models.gguf_metadata import get_flag
 
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
-    "token_embd_norm": "model.embedding_norm",  # of LFM2, which norms its output with it
     "output": "lm_head",
 }
 _IN_LAYER = {
@@ -36,12 +36,28 @@ _IN_LAYER = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_SHARED = {f"ffn_{kind}_shexp": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
+_CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _MIXTRAL = {name: called.replace("mlp.", "block_sparse_moe.") for name, called in _IN_LAYER.items() if "_exps" in name}
 _MIXTRAL["ffn_gate_inp"] = "block_sparse_moe.gate"
 _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_QWEN2_SHARED = {
+    **{name: called.replace("shared_experts", "shared_expert") for name, called in _SHARED.items()},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _LFM2 = {
     "attn_norm": "operator_norm",
@@ -67,6 +83,7 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 class GGUFStyle:
     names: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not the usual ones
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, which no metadata gives
+    top: Mapping[str, str] = field(default_factory=dict)  # likewise, outside of layers
     permuted: bool = False  # queries and keys are kept so that rope turns neighbours
     patterned: bool = False  # which layers have a window is the family's own rule
     without_keys: str | None = None  # type of the layers that have no heads of keys, where some have none
@@ -75,6 +92,17 @@ class GGUFStyle:
     more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None  # fields, by those read so far
 
 
+def _olmo3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """OLMo 3 calls itself OLMo 2, and is told by its windows."""
+    return {} if fields["sliding_window"] is None else {"model_type": "olmo3"}
+
+
+def _not_normalised(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Their experts' weights are as they come out of the router, unless the file says otherwise."""
+    return {"norm_topk_prob": get_flag(file, "expert_weights_norm", False)}
+
+
+_LFM2_TOP = {"token_embd_norm": "model.embedding_norm"}  # by which its output is normed
 _LFM2_FIELDS = {
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache",
@@ -83,18 +111,39 @@ _LFM2_FIELDS = {
 }
 _RAISED = {"norm_offset": 0.0}  # converters have already added the one
 STYLES = {
+    "arcee": GGUFStyle(permuted=True),
+    "chatglm": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
+    "cohere2": GGUFStyle(metadata={"logit_scale": "logit_scale"}, patterned=True),
+    "command-r": GGUFStyle(metadata={"logit_scale": "logit_scale"}),
+    "dots1": GGUFStyle(_SHARED, whole_names=_CHOICE_BIAS),
+    "exaone-moe": GGUFStyle(_SHARED, whole_names={"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
+    "exaone4": GGUFStyle(_BEHIND),
     "gemma": GGUFStyle(fields=_RAISED),
     "gemma2": GGUFStyle(_AROUND, _RAISED, patterned=True),
     "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
+    "glm4": GGUFStyle(_GLM4),
+    "glm4moe": GGUFStyle({**_SHARED, "post_attention_norm": "post_attention_layernorm"}, whole_names=_CHOICE_BIAS),
     "granite": GGUFStyle(permuted=True),
-    "lfm2": GGUFStyle(_LFM2, {"block_auto_adjust_ff_dim": False}, without_keys="conv", metadata=_LFM2_FIELDS),
+    "lfm2": GGUFStyle(
+        _LFM2, {"block_auto_adjust_ff_dim": False}, _LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
+    ),
     "lfm2moe": GGUFStyle(
-        _LFM2, without_keys="conv", metadata=_LFM2_FIELDS, whole_names={"exp_probs_b.bias": "feed_forward.expert_bias"}
+        _LFM2,
+        top=_LFM2_TOP,
+        without_keys="conv",
+        metadata=_LFM2_FIELDS,
+        whole_names={"exp_probs_b.bias": "feed_forward.expert_bias"},
     ),
     "llama": GGUFStyle(_MIXTRAL, permuted=True),
+    "minimax-m2": GGUFStyle(_MIXTRAL, whole_names={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}),
     "nemotron": GGUFStyle(fields=_RAISED),
-    "olmo2": GGUFStyle(_AROUND),
+    "olmo": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, permuted=True),
+    "olmo2": GGUFStyle(_AROUND, more=_olmo3),
+    "olmoe": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, more=_not_normalised),
+    "phi2": GGUFStyle(_PHI2, top={"output_norm": "model.final_layernorm"}),
     "phi3": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
+    "qwen2moe": GGUFStyle(_QWEN2_SHARED, more=_not_normalised),
+    "seed_oss": GGUFStyle({"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": GGUFStyle(permuted=True),
     "stablelm": GGUFStyle({"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "starcoder2": GGUFStyle({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
@@ -115,4 +164,5 @@ def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:
     if found and called:
         return f"model.layers.{found[1]}.{called}.{found[3]}"
     stem, _, kind = name.rpartition(".")
-    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+    outside = style.top.get(stem, _TOP.get(stem))
+    return f"{outside}.{kind}" if outside else name

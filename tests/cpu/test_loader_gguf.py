@@ -49,23 +49,53 @@ def test_written_and_read_back(family: str, arch: str, tmp_path: Path) -> None:
     assert_same_logits(loaded, reference)
 
 
+EVERY_FOURTH = [True, True, True, False]  # layers with a window
+EXPERTS = {"expert_count": 8, "expert_used_count": 3}
+GROUPED = {"expert_count": 12, "expert_used_count": 3, "expert_feed_forward_length": 24, "expert_group_count": 4,
+           "expert_group_used_count": 2, "leading_dense_block_count": 1}  # fmt: skip
 # family -> architecture, metadata beyond what every file has
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", {}),
+    "cohere": ("command-r", {"logit_scale": 0.5}),
+    "cohere heads normed": ("command-r", {"logit_scale": 0.5}),
+    "cohere2": ("cohere2", {"logit_scale": 0.5, "attention.sliding_window": 9}),
+    "dots1": ("dots1", {**GROUPED, "expert_shared_count": 2, "expert_weights_norm": False,
+                        "expert_weights_scale": 1.0}),
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", {"attention.sliding_window": 9, "attention.sliding_window_pattern": EVERY_FOURTH}),
+    "exaone_moe": ("exaone-moe", {**GROUPED, "attention.sliding_window": 9, "expert_shared_count": 1,
+                                  "attention.sliding_window_pattern": EVERY_FOURTH, "expert_weights_norm": True,
+                                  "expert_weights_scale": 2.5}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"attention.sliding_window": 11, "attn_logit_softcapping": 3.0,
                           "final_logit_softcapping": 5.0}),
     "gemma3": ("gemma3", {"attention.sliding_window": 9, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
                           "final_logit_softcapping": 5.0}),
+    "glm": ("chatglm", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4moe", {**GROUPED, "expert_shared_count": 2, "expert_weights_norm": True,
+                             "expert_weights_scale": 1.0}),
     "granite": ("granite", {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 2.0}),
     "lfm2": ("lfm2", {"attention.head_count_kv": [0, 2, 0], "feed_forward_length": 64, "shortconv.l_cache": 3,
                       "attention.layer_norm_rms_epsilon": 1e-5}),
     "lfm2_moe": ("lfm2moe", {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 8,
                              "expert_used_count": 2, "expert_feed_forward_length": 24, "leading_dense_block_count": 1,
                              "expert_weights_scale": 1.5, "attention.layer_norm_rms_epsilon": 1e-5}),
+    "minimax_m2": ("minimax-m2", EXPERTS),
     "nemotron": ("nemotron", {}),
+    "olmo": ("olmo", {}),
+    "olmo clipped": ("olmo", {"attention.clamp_kqv": 0.7}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {"attention.sliding_window": 10, "attention.sliding_window_pattern": EVERY_FOURTH,
+                        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                        "rope.scaling.original_context_length": 64}),
+    "olmoe": ("olmoe", EXPERTS),
+    "olmoe clipped": ("olmoe", {**EXPERTS, "attention.clamp_kqv": 0.7}),
+    "phi": ("phi2", {}),
     "phi3": ("phi3", {"attention.sliding_window": 13}),
     "phi4": ("phi3", {"rope.scaling.original_context_length": 2}),
+    "qwen2_moe": ("qwen2moe", {**EXPERTS, "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40}),
+    "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {}),
     "stablelm parallel": ("stablelm", {}),
@@ -81,6 +111,10 @@ def test_architectures_beside_llama(name: str, tmp_path: Path) -> None:
         config = family.config()
         config.query_pre_attn_scalar = config.head_dim
         family = replace(family, config=lambda: config)
+    if name == "dots1":  # windows that no file tells of
+        config = family.config()
+        config.sliding_window, config.layer_types = None, ["full_attention"] * config.num_hidden_layers
+        family = replace(family, config=lambda: config)
     arch, metadata = OTHERS[name]
     reference = save_checkpoint(family, tmp_path / "hf")
     extra = {}
@@ -91,6 +125,17 @@ def test_architectures_beside_llama(name: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(reference, arch, path, metadata={f"{arch}.{key}": value for key, value in metadata.items()}, extra=extra)
     assert_same_logits(load(path), reference)
+
+
+def test_layers_that_draft_are_left_aside(tmp_path: Path) -> None:
+    """They stand behind the others, and count as layers of the file."""
+    family = next(family for family in all_families() if family.name == "glm4_moe")
+    reference = save_checkpoint(family, tmp_path / "hf")
+    metadata = {f"glm4moe.{key}": value for key, value in OTHERS["glm4_moe"][1].items()}
+    metadata |= {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    extra = {name: np.zeros((64, 64), np.float32) for name in ("blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight")}
+    write_gguf(reference, "glm4moe", tmp_path / "tiny.gguf", metadata=metadata, extra=extra)
+    assert_same_logits(load(tmp_path / "tiny.gguf"), reference)
 
 
 def test_biases_of_permuted_files(tmp_path: Path) -> None:

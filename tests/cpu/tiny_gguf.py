@@ -18,7 +18,13 @@ import numpy as np
 import torch
 import transformers
 
-PERMUTED = ("llama", "granite", "smollm3")  # their converters keep queries and keys so that rope turns neighbours
+PERMUTED = (
+    "llama",
+    "arcee",
+    "granite",
+    "olmo",
+    "smollm3",
+)  # their converters keep queries and keys so that rope turns neighbours
 RAISED = ("gemma", "gemma2", "gemma3", "nemotron")  # theirs add the one that checkpoints leave out of norms
 _NAMES = (
     (r"model\.embed_tokens\.", "token_embd."),
@@ -102,7 +108,8 @@ def _join_head_norms(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps gates above ups in one tensor, GGUF each on its own; taps have a dimension of one there."""
+    """transformers keeps gates above ups in one tensor, GGUF each on its own; there taps have a dimension of one, and
+    biases of a choice belong to no module."""
     for name, tensor in state.items():
         if name.endswith("experts.gate_up_proj"):
             for kind, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
@@ -111,6 +118,8 @@ def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
             yield name, tensor.squeeze(1)
         elif name.endswith("expert_bias"):
             yield f"{name}.bias", tensor
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), tensor
         else:
             yield re.sub(r"\w+\.experts\.down_proj", "ffn_down_exps.weight", name), tensor
 

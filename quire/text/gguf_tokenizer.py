@@ -1,7 +1,8 @@
 """Builds a `Tokenizer` from a GGUF file's own `tokenizer.*` metadata: vocabulary, merges or scores, types and flags.
 
-Called through `Tokenizer.from_gguf`. Two kinds are known: `gpt2` (byte-level BPE with ranked merges) and `llama`
-(SentencePiece BPE, whose merges follow from the scores). Nothing in the file is trusted to fit together.
+Called through `Tokenizer.from_gguf`. Three kinds are known: `gpt2` (byte-level BPE with ranked merges), `llama`
+(SentencePiece BPE, whose merges follow from the scores) and `gemma4` (ranked merges of SentencePiece's pieces). Nothing
+in the file is trusted to fit together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class TokenType(IntEnum):
 # Control tokens that end a turn or a text whatever the file's keys say: GGUF has room for one EOS id only, and many
 # files name the end of text there while the model says the end of turn, or the other way round.
 _TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>",
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>",
     "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 _NAMED_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
@@ -104,11 +105,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         return _byte_level(_Source.read(metadata, {}))
     if model == "llama":
         return _sentencepiece(_Source.read(metadata, _SENTENCEPIECE_IDS))
+    if model == "gemma4":
+        return _ranked_pieces(_Source.read(metadata, {}))
     if model is None:
         raise _bad("it has no tokenizer.ggml.model")
     raise QuireError(
         "unsupported_tokenizer",
-        f"The GGUF's tokenizer model {model!r} is not known; gpt2 and llama are.",
+        f"The GGUF's tokenizer model {model!r} is not known; gpt2, llama and gemma4 are.",
         "Use the model's folder with its tokenizer.json instead.",
     )
 
@@ -118,16 +121,8 @@ def _byte_level(source: _Source) -> Tokenizer:
 
     pre = pre_tokenizer_named(str(source.metadata.get("tokenizer.ggml.pre") or "default"))
     vocab = _vocab(source)
-    merges = []
-    for line in _list_of(source.metadata, "merges", str):
-        cut = line.find(" ", 1)
-        left, right = line[:cut], line[cut + 1 :]
-        if cut < 1 or not right:
-            raise _bad(f"its merge {line[:100]!r} is no pair of tokens")
-        # A part may have been rewritten as added text; then it is matched before any merging, and the merge is idle.
-        if left in vocab and right in vocab and left + right in vocab:
-            merges.append((left, right))
-    backend = _backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges), source)
+    model = models.BPE(vocab=vocab, merges=_ranked_merges(source, vocab), ignore_merges=pre.ignore_merges)
+    backend = _backend(model, source)
     normalizer, backend.pre_tokenizer = pre.build()
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -152,6 +147,34 @@ def _sentencepiece(source: _Source) -> Tokenizer:
     steps = [normalizers.Prepend(SPACE_MARK)] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
     return Tokenizer(backend, source.vocabulary(PieceRule("sentencepiece", strip_space=prefix), adds_bos=True))
+
+
+def _ranked_pieces(source: _Source) -> Tokenizer:
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+
+    vocab = _vocab(source)
+    unknown = source.tokens[source.ids["unk"]] if "unk" in source.ids else None
+    merges = _ranked_merges(source, vocab)
+    backend = _backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True), source
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    # No piece has a line's end and anything else in it: whatever lies between can be merged, and kept, by itself.
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    return Tokenizer(backend, source.vocabulary(PieceRule("sentencepiece", strip_space=False), adds_bos=True))
+
+
+def _ranked_merges(source: _Source, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for line in _list_of(source.metadata, "merges", str):
+        cut = line.find(" ", 1)
+        left, right = line[:cut], line[cut + 1 :]
+        if cut < 1 or not right:
+            raise _bad(f"its merge {line[:100]!r} is no pair of tokens")
+        # A part may have been rewritten as added text; then it is matched before any merging, and the merge is idle.
+        if left in vocab and right in vocab and left + right in vocab:
+            merges.append((left, right))
+    return merges
 
 
 def merges_by_score(tokens: list[str], scores: list[float], usable_ids: list[int]) -> list[tuple[str, str]]:

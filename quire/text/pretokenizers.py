@@ -18,6 +18,11 @@ _WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*
 _QWEN35 = (
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 )  # combining marks stay with their letters
+_SEED = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
+_EXAONE_MOE = (  # several words are one
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
@@ -80,6 +85,8 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
     ("qwen2", PreTokenizer((_WORDS % r"\p{N}",), nfc=True)),
     ("deepseek-r1-qwen megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_WORDS % r"\p{N}",))),
     ("qwen35", PreTokenizer((_QWEN35,), nfc=True)),
+    ("seed-coder", PreTokenizer((_SEED,))),
+    ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     ("tekken mistral", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, adds_bos=True)),
     ("gpt-4o llama4 minimax-m2", PreTokenizer((_cased(_CONTRACTION + "?", r"\p{N}{1,3}"),))),
     (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import models, normalizers, trainers
 
 from quire.files.gguf import open_gguf
 from quire.text.gguf_tokenizer import MAX_PIECE_CHARS, merges_by_score
@@ -18,6 +18,7 @@ from quire.text.pretokenizers import pre_tokenizer_named
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 from tests.pure.test_text_support import (
+    CORPUS,
     SPECIALS,
     TEXTS,
     gguf_of,
@@ -62,6 +63,8 @@ PRE_CASES = [
     ("qwen2", "HE'LL 123 a.b", ["HE", "'LL", " ", "1", "2", "3", " a", ".b"]),
     ("qwen2", "हिन्दी", ["ह", "िन", "्द", "ी"]),
     ("qwen35", "हिन्दी", ["हिन्दी"]),
+    ("seed-coder", "HE'LL 12 a.\n\nb", ["HE", "'LL", " ", "1", "2", " a", ".", "\n\n", "b"]),
+    ("exaone-moe", "Tell him 12 of it.\n\nb", ["Tell him", " ", "1", "2", " of it", ".\n", "\n", "b"]),
     ("tekken", "HelloWORLD don't 12/", ["Hello", "WORLD", " don", "'t", " ", "1", "2", "/"]),
     ("mistral", "getName", ["get", "Name"]),
     ("gpt-4o", "HelloWORLD don't 1234/\n", ["Hello", "WORLD", " don't", " ", "123", "4", "/\n"]),
@@ -76,6 +79,25 @@ def test_words_of_each_pre_tokenizer(pre: str, text: str, words: list[str]) -> N
     _, splitter = pre_tokenizer_named(pre).build()
     spelled = [word for word, _ in splitter.pre_tokenize_str(text)]
     assert [bytes(BYTE_OF_CHARACTER[c] for c in word).decode() for word in spelled] == words
+
+
+def test_ranked_pieces_match_the_tokenizer_they_were_made_from() -> None:
+    """As Gemma's own: spaces are marked, all of a text is one word, and what is in no piece is spelled in bytes."""
+    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>", *SPECIALS, *spelled], show_progress=False)
+    backend.train_from_iterator([line for line in CORPUS if "\n" not in line], trainer)
+    metadata = gguf_of(backend, "gemma4", model="gemma4", add_bos_token=False, unknown_token_id=0)
+    kinds = [6 if token in spelled else kind for token, kind in zip(metadata["tokenizer.ggml.tokens"],
+             metadata["tokenizer.ggml.token_type"], strict=True)]  # fmt: skip
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": kinds})
+    for text in [*TEXTS, "  two  spaces ", "漢字 and 🙂", "line\n\nline\n"]:
+        ids = tokenizer.encode(text)
+        assert ids == backend.encode(text).ids, text
+        assert tokenizer.decode(ids, skip_special=False) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert len(tokenizer.encode("the the")) < len("the the"), "pieces are merged"
 
 
 def test_a_word_in_the_vocabulary_is_taken_whole_only_where_merges_are_ignored() -> None:
@@ -209,7 +231,7 @@ def test_merges_by_score_are_all_cuts_best_first() -> None:
     [
         ({"model": None}, "bad_gguf", "tokenizer.ggml.model"),
         ({"model": "t5"}, "unsupported_tokenizer", "t5"),
-        ({"model": "gemma4"}, "unsupported_tokenizer", "gemma4"),
+        ({"model": "gemma4", "merges": None}, "bad_gguf", "merges"),
         ({"model": "bert"}, "unsupported_tokenizer", "bert"),
         ({"pre": "brand-new"}, "unsupported_tokenizer", "brand-new"),
         ({"tokens": None}, "bad_gguf", "tokens"),

@@ -32,6 +32,7 @@ class AttentionPlan:
     slots: Tensor  # [tokens] int64
     kernel: Any  # what the chosen kernel wants to know of the step
     wanted: Tensor | None = None  # [n] int64: the tokens that attend; None: all. Keys and values are left of every one
+    sharpness: Tensor | None = None  # [tokens, 1] float32: what queries are multiplied with; None: nothing
 
     def pick(self, x: Tensor) -> Tensor:
         """Of x [tokens, ...], those that attend."""
@@ -67,7 +68,21 @@ def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache:
         kernel = ops.plan_attention(
             pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, cache.dtype
         )
-    return AttentionPlan(plan.planes, plan.slots, kernel, index)
+    return replace(plan, kernel=kernel, wanted=index)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharpening:
+    """Queries grow with their positions: a softmax over many keys would be flat. Nothing changes within the first
+    `length` positions."""
+
+    by: float
+    length: int
+
+    def at(self, positions: Tensor) -> Tensor:
+        """positions [tokens] -> what their queries are multiplied with, [tokens, 1] float32"""
+        times = positions.clamp(min=0) // self.length  # below 0: rows that only pad the step
+        return (1 + self.by * torch.log1p(times.float())).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +159,8 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
+        if plan.sharpness is not None:
+            q = q.flatten(1).mul_(plan.sharpness).view_as(q)
         q = plan.pick(q)
         if not len(q):
             return q

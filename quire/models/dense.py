@@ -6,6 +6,7 @@ The registry names `DenseModel`, the loader builds it on meta and fills it, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,8 @@ class DenseModel(nn.Module):
 
         if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
             return False
+        if config.sharpening is not None:
+            return False
         return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
@@ -144,6 +147,9 @@ class DenseModel(nn.Module):
         if self.stack is not None:
             return run_stack(self.stack, step, self.specs, caches)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
+        if self.config.sharpening is not None:
+            sharpness = self.config.sharpening.at(step.positions)
+            plans = {group: replace(plan, sharpness=sharpness) for group, plan in plans.items()}
         angles = [rope.angles(step.positions) for rope in self.ropes]
         stream = self.embedding(step.tokens)
         *groups, last = self.layer_groups

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.layers.attention import AttentionNames
+from quire.layers.attention import AttentionNames, Sharpening
 from quire.layers.mlp import MLPNames, check_activation
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
@@ -66,6 +66,7 @@ class DenseConfig:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     sinks: bool = False  # heads have a score for nothing
+    sharpening: Sharpening | None = None  # queries grow with their positions
     clip: float | None = None  # what queries, keys and values may come to
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each block adds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.layers.attention import AttentionNames
+from quire.layers.attention import AttentionNames, Sharpening
 from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
@@ -52,6 +52,16 @@ def _mistral(config: Fields, dense: DenseConfig) -> DenseConfig:
     if config.get("layer_types") is not None:
         return dense
     return replace(dense, windows=(window_size(config),) * dense.num_layers)
+
+
+def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Its queries grow beyond the positions it was first trained with; where no sequence gets there, it is Mistral."""
+    dense = _mistral(config, dense)
+    by = number(config.get("rope_parameters") or {}, "llama_4_scaling_beta", 0.0)
+    first_len = dense.ropes[0].original_len
+    if not by or (config.get("served_len") or dense.max_positions) <= first_len:
+        return dense
+    return replace(dense, sharpening=Sharpening(by, first_len))
 
 
 def _upper_windows(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -312,6 +322,7 @@ DENSE: dict[str, DenseFamily] = {
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
     "llama": DenseFamily(),
     "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128}),
     "mistral": DenseFamily(_mistral, {"sliding_window": 4096}),
     "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "olmo": DenseFamily(_olmo),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.files.gguf import GGUFFile
-from quire.models.gguf_metadata import get_flag
+from quire.models.gguf_metadata import get, get_flag
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -97,6 +97,14 @@ def _olmo3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {} if fields["sliding_window"] is None else {"model_type": "olmo3"}
 
 
+def _ministral3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """How its queries grow; and rope that is stretched without the factor that others have for it."""
+    rope = {**fields["rope_parameters"], "llama_4_scaling_beta": get(file, "attention.temperature_scale", 0.0)}
+    if get(file, "rope.scaling.yarn_log_multiplier", 0.0):
+        rope["attention_factor"] = 1.0
+    return {"rope_parameters": rope}
+
+
 def _not_normalised(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Their experts' weights are as they come out of the router, unless the file says otherwise."""
     return {"norm_topk_prob": get_flag(file, "expert_weights_norm", False)}
@@ -136,6 +144,7 @@ STYLES = {
     ),
     "llama": GGUFStyle(_MIXTRAL, permuted=True),
     "minimax-m2": GGUFStyle(_MIXTRAL, whole_names={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}),
+    "mistral3": GGUFStyle(permuted=True, more=_ministral3),
     "nemotron": GGUFStyle(fields=_RAISED),
     "olmo": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, permuted=True),
     "olmo2": GGUFStyle(_AROUND, more=_olmo3),

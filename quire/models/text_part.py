@@ -14,7 +14,6 @@ from quire.layers.weights import PartSource
 from quire.models.registry import FAMILIES
 from quire.models.sources import Checkpoint
 
-_OTHERS = ("ministral3",)  # language models beside a tower that run through transformers
 _BEGINNINGS = {  # as files have been published over the years -> as a model of text alone has them
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -30,7 +29,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     text = config.get("text_config")
     if not isinstance(text, dict) or config.get("model_type") in FAMILIES:
         return None
-    if text.get("model_type") not in FAMILIES and text.get("model_type") not in _OTHERS:
+    if text.get("model_type") not in FAMILIES:
         return None
     return {**{key: config[key] for key in _WHOLE if config.get(key) is not None}, **text}
 

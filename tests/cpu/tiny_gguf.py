@@ -22,6 +22,7 @@ PERMUTED = (
     "llama",
     "arcee",
     "granite",
+    "mistral3",
     "olmo",
     "smollm3",
 )  # their converters keep queries and keys so that rope turns neighbours

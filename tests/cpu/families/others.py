@@ -13,11 +13,8 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeConfig,
     HunYuanDenseV1Config,
-    Ministral3Config,
-    Mistral3Config,
     OPTConfig,
     PhimoeConfig,
-    PixtralVisionConfig,
     VaultGemmaConfig,
 )
 
@@ -28,17 +25,6 @@ from tests.cpu.families.harness import TINY, Family, draw_wide
 ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
 PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
 GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
-MINISTRAL = {"head_dim": 16, "rope_parameters": {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-    "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1,
-}}  # fmt: skip
-
-
-def with_tower() -> Mistral3Config:
-    tower = PixtralVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-                                image_size=32, patch_size=16)  # fmt: skip
-    text = Ministral3Config(**TINY, **MINISTRAL)
-    return Mistral3Config(text_config=text, vision_config=tower, tie_word_embeddings=False)
 
 
 def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -54,8 +40,6 @@ FAMILIES = [
         Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
         Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE), draw_sharp),
         Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
-        Family("ministral3", lambda: Ministral3Config(**TINY, **MINISTRAL)),
-        Family("ministral3 of text and images", with_tower, model_class="Mistral3ForConditionalGeneration"),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),
         Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),

@@ -17,6 +17,7 @@ from quire.layers.weights import iter_weights, weights_bytes
 from quire.models import loader
 from quire.models.loader import LoadedModel, build_model, load_model, resolve_dtype
 from quire.types import QuireError
+from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_models import make_tiny
 
@@ -185,6 +186,17 @@ def test_older_rope_fields_are_read(tmp_path: Path) -> None:
     edit_config(folder, rope_parameters=None, rope_scaling=rope, rope_theta=10000.0)
     assert load(folder).config == new
     assert new.ropes[0].kind == "llama3"
+
+
+def test_queries_grow_only_where_sequences_get_so_long(tmp_path: Path) -> None:
+    """Ministral 3 within the positions of its first training is Mistral, and as quick."""
+    family = next(family for family in all_families() if family.name == "ministral3")
+    save_checkpoint(family, tmp_path)
+    for max_len, grows in ((32, False), (33, True), (None, True)):
+        model: Any = load(tmp_path, max_model_len=max_len).model
+        assert (model.config.sharpening is not None) == grows and model.fits_native(model.config) != grows
+    assert torch.allclose(model.config.sharpening.at(torch.tensor([-1, 0, 31, 32, 96])).flatten(),
+                          1 + 0.1 * torch.log(torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0])))  # fmt: skip
 
 
 def test_max_model_len(folder: Path) -> None:

@@ -94,6 +94,7 @@ class ExpertNames:
     prefix: str
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
+    choice_bias_rows: int | None = None  # its tensor has so many rows in front; None: it is one line
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"

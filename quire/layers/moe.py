@@ -17,7 +17,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Weight
+from quire.layers.weights import Part, Weight
 
 
 class SharedExpert(nn.Module):
@@ -70,7 +70,9 @@ class MoE(nn.Module):
         self.router_bias = Weight.whole(f"{router}.bias", (num,), dtype) if shape.router_bias else None
         self.choice_bias = None
         if shape.choice_bias:
-            self.choice_bias = Weight.whole(f"{names.prefix}.{names.choice_bias}", (num,), torch.float32)
+            size = (num,) if names.choice_bias_rows is None else (names.choice_bias_rows, num)
+            line = Part(f"{names.prefix}.{names.choice_bias}", size, 0, num, form=torch.flatten)
+            self.choice_bias = Weight((num,), torch.float32, (line,))
         self.shared = None
         if shape.shared_width and not merged:
             self.shared = SharedExpert(names, shape, dtype, ops, scheme)

@@ -41,6 +41,7 @@ _LARGE_GEMMAS = {
 }  # 27B: scores are scaled by the width of a head as if there were no gap
 _MIXTURES = {  # architecture -> model_type, where there are experts
     "dots1": "dots1",
+    "ernie4_5-moe": "ernie4_5_moe",
     "exaone-moe": "exaone_moe",
     "glm4moe": "glm4_moe",
     "lfm2moe": "lfm2_moe",

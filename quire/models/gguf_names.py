@@ -92,6 +92,16 @@ class GGUFStyle:
     more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None  # fields, by those read so far
 
 
+def _ernie_moe(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "moe_num_experts": fields["num_experts"],
+        "moe_k": fields["num_experts_per_tok"],
+        "moe_num_shared_experts": get(file, "expert_shared_count", 0),
+        "moe_layer_start_index": get(file, "leading_dense_block_count", 1),
+        "moe_layer_interval": get(file, "interleave_moe_layer_step", 1),
+    }
+
+
 def _olmo3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
     """OLMo 3 calls itself OLMo 2, and is told by its windows."""
     return {} if fields["sliding_window"] is None else {"model_type": "olmo3"}
@@ -124,6 +134,9 @@ STYLES = {
     "cohere2": GGUFStyle(metadata={"logit_scale": "logit_scale"}, patterned=True),
     "command-r": GGUFStyle(metadata={"logit_scale": "logit_scale"}),
     "dots1": GGUFStyle(_SHARED, whole_names=_CHOICE_BIAS),
+    "ernie4_5-moe": GGUFStyle(
+        _SHARED, whole_names={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}, more=_ernie_moe
+    ),
     "exaone-moe": GGUFStyle(_SHARED, whole_names={"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
     "exaone4": GGUFStyle(_BEHIND),
     "gemma": GGUFStyle(fields=_RAISED),

@@ -44,7 +44,7 @@ class MoEConfig:
     def from_hf(cls, config: Fields) -> MoEConfig:
         check_silu(config)
         family = MOE[config["model_type"]]
-        config = {**family.defaults, **config}
+        config = family.renamed({**family.defaults, **config})
         dense = family.dense(config)
         num_layers = dense.num_layers
         sparse = sparse_layers(config, num_layers)
@@ -151,6 +151,33 @@ def _minimax_m2(config: Fields) -> DenseConfig:
     return replace(read_common(fields), qk_norm="wide")
 
 
+def _in_others_words(config: Fields) -> Fields:
+    """ERNIE's: which layers have experts, how many they are, and how many a token gets."""
+    num_layers, every = whole(config, "num_hidden_layers"), whole(config, "moe_layer_interval", 1)
+    first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
+    for key, value in (("moe_layer_start_index", first), ("moe_layer_end_index", last)):
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < num_layers:
+            what = f"{key}={value!r} must be a layer below {num_layers}."
+            raise QuireError("bad_config", what, "Check config.json.")
+    assert isinstance(first, int) and isinstance(last, int)
+    sparse = range(first, (num_layers if last == -1 else last + 1))
+    kinds = ["sparse" if layer in sparse and (layer + 1) % every == 0 else "dense" for layer in range(num_layers)]
+    counts = {"num_experts": config.get("moe_num_experts"), "num_experts_per_tok": config.get("moe_k")}
+    return {**config, "mlp_layer_types": kinds, **{key: value for key, value in counts.items() if value is not None}}
+
+
+def _ernie_moe(config: Fields) -> DenseConfig:
+    return read_dense({**config, "model_type": "ernie4_5"})
+
+
+def _ernie_shape(config: Fields) -> MoEShape:
+    """A bias that balances the choice beside softmax scores."""
+    inner = whole(config, "moe_intermediate_size")
+    shared = inner * (config.get("moe_num_shared_experts") or 0)
+    routing = replace(_routing(config), exact=True)
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
+
+
 def _plain_shape(config: Fields) -> MoEShape:
     return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), _routing(config))
 
@@ -209,14 +236,24 @@ class MoEFamily:
     shape: Callable[[Fields], MoEShape]
     names: ExpertNames
     defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
+    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
 _QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
+_ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+          "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 MOE = {
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
+    "ernie4_5_moe": MoEFamily(
+        _ernie_moe,
+        _ernie_shape,
+        replace(_DEEPSEEK, choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
+        _ERNIE,
+        _in_others_words,
+    ),
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),

@@ -120,7 +120,7 @@ def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
         elif name.endswith("expert_bias"):
             yield f"{name}.bias", tensor
         elif name.endswith("e_score_correction_bias"):
-            yield name.replace("_bias", ".bias"), tensor
+            yield name.replace("_bias", ".bias").replace(".gate.moe_statics", ".moe_statics"), tensor
         else:
             yield re.sub(r"\w+\.experts\.down_proj", "ffn_down_exps.weight", name), tensor
 

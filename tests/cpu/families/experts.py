@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -38,6 +39,7 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.
                         "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "truncate": False,
                              "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+ERNIE: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
 KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
                         "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -82,6 +84,7 @@ FAMILIES = [
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
     Family("kimi_k2", lambda: KimiK2Config(**KIMI, rope_parameters=KIMI_YARN), draw_sharp, "DeepseekV3ForCausalLM"),
     Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,
                                                  topk_group=2, moe_intermediate_size=24), draw_sharp),

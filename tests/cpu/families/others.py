@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import (
     ApertusConfig,
-    Ernie4_5_MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteMoeConfig,
@@ -22,7 +21,6 @@ from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.gemma import CAPS, HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
-ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
 PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
 GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
 
@@ -35,7 +33,6 @@ FAMILIES = [
     replace(family, without=frozenset({"float16", "fp8"}))
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
-        Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
         Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
         Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE), draw_sharp),

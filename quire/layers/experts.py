@@ -181,6 +181,7 @@ class Experts(nn.Module):
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         total = num + num_shared
         matrices = (names.gate, names.up)
+        first = "up" if names.gate == names.up else "gate"  # where there is no gate, the ups serve as such
         gate_up, down = _shared_parts(names, shape, num_shared)
         one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
         gate_ups = Weight(
@@ -189,7 +190,7 @@ class Experts(nn.Module):
         stacked = (
             Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
             for e in range(num)
-            for matrix, start in (("gate", 2 * e * inner), ("up", (2 * e + 1) * inner))
+            for matrix, start in ((first, 2 * e * inner), ("up", (2 * e + 1) * inner))
         )
         gate_ups.others = ((*stacked, *gate_up),)
         one_by_one = [(names.expert(e, names.down), width) for e in range(num)]
@@ -199,15 +200,20 @@ class Experts(nn.Module):
 
     @classmethod
     def from_two(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
-                 down_form: Form | None = None) -> Experts:  # fmt: skip
-        """Experts that a checkpoint holds in two tensors of these names, gates above ups."""
+                 down_form: Form | None = None, apart: tuple[str, str] | None = None) -> Experts:  # fmt: skip
+        """Experts that a checkpoint holds in two tensors of these names, gates above ups. `apart`: what gates and ups
+        are called where each has a tensor of its own."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         above = Part(gate_up, (num, 2 * inner, width), 0, num * 2 * inner)
         below = Part(down, (num, width, inner), 0, num * width, form=down_form)
-        return cls(
-            Weight((num * 2 * inner, width), dtype, (above,)), Weight((num * width, inner), dtype, (below,)), None,
-            None, num, shape.activation, scheme,
-        )  # fmt: skip
+        others = tuple(
+            Part(name, (num, inner, width), start, start + inner, index=e)
+            for e in range(num)
+            for name, start in zip(apart or (), (2 * e * inner, (2 * e + 1) * inner), strict=False)
+        )
+        gate_ups = Weight((num * 2 * inner, width), dtype, (above,), (others,) if others else ())
+        downs = Weight((num * width, inner), dtype, (below,))
+        return cls(gate_ups, downs, None, None, num, shape.activation, scheme)
 
     @property
     def is_scaled(self) -> bool:

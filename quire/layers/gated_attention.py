@@ -22,7 +22,7 @@ from quire.layers.weights import set_forms
 
 class GatedAttention(nn.Module):
     def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, bias: bool,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+                 dtype: torch.dtype, ops: Ops, scheme: Scheme, norm_offset: float = 1.0):  # fmt: skip
         super().__init__()
         assert shape.order is not None
         self.norm = norm
@@ -44,7 +44,7 @@ class GatedAttention(nn.Module):
         set_forms(self.project, (gates_first, order, None))
         out = [(f"{prefix}.o_proj", shape.width)]
         self.out = Linear(heads, out, bias=bias, dtype=dtype, scheme=scheme)
-        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=1.0, order=shape.order)
+        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=norm_offset, order=shape.order)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""

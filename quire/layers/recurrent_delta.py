@@ -6,6 +6,7 @@ What lies between the two projections is one op, so that a step of single tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,44 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
-from quire.layers.weights import Weight, set_forms
+from quire.layers.recurrent_weights import conv_taps, log_decay
+from quire.layers.weights import Form, Part, Weight, set_forms
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayout:
+    """How a checkpoint keeps a layer."""
+
+    by_group: bool = False  # one tensor with all that belongs to a group side by side, not one per purpose (Qwen3.5)
+    gates_by_group: bool = False  # likewise, of the two gates that each head has
+    tiled: bool = False  # the first head of every group, then the second of every group, ... (GGUF files)
+
+
+@dataclass(frozen=True, slots=True)
+class Untiled:
+    """A form: heads that lie tiled become group by group, after `start` rows that stay where they are."""
+
+    num_groups: int
+    head_dim: int
+    start: int = 0
+
+    def order(self, num_rows: int) -> Tensor:
+        rows = torch.arange(num_rows)
+        heads = rows[self.start :].view(-1, self.num_groups, self.head_dim)
+        return torch.cat((rows[: self.start], heads.transpose(0, 1).flatten()))
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[self.order(len(weight)).to(weight.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class UntiledColumns:
+    """A form: likewise, of a matrix that reads the heads."""
+
+    rows: Untiled
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight[:, self.rows.order(weight.shape[1]).to(weight.device)]
 
 
 class GatedDeltaNet(nn.Module):
@@ -26,30 +64,24 @@ class GatedDeltaNet(nn.Module):
     gated_norm: Tensor
 
     def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int, *,
-                 by_group: bool, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
-        """`by_group`: the checkpoint keeps one tensor with all that belongs to a group of heads side by side
-        (Qwen3-Next), not one tensor per purpose (Qwen3.5)."""
+                 layout: DeltaLayout, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
         self.ops = ops
         heads = shape.num_heads
-        if by_group:
-            sources = [(f"{prefix}.in_proj_qkvz", shape.channels + shape.values), (f"{prefix}.in_proj_ba", 2 * heads)]
-        else:
-            sources = [(f"{prefix}.in_proj_qkv", shape.channels), (f"{prefix}.in_proj_z", shape.values),
-                       (f"{prefix}.in_proj_b", heads), (f"{prefix}.in_proj_a", heads)]  # fmt: skip
+        tensors = _tensors(shape, layout)
+        sources = [(f"{prefix}.in_proj_{name}", rows) for name, (rows, _) in tensors.items()]
         self.project = Linear(width, sources, dtype=dtype, scheme=scheme)
-        if by_group:
-            values, per_group = shape.values // shape.num_groups, heads // shape.num_groups
-            qkvz = ungroup(shape.num_groups, (shape.key_dim, shape.key_dim, values, values))
-            set_forms(self.project, (qkvz, ungroup(shape.num_groups, (per_group, per_group))))
-        self.conv = Weight.whole(f"{prefix}.conv1d.weight", (shape.channels, 1, shape.conv_len), dtype)
-        self.a_log = Weight.whole(f"{prefix}.A_log", (heads,), torch.float32)
-        self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (heads,), torch.float32)
+        set_forms(self.project, [form for _, form in tensors.values()])
+        values, each, channels = _head_forms(shape, layout)
+        self.conv = conv_taps(f"{prefix}.conv1d", shape.channels, shape.conv_len, dtype, channels)
+        self.a_log = log_decay(f"{prefix}.A", heads, each)
+        self.dt_bias = Weight((heads,), torch.float32, (Part(f"{prefix}.dt_bias", (heads,), 0, heads, form=each),))
         self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.value_dim,), dtype)
         self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], dtype=dtype, scheme=scheme)
+        set_forms(self.out, (None if values is None else UntiledColumns(values),))
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this layer's share added"""
@@ -57,6 +89,35 @@ class GatedDeltaNet(nn.Module):
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.gated_norm, self.norm.eps)
         out = self.ops.gated_delta_net(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
         return self.out(out, residual=stream)
+
+
+def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int, Form | None]]:
+    """What the projection is made of: (rows, form) by name."""
+    heads, groups = shape.num_heads, shape.num_groups
+    per_group, values = heads // groups, shape.values // groups
+    of_values, each, channels = _head_forms(shape, layout)
+    tensors: dict[str, tuple[int, Form | None]] = {
+        "qkv": (shape.channels, channels),
+        "z": (shape.values, of_values),
+        "b": (heads, each),
+        "a": (heads, each),
+    }
+    if layout.by_group:
+        qkvz = ungroup(groups, (shape.key_dim, shape.key_dim, values, values))
+        tensors = {"qkvz": (shape.channels + shape.values, qkvz), "b": tensors["b"], "a": tensors["a"]}
+    if layout.gates_by_group:
+        del tensors["b"], tensors["a"]
+        tensors["ba"] = (2 * heads, ungroup(groups, (per_group, per_group)))
+    return tensors
+
+
+def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | None, Untiled | None, Untiled | None]:
+    """Of values, of what each head has one of, and of the convolution's channels."""
+    if not layout.tiled:
+        return None, None, None
+    groups = shape.num_groups
+    return (Untiled(groups, shape.value_dim), Untiled(groups, 1),
+            Untiled(groups, shape.value_dim, start=2 * shape.keys))  # fmt: skip
 
 
 def ungroup(num_groups: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:

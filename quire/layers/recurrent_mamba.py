@@ -16,6 +16,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
+from quire.layers.recurrent_weights import conv_taps, log_decay
 from quire.layers.weights import Weight
 
 
@@ -50,9 +51,9 @@ class Mamba2(nn.Module):
         heads, channels = shape.num_heads, shape.channels
         rows = shape.values + channels + heads
         self.project = Linear(width, [(f"{prefix}.in_proj", rows)], bias=options.bias, dtype=dtype, scheme=scheme)
-        self.conv = Weight.whole(f"{prefix}.conv1d.weight", (channels, 1, shape.conv_len), dtype)
+        self.conv = conv_taps(f"{prefix}.conv1d", channels, shape.conv_len, dtype)
         self.conv_bias = Weight.whole(f"{prefix}.conv1d.bias", (channels,), dtype) if options.conv_bias else None
-        self.a_log = Weight.whole(f"{prefix}.A_log", (heads,), torch.float32)
+        self.a_log = log_decay(f"{prefix}.A", heads)
         self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (heads,), torch.float32)
         self.skip = Weight.whole(f"{prefix}.D", (heads,), torch.float32)
         self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), dtype) if options.norm else None

@@ -5,8 +5,6 @@ What lies between the two projections is one op, as with the other recurrent lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +14,8 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
-from quire.layers.weights import Part, Weight
+from quire.layers.recurrent_weights import conv_taps
+from quire.layers.weights import Weight
 
 
 class ShortConv(nn.Module):
@@ -33,7 +32,7 @@ class ShortConv(nn.Module):
         self.ops = ops
         width = shape.channels
         self.project = Linear(width, [(f"{prefix}.in_proj", 3 * width)], bias=bias, dtype=dtype, scheme=scheme)
-        self.conv = _taps(f"{prefix}.conv", shape, dtype)
+        self.conv = conv_taps(f"{prefix}.conv", width, shape.conv_len, dtype)
         self.conv_bias = Weight.whole(f"{prefix}.conv.bias", (width,), dtype) if bias else None
         self.out = Linear(width, [(f"{prefix}.out_proj", width)], bias=bias, dtype=dtype, scheme=scheme)
 
@@ -43,19 +42,3 @@ class ShortConv(nn.Module):
         weights = ConvWeights(self.conv, self.conv_bias)
         out = self.ops.short_conv(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
         return self.out(out, residual=stream)
-
-
-def _taps(name: str, shape: ConvShape, dtype: torch.dtype) -> Weight:
-    """As Hugging Face keeps them; or as GGUF files do, without the dimension of one."""
-    width, taps = shape.channels, shape.conv_len
-    weight = Weight.whole(f"{name}.weight", (width, 1, taps), dtype)
-    weight.others = ((Part(f"{name}.taps.weight", (width, taps), 0, width, form=_Spread()),),)
-    return weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """A form: [channels, taps] with a dimension of one between them."""
-
-    def __call__(self, taps: Tensor) -> Tensor:
-        return taps.unsqueeze(1)

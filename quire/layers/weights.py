@@ -9,12 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 Form = Callable[[Tensor], Tensor]  # from a tensor as a checkpoint holds it to our rows of it
+
+
+@runtime_checkable
+class RowOrder(Protocol):
+    """A form that only puts rows into another order: blocks can stay as they are."""
+
+    def order(self, num_rows: int) -> Tensor:
+        """[rows] int64: which row of the checkpoint's tensor each of ours is"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,11 @@ class Scale:
 
     def __call__(self, weight: Tensor) -> Tensor:
         return weight * self.by
+
+
+def scale_by(factor: float) -> Scale | None:
+    """By one nothing is scaled, and blocks can stay as they are."""
+    return None if factor == 1.0 else Scale(factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,17 @@ class PartSource:
     type_name: str = "F32"  # as GGUF calls it
     blocks: Tensor | None = None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
     order: Tensor | None = None  # [rows] int64: which row of `blocks` each row is; None: as they come
+
+    def reordered(self, order: Tensor) -> PartSource:
+        """The same rows in another order, [rows] int64."""
+        assert self.order is None
+
+        def read(first: int, count: int) -> Tensor:
+            rows = order[first : first + count]
+            low = int(rows.min())
+            return self.read(low, int(rows.max()) + 1 - low)[rows - low]
+
+        return replace(self, read=read, order=order)
 
     def split(self, num: int) -> list[PartSource]:
         """The `num` matrices of a tensor that holds them behind, or below, each other."""

@@ -21,7 +21,7 @@ from quire.layers.quant import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import Scale, ScaleRows, set_forms
+from quire.layers.weights import ScaleRows, scale_by, set_forms
 from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
     BlockKind,
@@ -145,8 +145,8 @@ class FalconH1Model(HybridModel):
             if shape.blocks[place] == "plain":
                 block = GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=config.mlp_bias,
                                  dtype=dtype, scheme=scheme)  # fmt: skip
-                set_forms(block.gate_up, (Scale(by.gate), None))
-                set_forms(block.down, (Scale(by.down),))
+                set_forms(block.gate_up, (scale_by(by.gate), None))
+                set_forms(block.down, (scale_by(by.down),))
                 return block
             bias = config.attention_bias
             attending = Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
@@ -173,12 +173,12 @@ def _scale_mixers(attention: Attention, mamba: Mamba2, shape: RecurrentShape, by
     """What multiplies a product's inputs does not multiply its bias."""
     rows = (shape.values, shape.values, shape.keys, shape.keys, shape.num_heads)
     for only, inputs in (("weight", by.attention_in), ("bias", 1.0)):
-        set_forms(attention.qkv, (Scale(inputs), Scale(inputs * by.key), Scale(inputs)), only)
+        set_forms(attention.qkv, (scale_by(inputs), scale_by(inputs * by.key), scale_by(inputs)), only)
     for only, inputs in (("weight", by.mamba_in), ("bias", 1.0)):
         parts = tuple(zip(rows, (inputs * part for part in by.mamba_parts), strict=True))
-        set_forms(mamba.project, (ScaleRows(parts),), only)
-    set_forms(attention.out, (Scale(by.attention_out),))
-    set_forms(mamba.out, (Scale(by.mamba_out),))
+        set_forms(mamba.project, (ScaleRows(parts) if any(part != 1.0 for _, part in parts) else None,), only)
+    set_forms(attention.out, (scale_by(by.attention_out),))
+    set_forms(mamba.out, (scale_by(by.mamba_out),))
 
 
 def _numbers(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:

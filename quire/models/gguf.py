@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, GGUFTensor
 from quire.kernels.dequant import FORMATS, dequantize
 from quire.layers.rope import yarn_magnitude
-from quire.models.gguf_metadata import get, get_flag, key_of, need
-from quire.models.gguf_names import GGUFStyle, hf_name, style_of
+from quire.models.gguf_metadata import count_layers, get, get_flag, get_layers, key_of, need
+from quire.models.gguf_names import hf_name, style_of
+from quire.models.gguf_style import GGUFStyle
 from quire.models.registry import GGUF_ARCHITECTURES, unsupported
 from quire.types import QuireError
 
@@ -44,12 +46,16 @@ _MIXTURES = {  # architecture -> model_type, where there are experts
     "ernie4_5-moe": "ernie4_5_moe",
     "exaone-moe": "exaone_moe",
     "glm4moe": "glm4_moe",
+    "granitehybrid": "granitemoehybrid",
     "lfm2moe": "lfm2_moe",
     "llama": "mixtral",
     "minimax-m2": "minimax_m2",
+    "nemotron_h_moe": "nemotron_h",
     "olmoe": "olmoe",
     "qwen2moe": "qwen2_moe",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
 }
 _EXPERT_FIELDS = {  # likewise, of a mixture
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -78,8 +84,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     num_experts = get(file, "expert_count", 0)
     if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
-    num_heads, num_drafts = need(file, "attention.head_count"), get(file, "nextn_predict_layers", 0)
-    num_layers = need(file, "block_count") - num_drafts  # which stand behind the others
+    num_heads, num_layers = need(file, "attention.head_count"), count_layers(file)
     width = need(file, "embedding_length")
     head_dim = get(file, "attention.key_length", width // max(num_heads, 1))
     if get(file, "attention.value_length", head_dim) != head_dim:
@@ -99,9 +104,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": _MIXTURES[arch] if num_experts else GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": need(file, "feed_forward_length"),
+        **({"intermediate_size": need(file, "feed_forward_length")} if style.one_width else {}),
         "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": num_drafts,
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -124,7 +128,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **(_experts(file, num_experts) if num_experts else {}),
-        "tensor_types": {hf_name(name, style): tensor.type.name for name, tensor in file.tensors.items()},
+        "tensor_types": {name: tensor.type.name for name, tensor in named_tensors(file).items()},
     }
     return fields if style.more is None else {**fields, **style.more(file, fields)}
 
@@ -133,14 +137,31 @@ def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
             window: int | None) -> tuple[int, list[str]]:  # fmt: skip
     """How many heads of keys and values there are, and of which type each layer is."""
     kind = "full_attention" if window is None else "sliding_attention"
-    windows = file.metadata.get(key_of(file, "attention.sliding_window_pattern"))
-    if window is not None and isinstance(windows, list):
+    windows = None if window is None else get_layers(file, "attention.sliding_window_pattern")
+    if windows is not None:
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
         return get(file, "attention.head_count_kv", num_heads), kinds
-    heads = file.metadata.get(key_of(file, "attention.head_count_kv"))
-    if style.without_keys is None or not isinstance(heads, list) or len(set(heads) - {0}) != 1:
+    without = style.without_keys
+    heads = None if without is None else get_layers(file, "attention.head_count_kv")
+    if without is None or heads is None or len(set(heads) - {0}) != 1:
         return get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
-    return max(heads), [kind if number else style.without_keys for number in heads]
+    return max(heads), [kind if number else without for number in heads]
+
+
+def named_tensors(file: GGUFFile) -> dict[str, GGUFTensor]:
+    """A file's tensors by their checkpoint names, in the shapes a checkpoint has, without those of drafting layers."""
+    style, num_layers = style_of(file.metadata["general.architecture"]), count_layers(file)
+    named = {}
+    for name, tensor in file.tensors.items():
+        in_layer = re.fullmatch(r"blk\.(\d+)\.(.*?)(\.weight)?", name)
+        if in_layer and int(in_layer[1]) >= num_layers:
+            continue
+        shape = style.shapes.get(in_layer[2]) if in_layer else None
+        if shape is not None:
+            shape = tuple(tensor.num_elements if length < 0 else length for length in shape)
+            tensor = replace(tensor, shape=shape)
+        named[hf_name(name, style)] = tensor
+    return named
 
 
 def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:

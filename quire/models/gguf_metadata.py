@@ -21,22 +21,49 @@ def get(file: GGUFFile, key: str, default: Any) -> Any:
         value = value[0]
     fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
     if (default is not None and not fits) or isinstance(value, (bool, list)):
-        raise QuireError(
-            "bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again."
-        )
+        raise _bad(file, key, value)
     return value
 
 
 def get_flag(file: GGUFFile, key: str, default: bool) -> bool:
     value = file.metadata.get(key_of(file, key), default)
     if not isinstance(value, bool):
-        raise QuireError(
-            "bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again."
-        )
+        raise _bad(file, key, value)
     return value
+
+
+def get_layers(file: GGUFFile, key: str) -> list[int] | None:
+    """A number (or a flag) for each layer; None: the file gives none, or one for all."""
+    values = file.metadata.get(key_of(file, key))
+    if not isinstance(values, list):
+        return None
+    if len(values) != need(file, "block_count") or not all(isinstance(value, int) for value in values):
+        raise _bad(file, key, values)
+    return values[: count_layers(file)]
+
+
+def need_layers(file: GGUFFile, key: str) -> list[int]:
+    values = get_layers(file, key)
+    if values is None:
+        need(file, key)
+        raise _bad(file, key, file.metadata[key_of(file, key)])
+    return values
+
+
+def count_layers(file: GGUFFile) -> int:
+    """Without those that only draft tokens, which stand behind the others and are left aside."""
+    num_layers, drafting = need(file, "block_count"), get(file, "nextn_predict_layers", 0)
+    if not 0 <= drafting <= num_layers:
+        raise _bad(file, "nextn_predict_layers", drafting)
+    return num_layers - drafting
 
 
 def need(file: GGUFFile, key: str) -> int:
     if key_of(file, key) not in file.metadata:
         raise QuireError("bad_config", f"{file.path} lacks {key_of(file, key)}.", "Fetch or convert it again.")
     return get(file, key, 0)
+
+
+def _bad(file: GGUFFile, key: str, value: object) -> QuireError:
+    what = f"{file.path} has {key_of(file, key)}={value!r:.80}."
+    return QuireError("bad_config", what, "Fetch or convert it again.")

@@ -1,17 +1,19 @@
 """What GGUF files of each architecture call their tensors, and where they differ from a Hugging Face checkpoint.
 
-`models.gguf` reads files with it. An architecture is a line in `STYLES`, and one in the registry.
+`models.gguf` reads files with it. An architecture is a line in `STYLES` (or, of hybrids, in `gguf_hybrid`), and one in
+the registry.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from quire.files.gguf import GGUFFile
+from quire.models.gguf_hybrid import HYBRID_STYLES
 from quire.models.gguf_metadata import get, get_flag
+from quire.models.gguf_style import GGUFStyle
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -76,20 +78,7 @@ _LFM2 = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFStyle:
-    names: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not the usual ones
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, which no metadata gives
-    top: Mapping[str, str] = field(default_factory=dict)  # likewise, outside of layers
-    permuted: bool = False  # queries and keys are kept so that rope turns neighbours
-    patterned: bool = False  # which layers have a window is the family's own rule
-    without_keys: str | None = None  # type of the layers that have no heads of keys, where some have none
-    metadata: Mapping[str, str] = field(default_factory=dict)  # more fields of the config -> what gives them
-    whole_names: Mapping[str, str] = field(default_factory=dict)  # within a layer, of tensors that are no module's
-    more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None  # fields, by those read so far
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def _ernie_moe(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,17 +163,18 @@ PLAIN = GGUFStyle()
 
 
 def style_of(arch: object) -> GGUFStyle:
-    return STYLES.get(str(arch), PLAIN)
+    return STYLES.get(str(arch)) or HYBRID_STYLES.get(str(arch), PLAIN)
 
 
 def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:
     """The checkpoint name of a GGUF tensor; a name we do not know stays, so that the strict load can complain of it."""
-    found = _LAYER_NAME.fullmatch(name)
-    called = style.names.get(found[2], _IN_LAYER.get(found[2])) if found else None
-    if found and (whole := style.whole_names.get(f"{found[2]}.{found[3]}")):
-        return f"model.layers.{found[1]}.{whole}"
-    if found and called:
-        return f"model.layers.{found[1]}.{called}.{found[3]}"
-    stem, _, kind = name.rpartition(".")
-    outside = style.top.get(stem, _TOP.get(stem))
-    return f"{outside}.{kind}" if outside else name
+    found = _IN_BLOCK.fullmatch(name)
+    stem, _, kind = (found[2] if found else name).rpartition(".")
+    if not found:
+        called = style.top.get(stem, _TOP.get(stem))
+        return f"{called}.{kind}" if called else name
+    whole = style.whole_names.get(found[2])
+    called = style.names.get(stem, _IN_LAYER.get(stem)) if kind in ("weight", "bias") else None
+    if whole is None and called is None:
+        return name
+    return f"{style.layers}.{found[1]}.{whole or f'{called}.{kind}'}"

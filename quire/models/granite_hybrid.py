@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
-from quire.layers.experts import Experts, MoEShape
+from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
+from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import Scale, Weight, set_forms
+from quire.layers.weights import Scale, Weight, scale_by, set_forms
 from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
 from quire.models.hybrid import (
@@ -36,6 +37,7 @@ from quire.models.hybrid import (
 from quire.models.mamba2 import Mixers
 
 MLP_NAMES = MLPNames(("input_linear",), "output_linear")
+APART_NAMES = MLPNames(("gate_proj", "up_proj"), "output_linear")  # of GGUF files
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,10 @@ class GraniteHybridConfig:
     shape: HybridShape
     options: MambaOptions
     rope: RopeConfig
+    turning: int  # elements of a head that rope turns
     attention_bias: bool
     shared_width: int
+    shared_names: MLPNames
     experts: MoEShape | None
     residual_scale: float  # of what a block adds to the stream
 
@@ -53,30 +57,35 @@ class GraniteHybridConfig:
         only_silu(config.get("hidden_act") or "silu")
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
         kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
-        check_attention(heads, kv_heads, head_dim)
         eps = number(config, "rms_norm_eps", 1e-6)
         experts = None
         if config.get("num_local_experts", 8):
             routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
             experts = MoEShape(width, whole(config, "intermediate_size", 11008), routing)
+        has_rope = config.get("position_embedding_type") == "rope"
+        rope = RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none")
+        turning = int(head_dim * number(config, "partial_rotary_factor", 1.0)) if has_rope else head_dim
+        check_attention(heads, kv_heads, head_dim, turning)
+        order = None if turning == head_dim else HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
         attention_scale = number(config, "attention_multiplier", 1.0)
         shape = HybridShape.read(
             config,
             norm_eps=eps,
             max_positions=2048,
-            attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale),
+            attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale, order=order),
             recurrent=FIELDS.shape(config),
             blocks=mixers_with_mlps(config, LAYER_TYPES, lambda layer: "linear_attention"),
             embedding_scale=number(config, "embedding_multiplier", 1.0),
             logit_scale=1.0 / number(config, "logits_scaling", 1.0),
         )
-        has_rope = config.get("position_embedding_type") == "rope"
         return cls(
             shape=shape,
             options=FIELDS.options(config, eps, norm_groups=1),
-            rope=RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none"),
+            rope=rope,
+            turning=turning,
             attention_bias=flag(config, "attention_bias", False),
             shared_width=whole(config, "shared_intermediate_size", 1024),
+            shared_names=APART_NAMES if flag(config, "gates_apart", False) else MLP_NAMES,
             experts=experts,
             residual_scale=number(config, "residual_multiplier", 1.0),
         )
@@ -87,7 +96,7 @@ class SharedAndExperts(nn.Module):
 
     router: Tensor
 
-    def __init__(self, layer: str, norm: RMSNorm, shared: GatedMLP, shape: MoEShape, scale: Scale, *,
+    def __init__(self, layer: str, norm: RMSNorm, shared: GatedMLP, shape: MoEShape, scale: Scale | None, *,
                  dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
         super().__init__()
         self.norm = norm
@@ -95,11 +104,13 @@ class SharedAndExperts(nn.Module):
         self.ops = ops
         self.routing = shape.routing
         prefix = f"{layer}.block_sparse_moe"
+        names = ExpertNames(prefix)
         router = (shape.routing.num_experts, shape.width)
         self.router = Weight.whole(f"{prefix}.router.layer.weight", router, dtype)
         self.experts = Experts.from_two(
-            f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight", shape, dtype, scheme, _Flat(scale)
-        )
+            f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight", shape, dtype, scheme, _Flat(scale),
+            (names.stacked("gate"), names.stacked("up")),
+        )  # fmt: skip
 
     def forward(self, stream: Tensor) -> Tensor:
         """stream [tokens, width] -> the stream with the shares of all added"""
@@ -112,10 +123,10 @@ class SharedAndExperts(nn.Module):
 class _Flat:
     """All experts' matrices below each other, scaled."""
 
-    scale: Scale
+    scale: Scale | None
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return self.scale(weight).flatten(0, 1)
+        return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
 
 
 class GraniteHybridModel(HybridModel):
@@ -124,13 +135,14 @@ class GraniteHybridModel(HybridModel):
         shape = config.shape
         attention = shape.attention
         assert attention is not None
-        scale = Scale(config.residual_scale)
+        scale = scale_by(config.residual_scale)
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
             experts = config.experts
             shared = GatedMLP(f"{layer}.shared_mlp", norm if experts is None else None, shape.width,
-                              config.shared_width, bias=False, dtype=dtype, scheme=scheme, names=MLP_NAMES)  # fmt: skip
+                              config.shared_width, bias=False, dtype=dtype, scheme=scheme,
+                              names=config.shared_names)  # fmt: skip
             set_forms(shared.down, (scale,))
             if experts is None:
                 return shared
@@ -146,7 +158,8 @@ class GraniteHybridModel(HybridModel):
             set_forms(block.out, (scale,))
             return block
 
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
+        still = attention.head_dim - config.turning
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
         inner = 3 * config.shared_width + (0 if config.experts is None else moe_activations(config.experts))
         super().__init__(
             shape, Names("model.embed_tokens", "model.norm"), make_block, rope, block_activations(shape, inner),

@@ -83,9 +83,9 @@ class Names:
 class HybridModel(nn.Module):
     def __init__(self, shape: HybridShape, names: Names, make_block: Callable[[int, int], nn.Module],
                  rope: Rope | None, activation_elements: int, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 page_tokens: int, ops: Ops, scheme: Scheme, norm_from_zero: bool = False):  # fmt: skip
+                 page_tokens: int, ops: Ops, scheme: Scheme, norm_offset: float = 0.0):  # fmt: skip
         """`make_block(place, cache_index)`: the block at this place, and where in its cache group it stands (0 for one
-        that keeps nothing)."""
+        that keeps nothing). `norm_offset`: what the checkpoint leaves out of the last norm's weight."""
         super().__init__()
         self.ops = ops
         self.vocab_size = shape.vocab_size
@@ -105,7 +105,7 @@ class HybridModel(nn.Module):
             blocks.append(make_block(place, seen[kind]))
             seen[kind] += 1
         self.blocks = nn.ModuleList(blocks)
-        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, 1.0 if norm_from_zero else 0.0)
+        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, norm_offset)
         head = names.embedding if shape.tied else names.head
         self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
 

@@ -80,7 +80,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         if random_weights:
             fill_model(model, RandomFill(device), device, progress.update)
         elif file is not None:
-            checkpoint = GGUFCheckpoint(file, config.head_dim)
+            checkpoint = GGUFCheckpoint(file, hf_config["head_dim"])
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
             shards: Checkpoint = SafetensorsCheckpoint(

@@ -90,11 +90,9 @@ def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
 
 
 def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
-    """Layers that predict further tokens stand behind the model's own in its checkpoint, or in a GGUF file, where some
-    of their tensors have names that no other layer has."""
+    """Layers that predict further tokens stand behind the model's own in its checkpoint."""
     num_drafts = config.get("num_nextn_predict_layers") or 0
-    layers = range(num_layers, num_layers + num_drafts)
-    return tuple(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
+    return tuple(f"model.layers.{num_layers + index}." for index in range(num_drafts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
-from quire.layers.recurrent_delta import GatedDeltaNet
+from quire.layers.recurrent_delta import DeltaLayout, GatedDeltaNet
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Part, own_weights
 from quire.models.fields import flag, number, whole
@@ -50,7 +50,8 @@ class QwenHybridConfig:
     rope: RopeConfig
     turning: int  # elements of a head that rope turns
     attention_bias: bool
-    by_group: bool  # Qwen3-Next's form of the delta net's projection
+    layout: DeltaLayout  # of the delta nets, in the checkpoint
+    norm_offset: float  # what the checkpoint leaves out of norms' weights
     prefix: str  # of the text model within the checkpoint
     inner_width: int  # of the feed-forward blocks without experts
     moe: MoEShape | None  # of the layers that have experts; None: none has
@@ -92,7 +93,8 @@ class QwenHybridConfig:
             rope=rope,
             turning=turning,
             attention_bias=flag(config, "attention_bias", False),
-            by_group=kind == "qwen3_next",
+            layout=_layout(config, kind),
+            norm_offset=number(config, "norm_offset", 1.0),
             prefix=prefix,
             inner_width=whole(config, "intermediate_size", 5632),
             moe=moe,
@@ -108,7 +110,7 @@ class QwenHybridModel(HybridModel):
         assert attention is not None and isinstance(recurrent, RecurrentShape)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, 1.0)
+            return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, config.norm_offset)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"{config.prefix}.layers.{place // 2}"
@@ -124,10 +126,10 @@ class QwenHybridModel(HybridModel):
             if shape.blocks[place] == "attention":
                 return GatedAttention(
                     f"{layer}.self_attn", first_norm, attention, cache_index, bias=config.attention_bias, dtype=dtype,
-                    ops=ops, scheme=scheme,
+                    ops=ops, scheme=scheme, norm_offset=config.norm_offset,
                 )  # fmt: skip
             return GatedDeltaNet(f"{layer}.linear_attn", first_norm, shape.width, recurrent, cache_index,
-                                 by_group=config.by_group, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                                 layout=config.layout, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
 
         still = attention.head_dim - config.turning
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
@@ -135,7 +137,7 @@ class QwenHybridModel(HybridModel):
         inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
         super().__init__(
             shape, names, make_block, rope, block_activations(shape, inner), dtype=dtype, cache_dtype=cache_dtype,
-            page_tokens=page_tokens, ops=ops, scheme=scheme, norm_from_zero=True,
+            page_tokens=page_tokens, ops=ops, scheme=scheme, norm_offset=config.norm_offset,
         )  # fmt: skip
 
     @staticmethod
@@ -161,6 +163,17 @@ def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
     )
     check_recurrent(shape)
     return shape
+
+
+def _layout(config: Mapping[str, Any], kind: str) -> DeltaLayout:
+    """Qwen3-Next keeps together what belongs to a group. GGUF files (see `gguf_hybrid`) have less of that, and those of
+    Qwen3.5 another order of heads."""
+    by_group = kind == "qwen3_next"
+    return DeltaLayout(
+        by_group=by_group and not flag(config, "delta_nets_split", False),
+        gates_by_group=by_group,
+        tiled=flag(config, "value_heads_tiled", False),
+    )
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:

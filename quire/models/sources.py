@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 from quire.files.gguf import GGUFFile
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.weights import Part, PartSource, Weight, iter_weights, own_weights, put_weight
+from quire.layers.weights import Part, PartSource, RowOrder, Weight, iter_weights, own_weights, put_weight
 from quire.models import gguf
-from quire.models.gguf_names import hf_name, style_of
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
@@ -139,6 +139,10 @@ class CheckpointFill:
                 return source
             if source.blocks is not None:
                 return source.entry(part.index, part.shape[0])
+        if isinstance(part.form, RowOrder) and part.index is None:
+            source = self.checkpoint.source(part.name)
+            if source.blocks is not None and source.order is None:
+                return source.reordered(part.form.order(part.shape[0]))
         rows = torch.empty(part.shape if part.index is None else part.shape[1:])
         self.checkpoint.read(part.name, rows, part.index)
         rows = rows if part.form is None else part.form(rows)
@@ -228,8 +232,7 @@ class GGUFCheckpoint:
         self.where = str(file.path)
         self.file = file
         self.head_dim = head_dim
-        style = style_of(file.metadata.get("general.architecture"))
-        self._tensors = {hf_name(name, style): tensor for name, tensor in file.tensors.items()}
+        self._tensors = gguf.named_tensors(file)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
@@ -247,15 +250,7 @@ class GGUFCheckpoint:
 
     def source(self, name: str) -> PartSource:
         tensor = self._tensors[name]
-        order = None
-        if gguf.is_permuted(self.file, name):
-            order = gguf.unpermute(torch.arange(tensor.shape[0]), self.head_dim)
-
-        def read(first: int, count: int) -> Tensor:
-            if order is None:
-                return gguf.read_rows(tensor, first, count)
-            rows = order[first : first + count]
-            low = int(rows.min())
-            return gguf.read_rows(tensor, low, int(rows.max()) + 1 - low)[rows - low]
-
-        return PartSource(tensor.shape, read, tensor.type.name, gguf.raw_blocks(tensor), order)
+        source = PartSource(tensor.shape, partial(gguf.read_rows, tensor), tensor.type.name, gguf.raw_blocks(tensor))
+        if not gguf.is_permuted(self.file, name):
+            return source
+        return source.reordered(gguf.unpermute(torch.arange(tensor.shape[0]), self.head_dim))

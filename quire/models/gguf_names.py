@@ -135,7 +135,7 @@ STYLES = {
     "glm4moe": GGUFStyle({**_SHARED, "post_attention_norm": "post_attention_layernorm"}, whole_names=_CHOICE_BIAS),
     "granite": GGUFStyle(permuted=True),
     "lfm2": GGUFStyle(
-        _LFM2, {"block_auto_adjust_ff_dim": False}, _LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
+        _LFM2, {"block_auto_adjust_ff_dim": False}, top=_LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
     ),
     "lfm2moe": GGUFStyle(
         _LFM2,

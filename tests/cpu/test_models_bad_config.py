@@ -122,7 +122,8 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "changes"), [
-    ("llama", {"layer_types": 5}), ("qwen3_moe", {"mlp_only_layers": 3}), ("ernie4_5_moe", {"moe_layer_start_index": "one"}), ("qwen3_next", {"rope_parameters": [1]}),
+    ("llama", {"layer_types": 5}), ("qwen3_moe", {"mlp_only_layers": 3}), ("qwen3_next", {"rope_parameters": [1]}),
+    ("ernie4_5_moe", {"moe_layer_start_index": "one"}), ("ernie4_5_moe", {"moe_layer_end_index": 9}),
     ("smollm3", {"no_rope_layers": 7}), ("mamba2", {"time_step_limit": 4}), ("llama", {"quantization_config": "fp8"}),
     ("llama", {"model_type": ["llama"]}), ("deepseek_v3", {"n_shared_experts": -1}),
     ("deepseek_v3", {"n_shared_experts": "x"}), ("gemma4_text", {"hidden_size_per_layer_input": -4}),

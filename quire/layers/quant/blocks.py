@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 log = logging.getLogger("quire")
+FROM_FLOATS = ("F32", "F16", "Q8_0", "Q4_0")  # the forms that the library rounds floats to
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -113,6 +114,8 @@ class _Packing:
         rows, columns = source.shape
         if source.type_name == form and source.blocks is not None:
             return pack_blocks(self.native, form, rows, columns, source.blocks, source.order)
+        if form not in FROM_FLOATS:  # rows that a form has changed on their way: nothing rounds to these blocks again
+            form = "Q8_0"
         return pack_floats(self.native, form, rows, columns, source.read)
 
 

@@ -37,6 +37,16 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.unsqueeze(-1).int() - 127).flatten(-2)
 
 
+def mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
+    """GGUF's blocks of MXFP4, [bytes] uint8, as blocks of Q8_0 with the very same numbers: twice an FP4 is a small
+    integer. None where a scale is none that a float16 can be."""
+    scale, values = _cut(data.view(-1, 17), 1, 16)
+    halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
+    doubled = torch.tensor(_FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
+    fits = (halved > 0) & halved.isfinite() | (doubled == 0).all(1, keepdim=True)
+    return torch.cat((halved.view(torch.uint8), doubled.view(torch.uint8)), 1).view(-1) if fits.all() else None
+
+
 def dequantize_fp8(rows: Tensor, scales: Tensor, first: int, *, block: tuple[int, int]) -> Tensor:
     """FP8 as safetensors keep it: `rows` [n, columns] of a matrix, and a scale for each `block` of rows and columns,
     cut off at the matrix's edges. The first of these rows is the `first` of its block. Returns [n, columns] float32."""
@@ -126,6 +136,13 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return _five_bits(high, low).mul_(_half(scale)).add_(_half(offset))
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """The same numbers as in safetensors; here a block's second half lies in the high halves of its bytes."""
+    scale, values = _cut(blocks, 1, 16)
+    numbers = torch.tensor(_FP4, device=blocks.device)[_nibbles(values).int()]
+    return torch.ldexp(numbers, scale.int() - 127)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # K blocks of 256: sub-blocks of 16 or 32 with small integer scales of their own
 
@@ -200,6 +217,7 @@ FORMATS: dict[str, BlockFormat] = {
     "Q4_1": BlockFormat(32, 20, _q4_1),
     "Q5_0": BlockFormat(32, 22, _q5_0),
     "Q5_1": BlockFormat(32, 24, _q5_1),
+    "MXFP4": BlockFormat(32, 17, _mxfp4),
     "Q2_K": BlockFormat(256, 84, _q2_k),
     "Q3_K": BlockFormat(256, 110, _q3_k),
     "Q4_K": BlockFormat(256, 144, _q4_k),

@@ -21,7 +21,7 @@ from quire.layers.attention import AttentionPlan
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Weight
+from quire.layers.weights import Part, Weight
 from quire.types import CacheSpec
 
 Form = Literal["absorbed", "expanded", "naive"]
@@ -78,8 +78,7 @@ class LatentAttention(nn.Module):
             self.q_norm = RMSNorm(f"{prefix}.q_a_layernorm", shape.q_rank, NORM_EPS, dtype, ops)
             self.q_up = Linear(shape.q_rank, [(f"{prefix}.q_b_proj", rows)], dtype=dtype, scheme=scheme)
         self.latent_norm = RMSNorm(f"{prefix}.kv_a_layernorm", shape.rank, NORM_EPS, dtype, ops)
-        up_rows = shape.num_heads * (shape.nope_dim + shape.value_dim)
-        self.up = Weight.whole(f"{prefix}.kv_b_proj.weight", (up_rows, shape.rank), dtype)
+        self.up = _up_weight(prefix, shape, dtype)
         out = [(f"{prefix}.o_proj", shape.width)]
         self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, dtype=dtype, scheme=scheme)
 
@@ -135,3 +134,17 @@ class LatentAttention(nn.Module):
         shape = self.shape
         heads = self.up.view(shape.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
         return heads[:, : shape.nope_dim], heads[:, shape.nope_dim :]
+
+
+def _up_weight(prefix: str, shape: LatentShape, dtype: torch.dtype) -> Weight:
+    """As Hugging Face keeps it; or as GGUF files do, every head's keys (with columns for rows) and values apart."""
+    heads, nope_dim, value_dim, rank = shape.num_heads, shape.nope_dim, shape.value_dim, shape.rank
+    rows = nope_dim + value_dim
+    weight = Weight.whole(f"{prefix}.kv_b_proj.weight", (heads * rows, rank), dtype)
+    apart: list[Part] = []
+    for head in range(heads):
+        start, middle, stop = head * rows, head * rows + nope_dim, (head + 1) * rows
+        key = Part(f"{prefix}.k_b_proj.weight", (heads, rank, nope_dim), start, middle, index=head, form=torch.t)
+        apart += [key, Part(f"{prefix}.v_b_proj.weight", (heads, value_dim, rank), middle, stop, index=head)]
+    weight.others = (tuple(apart),)
+    return weight

@@ -124,7 +124,7 @@ class DeepSeekModel(nn.Module):
         blocks = max(heads, 3 * config.dense_width, moe_activations(config.moe))
         self.activation_elements = 4 * shape.width + blocks
         self.specs = [latent_spec(shape, config.form, config.num_layers, cache_dtype, page_tokens)]
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype)
+        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype, scheme=scheme)
         self.layers = nn.ModuleList(
             DeepSeekLayer(index, config, dtype, ops, scheme) for index in range(config.num_layers)
         )

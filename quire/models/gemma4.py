@@ -213,7 +213,7 @@ class LayerInputs(nn.Module):
         rows = len(config.layers) * config.input_width
         self.input_width = config.input_width
         self.embedding = Embedding(
-            "model.embed_tokens_per_layer", config.input_vocab, rows, dtype, math.sqrt(config.input_width)
+            "model.embed_tokens_per_layer", config.input_vocab, rows, dtype, math.sqrt(config.input_width), scheme
         )
         self.project = Linear(
             config.width, [("model.per_layer_model_projection", rows)], dtype=dtype, scheme=scheme
@@ -241,10 +241,16 @@ class Gemma4Model(nn.Module):
         if config.experts is not None:
             widest = max(widest + config.width, moe_activations(config.experts))
         self.activation_elements = 5 * config.width + widest + 3 * len(config.layers) * config.input_width
+        self.needless = tuple(  # published all the same, and read by nobody
+            f"model.layers.{index}.self_attn.{name}."
+            for index, layer in enumerate(config.layers)
+            if layer.source != index
+            for name in ("k_proj", "v_proj", "k_norm")
+        )
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: place for spec in self.specs for place, layer in enumerate(spec.layers)}
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.width, dtype,
-                                   math.sqrt(config.width))  # fmt: skip
+                                   math.sqrt(config.width), scheme)  # fmt: skip
         self.inputs = LayerInputs(config, dtype, ops, scheme) if config.input_width else None
         self.layers = nn.ModuleList(
             Gemma4Layer(index, places[layer.source], config, dtype, ops, scheme)

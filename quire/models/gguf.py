@@ -42,10 +42,13 @@ _LARGE_GEMMAS = {
     ("gemma3", 62),
 }  # 27B: scores are scaled by the width of a head as if there were no gap
 _MIXTURES = {  # architecture -> model_type, where there are experts
+    "deepseek2": "deepseek_v2",
     "dots1": "dots1",
     "ernie4_5-moe": "ernie4_5_moe",
     "exaone-moe": "exaone_moe",
+    "gemma4": "gemma4_text",
     "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
     "granitehybrid": "granitemoehybrid",
     "lfm2moe": "lfm2_moe",
     "llama": "mixtral",
@@ -84,17 +87,17 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     num_experts = get(file, "expert_count", 0)
     if num_experts and arch not in _MIXTURES:
         raise unsupported(f"A mixture of experts (GGUF architecture {arch!r})")
+    style = style_of(arch)
     num_heads, num_layers = need(file, "attention.head_count"), count_layers(file)
     width = need(file, "embedding_length")
     head_dim = get(file, "attention.key_length", width // max(num_heads, 1))
-    if get(file, "attention.value_length", head_dim) != head_dim:
+    if _read(file, style, "attention.value_length", head_dim) != head_dim:
         raise unsupported("A model whose key and value dimensions differ")
     if "token_embd.weight" not in file.tensors:
         raise QuireError(
             "bad_weights", f"{file.path} lacks the tensor token_embd.weight.", "Fetch or convert it again."
         )
     window = get(file, "attention.sliding_window", None) or None
-    style = style_of(arch)
     kv_heads, layer_types = _layers(file, style, num_layers, num_heads, window)
     has_bias = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors))
     given = {name: get(file, key, None) for name, key in {**_FIELDS, **style.metadata}.items()}
@@ -104,7 +107,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": _MIXTURES[arch] if num_experts else GGUF_ARCHITECTURES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        **({"intermediate_size": need(file, "feed_forward_length")} if style.one_width else {}),
+        "intermediate_size": _read(file, style, "feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
@@ -133,18 +136,25 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     return fields if style.more is None else {**fields, **style.more(file, fields)}
 
 
+def _read(file: GGUFFile, style: GGUFStyle, key: str, default: int | None = None) -> int | None:
+    """A number for all layers; the default where the style reads it apart."""
+    if key in style.apart:
+        return default
+    return need(file, key) if default is None else get(file, key, default)
+
+
 def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
-            window: int | None) -> tuple[int, list[str]]:  # fmt: skip
+            window: int | None) -> tuple[int | None, list[str]]:  # fmt: skip
     """How many heads of keys and values there are, and of which type each layer is."""
     kind = "full_attention" if window is None else "sliding_attention"
     windows = None if window is None else get_layers(file, "attention.sliding_window_pattern")
     if windows is not None:
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
-        return get(file, "attention.head_count_kv", num_heads), kinds
+        return _read(file, style, "attention.head_count_kv", num_heads), kinds
     without = style.without_keys
     heads = None if without is None else get_layers(file, "attention.head_count_kv")
     if without is None or heads is None or len(set(heads) - {0}) != 1:
-        return get(file, "attention.head_count_kv", num_heads), [kind] * num_layers
+        return _read(file, style, "attention.head_count_kv", num_heads), [kind] * num_layers
     return max(heads), [kind if number else without for number in heads]
 
 

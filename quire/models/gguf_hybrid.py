@@ -175,7 +175,7 @@ def _qwen_style(*, tiled: bool) -> GGUFStyle:
         _QWEN,
         {"norm_offset": 0.0, "value_heads_tiled": tiled},  # they have already added the one
         patterned=True,
-        one_width=False,
+        apart=frozenset({"feed_forward_length"}),
         metadata={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         whole_names=_recurrent_names("linear_attn"),
         shapes={"ffn_gate_inp_shexp": (1, -1)},
@@ -188,7 +188,7 @@ def _backbone_style(more: Callable[[GGUFFile, Fields], Fields]) -> GGUFStyle:
         _MIXER,
         patterned=True,
         without_keys="mamba",
-        one_width=False,
+        apart=frozenset({"feed_forward_length"}),
         metadata=_NEMOTRON_FIELDS,
         whole_names={**_recurrent_names("mixer"), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
         layers="backbone.layers",

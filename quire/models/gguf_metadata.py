@@ -1,5 +1,5 @@
 """Reads a GGUF file's metadata strictly: a value of the wrong kind is an error that names it. `gguf` and the styles of
-architectures (`gguf_names`, `gguf_hybrid`) call it.
+architectures (`gguf_names`, `gguf_special`) call it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def get(file: GGUFFile, key: str, default: Any) -> Any:
         value = value[0]
     fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
     if (default is not None and not fits) or isinstance(value, (bool, list)):
-        raise _bad(file, key, value)
+        raise bad(file, key)
     return value
 
 
 def get_flag(file: GGUFFile, key: str, default: bool) -> bool:
     value = file.metadata.get(key_of(file, key), default)
     if not isinstance(value, bool):
-        raise _bad(file, key, value)
+        raise bad(file, key)
     return value
 
 
@@ -38,7 +38,7 @@ def get_layers(file: GGUFFile, key: str) -> list[int] | None:
     if not isinstance(values, list):
         return None
     if len(values) != need(file, "block_count") or not all(isinstance(value, int) for value in values):
-        raise _bad(file, key, values)
+        raise bad(file, key)
     return values[: count_layers(file)]
 
 
@@ -46,15 +46,15 @@ def need_layers(file: GGUFFile, key: str) -> list[int]:
     values = get_layers(file, key)
     if values is None:
         need(file, key)
-        raise _bad(file, key, file.metadata[key_of(file, key)])
+        raise bad(file, key)
     return values
 
 
 def count_layers(file: GGUFFile) -> int:
     """Without those that only draft tokens, which stand behind the others and are left aside."""
     num_layers, drafting = need(file, "block_count"), get(file, "nextn_predict_layers", 0)
-    if not 0 <= drafting <= num_layers:
-        raise _bad(file, "nextn_predict_layers", drafting)
+    if not 0 <= drafting < max(num_layers, 1):
+        raise bad(file, "nextn_predict_layers")
     return num_layers - drafting
 
 
@@ -64,6 +64,20 @@ def need(file: GGUFFile, key: str) -> int:
     return get(file, key, 0)
 
 
-def _bad(file: GGUFFile, key: str, value: object) -> QuireError:
-    what = f"{file.path} has {key_of(file, key)}={value!r:.80}."
-    return QuireError("bad_config", what, "Fetch or convert it again.")
+def get_per_layer(file: GGUFFile, key: str, default: int | None = None) -> list[int]:
+    """A number (or flag) of every layer, of files that may give one for all of them."""
+    numbers = get_layers(file, key)
+    if numbers is not None:
+        return numbers
+    one = file.metadata.get(key_of(file, key), default)
+    if one is None:
+        need(file, key)
+    if not isinstance(one, int):
+        raise bad(file, key)
+    return [one] * count_layers(file)
+
+
+def bad(file: GGUFFile, key: str) -> QuireError:
+    """What to say of a value that makes no model."""
+    value = file.metadata.get(key_of(file, key))
+    return QuireError("bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again.")

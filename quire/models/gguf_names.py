@@ -1,7 +1,7 @@
 """What GGUF files of each architecture call their tensors, and where they differ from a Hugging Face checkpoint.
 
-`models.gguf` reads files with it. An architecture is a line in `STYLES` (or, of hybrids, in `gguf_hybrid`), and one in
-the registry.
+`models.gguf` reads files with it. An architecture is a line in `STYLES` (or, of hybrids, in `gguf_hybrid`, and of others
+whose metadata takes more than a table, in `gguf_special`), and one in the registry.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 from quire.files.gguf import GGUFFile
 from quire.models.gguf_hybrid import HYBRID_STYLES
 from quire.models.gguf_metadata import get, get_flag
+from quire.models.gguf_special import SPECIAL
 from quire.models.gguf_style import GGUFStyle
 
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",  # of Gemma 4, as are the next two
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -158,12 +162,14 @@ STYLES = {
     "smollm3": GGUFStyle(permuted=True),
     "stablelm": GGUFStyle({"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "starcoder2": GGUFStyle({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    **HYBRID_STYLES,
+    **SPECIAL,
 }
 PLAIN = GGUFStyle()
 
 
 def style_of(arch: object) -> GGUFStyle:
-    return STYLES.get(str(arch)) or HYBRID_STYLES.get(str(arch), PLAIN)
+    return STYLES.get(str(arch), PLAIN)
 
 
 def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:

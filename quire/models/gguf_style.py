@@ -1,5 +1,5 @@
-"""What sets GGUF files of one architecture apart from those of others. `gguf_names` and `gguf_hybrid` have the tables,
-`gguf` reads files with them.
+"""What sets GGUF files of one architecture apart from those of others. `gguf_names`, `gguf_hybrid` and `gguf_special`
+have the tables, `gguf` reads files with them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class GGUFStyle:
     permuted: bool = False  # queries and keys are kept so that rope turns neighbours
     patterned: bool = False  # which layers have a window is the family's own rule
     without_keys: str | None = None  # type of the layers that have no heads of keys, where some have none
-    one_width: bool = True  # every layer has a feed-forward block, all of one width
     metadata: Mapping[str, str] = field(default_factory=dict)  # more fields of the config -> what gives them
     whole_names: Mapping[str, str] = field(default_factory=dict)  # within a layer, of tensors that are no module's
+    apart: frozenset[str] = frozenset()  # metadata that `more` reads, since it is not one number for all layers
     more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None  # fields, by those read so far
     layers: str = "model.layers"  # what all names within a layer begin with
     top: Mapping[str, str] = field(default_factory=dict)  # names outside of layers, where they are not the usual ones

@@ -1,7 +1,8 @@
 """gpt-oss: attention with sinks and alternating windows, experts with biases and a clamped gate.
 
 Everything but the experts is `DenseModel`'s. Published checkpoints keep the experts in MXFP4, those that transformers
-saves in full; both stack all experts, gates and ups in turn, and both are put in our order while they are read.
+saves in full; both stack all experts, gates and ups in turn, and both are put in our order while they are read. GGUF
+files have gates and ups apart.
 """
 
 from __future__ import annotations
@@ -90,20 +91,41 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
             Part(f"{prefix}.{name}", (num, *entry), e * rows, (e + 1) * rows, index=e, form=form) for e in range(num)
         )
 
+    def apart(kind: str, *columns: int) -> tuple[Part, ...]:
+        """Every expert's gates and ups out of two tensors."""
+        return tuple(
+            Part(f"{prefix}.{name}.{kind}", (num, inner, *columns), start, start + inner, index=e)
+            for e in range(num)
+            for name, start in (("gate_proj", 2 * e * inner), ("up_proj", (2 * e + 1) * inner))
+        )
+
     gate_up = Weight(
         (num * 2 * inner, width),
         dtype,
         parts("gate_up_proj", (width, 2 * inner), 2 * inner, _columns_in_turn),
-        (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, _rows_in_turn),),
+        (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, _rows_in_turn), apart("weight", width)),
     )
     down = Weight(
         (num * width, inner),
         dtype,
         parts("down_proj", (inner, width), width, torch.t),
-        (parts("down_proj_blocks", (width, inner), width, None),),
+        (
+            parts("down_proj_blocks", (width, inner), width, None),
+            parts("down_proj.weight", (width, inner), width, None),
+        ),
     )
-    gate_up_bias = Weight((num * 2 * inner,), dtype, parts("gate_up_proj_bias", (2 * inner,), 2 * inner, _rows_in_turn))
-    down_bias = Weight((num * width,), dtype, parts("down_proj_bias", (width,), width, None))
+    gate_up_bias = Weight(
+        (num * 2 * inner,),
+        dtype,
+        parts("gate_up_proj_bias", (2 * inner,), 2 * inner, _rows_in_turn),
+        (apart("bias"),),
+    )
+    down_bias = Weight(
+        (num * width,),
+        dtype,
+        parts("down_proj_bias", (width,), width, None),
+        (parts("down_proj.bias", (width,), width, None),),
+    )
     return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation, scheme)
 
 

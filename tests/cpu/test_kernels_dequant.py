@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.dequant import FORMATS, dequantize
+from quire.kernels.dequant import FORMATS, dequantize, mxfp4_as_q8_0
 
 
 def random_blocks(type_name: str, num_blocks: int, seed: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def random_blocks(type_name: str, num_blocks: int, seed: int) -> np.ndarray:
 
 SCALE_PLACES = {
     "F32": (2,), "F16": (0,), "BF16": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "MXFP4": (-1,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 
 
@@ -47,3 +47,27 @@ def test_quantized_numbers_come_back_close(type_name: str) -> None:
 def test_block_sizes_are_the_packages() -> None:
     for name, form in FORMATS.items():
         assert (form.elements, form.num_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+
+
+def some_mxfp4() -> np.ndarray:
+    """Random numbers under scales as models have them, and a block of zeros, whose scale packers leave at nothing."""
+    data = random_blocks("MXFP4", num_blocks=256, seed=5)
+    data[:, 0] = np.random.default_rng(6).integers(110, 130, 256)
+    data[7] = 0
+    return data
+
+
+def test_mxfp4_is_exact() -> None:
+    data = some_mxfp4()
+    want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.MXFP4).reshape(-1)
+    assert np.array_equal(dequantize(torch.from_numpy(data).view(-1), "MXFP4").numpy(), want)
+
+
+def test_mxfp4_as_wider_blocks_is_the_same() -> None:
+    blocks = torch.from_numpy(some_mxfp4()).view(-1)
+    wider = mxfp4_as_q8_0(blocks)
+    assert wider is not None
+    assert torch.equal(dequantize(wider, "Q8_0"), dequantize(blocks, "MXFP4"))
+    for scale in (60, 200):  # which are none of float16's
+        blocks[0] = scale
+        assert mxfp4_as_q8_0(blocks) is None

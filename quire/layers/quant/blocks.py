@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.curves import Curve
+from quire.kernels.dequant import mxfp4_as_q8_0
 from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
@@ -112,8 +113,11 @@ class _Packing:
 
     def _pack_one(self, form: str, source: PartSource) -> PackedMatrix:
         rows, columns = source.shape
-        if source.type_name == form and source.blocks is not None:
-            return pack_blocks(self.native, form, rows, columns, source.blocks, source.order)
+        blocks = source.blocks if source.type_name == form else None
+        if source.type_name == "MXFP4" and form == "Q8_0" and source.blocks is not None:
+            blocks = mxfp4_as_q8_0(source.blocks)
+        if blocks is not None:
+            return pack_blocks(self.native, form, rows, columns, blocks, source.order)
         if form not in FROM_FLOATS:  # rows that a form has changed on their way: nothing rounds to these blocks again
             form = "Q8_0"
         return pack_floats(self.native, form, rows, columns, source.read)

@@ -22,6 +22,10 @@ COLUMNS = {  # what a reader asks for -> the checks that prove it
     "float16 weights": ("float16",),
     "FP8 weights": ("fp8",),
 }
+TOLD_APART = {  # architecture of a GGUF -> model types that its metadata tells from the registry's
+    "deepseek2": ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+    "llama": ("mixtral",),
+}
 QUANTIZED = "q8_0, q4_0"  # of every family in the registry: the check is not one that a family can leave out
 HEAD = """\
 # Models
@@ -80,7 +84,9 @@ def render() -> str:
         proved.setdefault(model_type(family), []).append(family)
     own = sorted(kind for kind in proved if kind in FAMILIES)
     others = sorted(kind for kind in proved if kind not in FAMILIES)
-    gguf = {kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if t == kind) for kind in own}
+    gguf = {
+        kind: sorted(a for a, t in GGUF_ARCHITECTURES.items() if kind in (t, *TOLD_APART.get(a, ()))) for kind in own
+    }
     head = ["model_type", "proved as", *COLUMNS, "8, 4 bits (CPU)", "LoRA", "GGUF"]
     rows = [
         [kind, _names(proved[kind]), *_ticks(proved[kind]), QUANTIZED, "no", ", ".join(gguf[kind]) or "no"]

@@ -1,7 +1,7 @@
 """What GGUF files of each architecture call their tensors, and where they differ from a Hugging Face checkpoint.
 
-`models.gguf` reads files with it. An architecture is a line in `STYLES` (or, of hybrids, in `gguf_hybrid`, and of others
-whose metadata takes more than a table, in `gguf_special`), and one in the registry.
+`models.gguf` reads files with it. An architecture is a line in `STYLES` (of hybrids in `gguf_hybrid`, of those whose
+metadata takes more than a table in `gguf_special`), and one in the registry.
 """
 
 from __future__ import annotations

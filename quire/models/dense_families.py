@@ -282,6 +282,15 @@ def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_e
     return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
 
 
+_MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GEMMA2 = {**_GEMMA, "sliding_window": 4096}
 _GEMMA3 = {  # inside a model with images, its config says little more than where it differs from the 4B one
@@ -322,7 +331,7 @@ DENSE: dict[str, DenseFamily] = {
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
     "llama": DenseFamily(),
     "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
-    "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128}),
+    "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3}),
     "mistral": DenseFamily(_mistral, {"sliding_window": 4096}),
     "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "olmo": DenseFamily(_olmo),

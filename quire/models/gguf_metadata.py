@@ -1,5 +1,5 @@
 """Reads a GGUF file's metadata strictly: a value of the wrong kind is an error that names it. `gguf` and the styles of
-architectures (`gguf_names`, `gguf_special`) call it.
+architectures (`gguf_names`, `gguf_hybrid`, `gguf_special`) call it.
 """
 
 from __future__ import annotations

@@ -51,6 +51,11 @@ class Part:
     index: int | None = None  # which entry of the tensor's first dimension; None: all of them
     form: Form | None = None  # how what was read becomes these rows; None: as it is
 
+    @property
+    def keeps_rows(self) -> bool:
+        """The rows are a tensor's own, in whatever order: blocks can stay as they are."""
+        return self.form is None or (isinstance(self.form, RowOrder) and self.index is None)
+
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
@@ -64,14 +69,13 @@ class PartSource:
 
     def reordered(self, order: Tensor) -> PartSource:
         """The same rows in another order, [rows] int64."""
-        assert self.order is None
 
         def read(first: int, count: int) -> Tensor:
             rows = order[first : first + count]
             low = int(rows.min())
             return self.read(low, int(rows.max()) + 1 - low)[rows - low]
 
-        return replace(self, read=read, order=order)
+        return replace(self, read=read, order=order if self.order is None else self.order[order])
 
     def split(self, num: int) -> list[PartSource]:
         """The `num` matrices of a tensor that holds them behind, or below, each other."""
@@ -96,11 +100,10 @@ class PartSource:
 class Packing(Protocol):
     """How a weight that is no tensor is made of its parts. Weights with equal parts and packings are shared."""
 
-    @property
-    def num_bytes(self) -> int:
+    def num_bytes(self, weight: Weight) -> int:
         """Once packed."""
 
-    def pack(self, sources: list[PartSource]) -> Any: ...
+    def pack(self, weight: Weight, sources: list[PartSource]) -> Any: ...
 
 
 class Weight(nn.Parameter):
@@ -139,9 +142,14 @@ class Weight(nn.Parameter):
         return self.parts
 
     @property
+    def kept_as(self) -> tuple[object, ...]:
+        """Weights of which this is equal are kept once."""
+        return self.parts, self.packing, self.stored
+
+    @property
     def stored_bytes(self) -> int:
         if self.packing is not None:
-            return self.packing.num_bytes
+            return self.packing.num_bytes(self)
         return math.prod(self.shape) * self.stored.itemsize + (4 * self.shape[0] if self.is_scaled else 0)
 
     @classmethod
@@ -203,4 +211,4 @@ def put_weight(module: nn.Module, name: str, value: Any) -> None:
 
 def weights_bytes(model: nn.Module) -> int:
     """Bytes the weights will take once loaded, shared ones counted once."""
-    return sum({(w.parts, w.stored, w.stored_bytes): w.stored_bytes for _, _, w in iter_weights(model)}.values())
+    return sum({weight.kept_as: weight.stored_bytes for _, _, weight in iter_weights(model)}.values())

@@ -96,7 +96,7 @@ class HybridModel(nn.Module):
         self._spec_of = {spec.group: spec for spec in self.specs}
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
-        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale)
+        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale, scheme)
         seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "parallel": 0, "plain": 0}
         alone = "parallel" not in shape.blocks or {*shape.blocks} <= {"parallel", "plain"}
         assert alone, "the place of such a block is the same in both groups"

@@ -47,7 +47,7 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
     """Make every weight of a model on meta real. `on_bytes` hears the progress."""
     uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
     shared: dict[object, Any] = {}
-    done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts: what is kept in one form is kept once
+    done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts
     for module in model.modules():
         for name, weight in own_weights(module):
             key = (weight.parts, weight.packing)
@@ -57,7 +57,7 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
                 if uses[key] > 1:
                     shared[key] = value
             put_weight(module, name, value)
-            done[weight.parts, weight.stored, weight.stored_bytes] = weight.stored_bytes
+            done[weight.kept_as] = weight.stored_bytes
             on_bytes(sum(done.values()))
             value = None  # or what is replaced below stays in memory meanwhile
         finish_module(module)
@@ -71,7 +71,7 @@ def finish_module(module: nn.Module) -> None:
 
 def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
     if weight.packing is not None:
-        return weight.packing.pack(fill.sources(weight))
+        return weight.packing.pack(weight, fill.sources(weight))
     tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
     fill(weight, tensor)
     return tensor
@@ -141,7 +141,7 @@ class CheckpointFill:
                 return source.entry(part.index, part.shape[0])
         if isinstance(part.form, RowOrder) and part.index is None:
             source = self.checkpoint.source(part.name)
-            if source.blocks is not None and source.order is None:
+            if source.blocks is not None:
                 return source.reordered(part.form.order(part.shape[0]))
         rows = torch.empty(part.shape if part.index is None else part.shape[1:])
         self.checkpoint.read(part.name, rows, part.index)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kernels.native.matrix import PackedMatrix
 from quire.types import QuireError
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
@@ -102,6 +103,17 @@ def test_layers_that_draft_are_left_aside(reference: Any, tmp_path: Path) -> Non
     assert [spec.kind for spec in loaded.model.specs] == ["state"]
 
 
+def held_bytes(model: Any) -> int:
+    """Of weights as they are kept: packed matrices, whoever has them, and tensors."""
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    for module in model.modules():
+        for value in vars(module).values():
+            for matrix in value if isinstance(value, list) else []:
+                if isinstance(matrix, PackedMatrix):
+                    held[matrix.memory.data_ptr()] = matrix.memory.nbytes - 64  # of which some go where tiles begin
+    return sum(held.values())
+
+
 @pytest.mark.parametrize(("name", "blocks", "near"), [
     ("granite experts", "Q8_0", 0.05),
     ("granite experts", "Q4_1", 0.5),
@@ -116,7 +128,9 @@ def test_blocks_stay_close_to_floats(name: str, blocks: str, near: float, refere
     path = write(model, name, tmp_path, types={MATRICES: blocks})
     rng = random.Random(2)
     row = HarnessRow([rng.randrange(256) for _ in range(24)])
-    harness = PagedHarness(load(path).model, num_pages=16, seed=2)
+    loaded = load(path)
+    assert loaded.weights_bytes == held_bytes(loaded.model)
+    harness = PagedHarness(loaded.model, num_pages=16, seed=2)
     got = torch.cat([harness.step([(row, count)]) for count in (13, 1, 10)])
     with torch.inference_mode():
         want = model(torch.tensor([row.tokens])).logits[0]

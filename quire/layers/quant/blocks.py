@@ -20,7 +20,7 @@ from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
-from quire.layers.weights import PartSource, Weight
+from quire.layers.weights import Part, PartSource, Weight
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
@@ -45,15 +45,15 @@ class Blocks:
         Dense(self.ops).create(linear, sources, has_bias, dtype)
         weight = linear.weight
         assert isinstance(weight, Weight)
-        weight.packing = self._packing(weight, is_table=any(_is_table(prefix) for prefix, _ in sources))
+        weight.packing = _Packing(self, is_table=any(_is_table(prefix) for prefix, _ in sources))
 
     def pack_table(self, weight: Weight) -> None:
         """An embedding: kept as the head would be, so that a tied one is kept once."""
-        weight.packing = self._packing(weight, is_table=True)
+        weight.packing = _Packing(self, is_table=True)
 
     def pack_experts(self, weight: Weight, num_experts: int) -> None:
         """All experts' matrices of one kind: a matrix each, or two where gates and ups are separate tensors."""
-        weight.packing = self._packing(weight, is_table=False, num_entries=num_experts)
+        weight.packing = _Packing(self, is_table=False, num_entries=num_experts)
 
     def finish(self, linear: Linear) -> None:
         matrices: list[PackedMatrix] = linear.weight  # type: ignore[assignment]
@@ -69,26 +69,28 @@ class Blocks:
             out = out if residual is None else out.add_(residual)
         return out
 
-    def _packing(self, weight: Weight, is_table: bool, num_entries: int = 1) -> _Packing:
-        columns, parts = weight.shape[1], weight.parts_in(self._types)
-        forms = [self._form(part.name, columns, is_table) for part in parts]
-        rows = [part.stop - part.start for part in parts]
-        if len(parts) == 1 and num_entries > 1:
-            forms, rows = forms * num_entries, [rows[0] // num_entries] * num_entries
-        sizes = (matrix_bytes(self.native, form, n, columns) for form, n in zip(forms, rows, strict=True))
-        return _Packing(tuple(forms), num_entries, sum(sizes), self.native)
+    def forms(self, weight: Weight, packing: _Packing) -> list[tuple[str, int]]:
+        """What each of the weight's matrices is kept as, and how many rows it has. The parts' own forms count, which a
+        layer may set when the weight is there already."""
+        parts = weight.parts_in(self._types)
+        forms = [(self._form(part, weight.shape[1], packing.is_table), part.stop - part.start) for part in parts]
+        if len(parts) == 1 and packing.num_entries > 1:
+            form, rows = forms[0]
+            return [(form, rows // packing.num_entries)] * packing.num_entries
+        return forms
 
-    def _form(self, name: str, columns: int, is_table: bool) -> str:
-        kind = self._types.get(name, self._floats)
+    def _form(self, part: Part, columns: int, is_table: bool) -> str:
+        kind = self._types.get(part.name, self._floats)
         if self._quant is not None:
             form = "Q8_0" if is_table else self._quant  # four bits are too few for what every logit is made of
-        elif kind in FORMS:
-            form = kind
         elif kind in _FLOATS:
-            form = "F32"
-        else:
+            form = kind if kind in FORMS else "F32"
+        elif kind in FORMS and (part.keeps_rows or kind in FROM_FLOATS):
+            form = kind
+        else:  # also rows that are changed on their way, where nothing rounds to their blocks again
             form = "Q8_0"
-            self._say_once(kind)
+            if kind not in FORMS:
+                self._say_once(kind)
         return form if form in _FLOATS or columns % BLOCK == 0 else "F32"
 
     def _say_once(self, kind: str) -> None:
@@ -99,28 +101,31 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    forms: tuple[str, ...]  # of each part
-    num_entries: int  # matrices in a tensor that holds all of them
-    num_bytes: int
-    native: Native = field(compare=False)
+    scheme: Blocks = field(compare=False)
+    is_table: bool
+    num_entries: int = 1  # matrices in a tensor that holds all of them
 
-    def pack(self, sources: list[PartSource]) -> list[PackedMatrix]:
+    def num_bytes(self, weight: Weight) -> int:
+        columns, native = weight.shape[1], self.scheme.native
+        return sum(matrix_bytes(native, form, rows, columns) for form, rows in self.scheme.forms(weight, self))
+
+    def pack(self, weight: Weight, sources: list[PartSource]) -> list[PackedMatrix]:
         if len(sources) == 1 and self.num_entries > 1:
             sources = sources[0].split(self.num_entries)
+        forms = [form for form, _ in self.scheme.forms(weight, self)]
         # A checkpoint may hold the same rows in another number of tensors.
-        forms = self.forms if len(sources) == len(self.forms) else self.forms[:1] * len(sources)
-        return [self._pack_one(form, source) for form, source in zip(forms, sources, strict=True)]
+        forms = forms if len(sources) == len(forms) else forms[:1] * len(sources)
+        return [_pack(self.scheme.native, form, source) for form, source in zip(forms, sources, strict=True)]
 
-    def _pack_one(self, form: str, source: PartSource) -> PackedMatrix:
-        rows, columns = source.shape
-        blocks = source.blocks if source.type_name == form else None
-        if source.type_name == "MXFP4" and form == "Q8_0" and source.blocks is not None:
-            blocks = mxfp4_as_q8_0(source.blocks)
-        if blocks is not None:
-            return pack_blocks(self.native, form, rows, columns, blocks, source.order)
-        if form not in FROM_FLOATS:  # rows that a form has changed on their way: nothing rounds to these blocks again
-            form = "Q8_0"
-        return pack_floats(self.native, form, rows, columns, source.read)
+
+def _pack(native: Native, form: str, source: PartSource) -> PackedMatrix:
+    rows, columns = source.shape
+    blocks = source.blocks if source.type_name == form else None
+    if source.type_name == "MXFP4" and form == "Q8_0" and source.blocks is not None:
+        blocks = mxfp4_as_q8_0(source.blocks)
+    if blocks is not None:
+        return pack_blocks(native, form, rows, columns, blocks, source.order)
+    return pack_floats(native, form, rows, columns, source.read)
 
 
 def _is_table(prefix: str) -> bool:

@@ -20,6 +20,7 @@ class RecurrentShape:
     key_dim: int
     value_dim: int
     conv_len: int  # taps of the convolution, the token itself included
+    beta_top: float = 1.0  # what the delta rule's beta comes up to; above 1 it may turn around what the state has
 
     @property
     def values(self) -> int:

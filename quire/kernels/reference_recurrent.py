@@ -63,7 +63,7 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     q, k = (_l2_norm(part.unflatten(1, (shape.num_groups, shape.key_dim))) for part in (q, k))
     decay = -_wide(weights.a_log).exp() * functional.softplus(_wide(a) + _wide(weights.dt_bias))  # [tokens, heads]
     heads = RecurrentInputs(q * shape.key_dim**-0.5, k, v.unflatten(1, (shape.num_heads, -1)), decay,
-                            _wide(beta).sigmoid())  # fmt: skip
+                            _wide(beta).sigmoid() * shape.beta_top)  # fmt: skip
     out = recurrence(heads, shape, state, plan)  # [tokens, heads, value_dim]
     out = functional.rms_norm(out, (shape.value_dim,), _wide(weights.norm), weights.eps)
     return (out.flatten(1) * functional.silu(_wide(gate))).to(x.dtype)

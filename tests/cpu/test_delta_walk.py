@@ -28,9 +28,9 @@ def projected(pad: int, offset: int = 0) -> Tensor:
 @pytest.mark.parametrize(("change", "fits"), [
     ({}, True), ({"num_heads": 12, "num_groups": 4}, True), ({"num_groups": 4}, True), ({"conv_len": 2}, True),
     ({"conv_len": 5}, False), ({"conv_len": 1}, False), ({"key_dim": 64}, False), ({"value_dim": 64}, False),
-    ({"num_heads": 6}, False),
+    ({"num_heads": 6}, False), ({"beta_top": 2.0}, False),
 ])  # fmt: skip
-def test_shapes(change: dict[str, int], fits: bool) -> None:
+def test_shapes(change: dict[str, Any], fits: bool) -> None:
     from quire.kernels.triton.recurrent_scan import fits_walk
 
     shape = replace(SHAPE, **change)
@@ -47,6 +47,7 @@ CASES = [
     (projected(0).t().contiguous().t(), SHAPE, STATE, False),
     (projected(0).float(), SHAPE, STATE, False),
     (projected(0), replace(SHAPE, conv_len=5), STATE, False),
+    (projected(0), replace(SHAPE, beta_top=2.0), STATE, False),
     (projected(0), SHAPE, torch.zeros(SHAPE.slot_elements, 2).t(), False),
 ]
 

@@ -68,7 +68,7 @@ KERNELS = (
             (replace(DELTA_NET, num_groups=4, num_heads=12, conv_len=2), torch.bfloat16)),
            ((DELTA_NET, torch.float32), *((replace(DELTA_NET, **change), torch.bfloat16) for change in (
                {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2}, {"conv_len": 5},
-               {"conv_len": 1})))),
+               {"conv_len": 1}, {"beta_top": 2.0})))),
 )  # fmt: skip
 
 

@@ -255,8 +255,8 @@ def test_large_states_are_moved_on_where_they_lie(folders: dict[str, Path], monk
     assert run(make_engine(model, chunk_tokens=7), prompts, greedy(12)) == expected
 
 
-@pytest.mark.parametrize("has_delta", [True, False])
-def test_chunks_equal_the_recurrence_token_by_token(has_delta: bool) -> None:
+@pytest.mark.parametrize("beta_top", [1.0, 2.0, None])
+def test_chunks_equal_the_recurrence_token_by_token(beta_top: float | None) -> None:
     """Also where all keys are the same, which is the worst case for the delta rule's triangular system."""
     torch.manual_seed(3)
     for num_tokens, same_keys in ((1, False), (31, False), (77, False), (77, True)):
@@ -267,7 +267,7 @@ def test_chunks_equal_the_recurrence_token_by_token(has_delta: bool) -> None:
             k=torch.nn.functional.normalize(keys, dim=-1),
             v=torch.randn(num_tokens, 4, 6, dtype=torch.float64),
             decay=-torch.rand(num_tokens, 4, dtype=torch.float64) * 0.2,
-            beta=torch.rand(num_tokens, 4, dtype=torch.float64) if has_delta else None,
+            beta=None if beta_top is None else beta_top * torch.rand(num_tokens, 4, dtype=torch.float64),
         )
         state = torch.randn(4, 6, 8, dtype=torch.float64)
         out, after = reference.chunk_scan(inputs.expanded(slice(None)), state)

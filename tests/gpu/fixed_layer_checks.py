@@ -69,8 +69,9 @@ def check_fixed_recurrent(where: Where) -> None:
     """One prompt whole, in chunks and token by token, beside others and alone."""
     from quire.kernels.triton import fixed_recurrent
 
-    large = [(RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False)]
-    small = [(RecurrentShape(1, 2, 16, 40, 4), True), (RecurrentShape(1, 2, 24, 16, 3), False)]
+    large = [(RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False),
+             (RecurrentShape(30, 30, 96, 192, 4, beta_top=2.0), True)]  # fmt: skip
+    small = [(RecurrentShape(1, 2, 16, 40, 4, beta_top=2.0), True), (RecurrentShape(1, 2, 24, 16, 3), False)]
     total, sizes = (90, (1, 7, 64)) if where.large else (5, (1, 3))
     for dtype in where.dtypes if where.large else where.dtypes[:1]:
         for shape, delta in large if where.large else small:

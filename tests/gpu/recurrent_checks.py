@@ -76,9 +76,13 @@ def check_gated_delta_net(where: Where) -> None:
 
     large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
     large += [RecurrentShape(2, 4, 8, 12, 4), RecurrentShape(1, 2, 128, 32, 4), RecurrentShape(2, 2, 32, 64, 4)]
+    large += [RecurrentShape(30, 30, 96, 192, 4, beta_top=2.0)]
     shapes = large if where.large else [RecurrentShape(1, 2, 16, 40, 4)]
     steps = STEPS if where.large else STEPS_SMALL
     check_recurrent(where, recurrent.gated_delta_net, shapes, steps, True, where.dtypes)
+    if not where.large:
+        turning = RecurrentShape(1, 1, 8, 8, 2, beta_top=2.0)
+        check_recurrent(where, recurrent.gated_delta_net, [turning], [[35, 1]], True, where.dtypes[:1])
 
 
 def check_mamba2(where: Where) -> None:
@@ -140,13 +144,13 @@ def check_prepared_chunks(where: Where) -> None:
 
     shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
     heads, groups = shape.num_heads, shape.num_groups
-    for dtype in where.dtypes:
+    for dtype, top in product(where.dtypes, (1.0, 2.0) if where.large else (2.0,)):
         chunk = chunk_tokens(shape, dtype)
         keys = where.normal(3, 2 * groups, chunk, shape.key_dim) + 0.5 * where.normal(3, 2 * groups, 1, shape.key_dim)
         keys = torch.nn.functional.normalize(keys, dim=-1).to(dtype)
         values = where.normal(3, heads, chunk, shape.value_dim, dtype=dtype)
         total = -where.normal(3, heads, chunk).abs().mul(0.1).cumsum(-1)
-        gates = torch.stack((total, where.normal(3, heads, chunk).sigmoid()), 2)
+        gates = torch.stack((total, top * where.normal(3, heads, chunk).sigmoid()), 2)
         written = values.clone()
         where.settle()
         w, scores = prepare_chunks(Chunks(keys, written, gates), shape)

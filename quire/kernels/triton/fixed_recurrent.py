@@ -48,7 +48,8 @@ def _token_walk_kernel(
     x_ptr, conv_ptr, conv_bias_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, norm_ptr, state_ptr, out_ptr,
     slots_ptr, positions_ptr, starts_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, DELTA: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, DELTA: tl.constexpr, BETA_TOP: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: all tokens of one row through one head. DELTA: the gated delta net, with its norm and gate; else
     Mamba2, without."""
@@ -83,7 +84,7 @@ def _token_walk_kernel(
         v = _convolve(at_ptr + MIXED, x_stride, ring_ptr, conv_ptr, conv_bias_ptr, V + head * VALUE + values, in_value,
                       position, index, CHANNELS, TAPS, BIAS)  # fmt: skip
         if DELTA:
-            beta = tl.sigmoid(tl.load(at_ptr + GATES + head).to(tl.float32))
+            beta = BETA_TOP * tl.sigmoid(tl.load(at_ptr + GATES + head).to(tl.float32))
             dt = softplus(tl.load(at_ptr + GATES + HEADS + head).to(tl.float32) + dt_bias)
             q *= tl.rsqrt(tl.sum(tl.where(in_key, q * q, 0.0), 0) + L2_EPS) * query_scale
             k *= tl.rsqrt(tl.sum(tl.where(in_key, k * k, 0.0), 0) + L2_EPS)
@@ -182,7 +183,7 @@ def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_b
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, plan.slots, plan.positions, plan.starts,
         x.stride(0), state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads,
         GROUPS=shape.num_groups, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block, DELTA=delta, BIAS=conv_bias is not None,
+        VALUE_BLOCK=value_block, DELTA=delta, BETA_TOP=shape.beta_top, BIAS=conv_bias is not None,
         **launch_options(x.device, min(8, max(1, key_block * value_block // 1024))),
     )  # fmt: skip
     inputs = x if delta else x[:, shape.values :]  # of the convolution

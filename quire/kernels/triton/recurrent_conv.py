@@ -97,7 +97,8 @@ def _conv_kernel(
 @triton.jit
 def _gates_kernel(
     x_ptr, a_log_ptr, dt_bias_ptr, gates_ptr, tiles_ptr, x_stride, dt_low, dt_high, COLUMN: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, BETA_TOP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the gates of some heads of one chunk."""
     let_next_start(PDL)
@@ -118,7 +119,7 @@ def _gates_kernel(
     total = tl.cumsum(-tl.exp(a_log)[None, :] * step, 0)
     if DELTA:
         beta = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        step = tl.where(inside, tl.sigmoid(beta), 0.0)
+        step = tl.where(inside, BETA_TOP * tl.sigmoid(beta), 0.0)
     target = gates_ptr + (tile * HEADS + heads[None, :]) * (2 * CHUNK) + n[:, None]
     tl.store(target, total, mask=(heads < HEADS)[None, :])
     tl.store(target + CHUNK, step, mask=(heads < HEADS)[None, :])
@@ -149,7 +150,7 @@ def convolve(x: Tensor, conv: Tensor, bias: Tensor | None, a_log: Tensor, dt_bia
         )  # fmt: skip
     _gates_kernel[(num_tiles, triton.cdiv(heads, GATES))](
         x, a_log, dt_bias, chunks.gates, tiles, x.stride(0), dt_low, dt_high, COLUMN=shape.channels + shape.values,
-        HEADS=heads, BLOCK=GATES, CHUNK=chunk, DELTA=delta, **launch_options(x.device, 1),
+        HEADS=heads, BLOCK=GATES, CHUNK=chunk, DELTA=delta, BETA_TOP=shape.beta_top, **launch_options(x.device, 1),
     )  # fmt: skip
     return chunks
 

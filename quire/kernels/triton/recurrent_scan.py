@@ -253,7 +253,7 @@ def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
     """Whether such a model's delta nets are for `recurrent_walk`. Rows of x must be whole units of 16 bytes, which
     channels and gates are in any case, and each head adds two elements. A thread of the convolution has four taps of a
-    channel."""
+    channel. Its kernels know no beta above 1."""
     return (
         (shape.key_dim, shape.value_dim) == (128, 128)
         and shape.num_heads % 4 == 0
@@ -261,4 +261,5 @@ def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
         and 2 <= shape.conv_len <= 4
         and dtype in (torch.bfloat16, torch.float16)
         and chunk_tokens(shape, dtype) == CHUNK
+        and shape.beta_top == 1.0
     )

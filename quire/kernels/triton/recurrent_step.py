@@ -90,7 +90,7 @@ def _step_kernel(
     slots_ptr, positions_ptr, rows_ptr, tokens_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, DELTA: tl.constexpr,
-    BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    BETA_TOP: tl.constexpr, BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net, with its
     norm and gate; else Mamba2, without."""
@@ -135,7 +135,7 @@ def _step_kernel(
     wait_for_inputs(PDL)
     if DELTA:
         mixed_ptr = x_ptr
-        beta = tl.sigmoid(tl.load(x_ptr + CHANNELS + HEADS * VALUE + head).to(tl.float32))
+        beta = BETA_TOP * tl.sigmoid(tl.load(x_ptr + CHANNELS + HEADS * VALUE + head).to(tl.float32))
         dt = softplus(tl.load(x_ptr + CHANNELS + HEADS * VALUE + HEADS + head).to(tl.float32) + dt_bias)
     else:
         mixed_ptr = x_ptr + HEADS * VALUE
@@ -249,6 +249,6 @@ def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt
         state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,
         KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
         VALUE_BLOCK=tuning.value_block, NUM_BLOCKS=value_block // tuning.value_block, DELTA=delta,
-        BIAS=conv_bias is not None, INDEXED=rows is not None,
+        BETA_TOP=shape.beta_top, BIAS=conv_bias is not None, INDEXED=rows is not None,
         **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A gated delta net (Qwen3-Next, Qwen3.5): projection, convolution, delta rule, gated norm, output, on the stream.
+"""A gated delta net (Qwen3-Next, Qwen3.5, OLMo Hybrid): projection, convolution, delta rule, gated norm, output, on the
+stream.
 
 What lies between the two projections is one op, so that a step of single tokens can be one kernel.
 """
@@ -17,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
-from quire.layers.recurrent_weights import conv_taps, log_decay
+from quire.layers.recurrent_weights import conv_taps, conv_taps_apart, log_decay
 from quire.layers.weights import Form, Part, Weight, set_forms
 
 
@@ -28,6 +29,7 @@ class DeltaLayout:
     by_group: bool = False  # one tensor with all that belongs to a group side by side, not one per purpose (Qwen3.5)
     gates_by_group: bool = False  # likewise, of the two gates that each head has
     tiled: bool = False  # the first head of every group, then the second of every group, ... (GGUF files)
+    apart: bool = False  # queries, keys, values and gate in tensors of their own, named as in attention (OLMo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +66,36 @@ class GatedDeltaNet(nn.Module):
     gated_norm: Tensor
 
     def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int, *,
-                 layout: DeltaLayout, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+                 layout: DeltaLayout, dtype: torch.dtype, ops: Ops, scheme: Scheme,
+                 gated_eps: float | None = None):  # fmt: skip
+        """`gated_eps`: of the norm before the output's gate; None: as of `norm`."""
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
         self.ops = ops
+        self.gated_eps = norm.eps if gated_eps is None else gated_eps
         heads = shape.num_heads
         tensors = _tensors(shape, layout)
-        sources = [(f"{prefix}.in_proj_{name}", rows) for name, (rows, _) in tensors.items()]
+        sources = [(f"{prefix}.{name}", rows) for name, (rows, _) in tensors.items()]
         self.project = Linear(width, sources, dtype=dtype, scheme=scheme)
         set_forms(self.project, [form for _, form in tensors.values()])
         values, each, channels = _head_forms(shape, layout)
-        self.conv = conv_taps(f"{prefix}.conv1d", shape.channels, shape.conv_len, dtype, channels)
+        if layout.apart:
+            self.conv = conv_taps_apart(prefix, (shape.keys, shape.keys, shape.values), shape.conv_len, dtype)
+        else:
+            self.conv = conv_taps(f"{prefix}.conv1d", shape.channels, shape.conv_len, dtype, channels)
         self.a_log = log_decay(f"{prefix}.A", heads, each)
         self.dt_bias = Weight((heads,), torch.float32, (Part(f"{prefix}.dt_bias", (heads,), 0, heads, form=each),))
-        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.value_dim,), dtype)
-        self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], dtype=dtype, scheme=scheme)
+        norm_name, out_name = ("o_norm", "o_proj") if layout.apart else ("norm", "out_proj")
+        self.gated_norm = Weight.whole(f"{prefix}.{norm_name}.weight", (shape.value_dim,), dtype)
+        self.out = Linear(shape.values, [(f"{prefix}.{out_name}", width)], dtype=dtype, scheme=scheme)
         set_forms(self.out, (None if values is None else UntiledColumns(values),))
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """stream [tokens, width] -> the stream with this layer's share added"""
         x = self.project(stream, norm=self.norm)
-        weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.gated_norm, self.norm.eps)
+        weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.gated_norm, self.gated_eps)
         out = self.ops.gated_delta_net(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
         return self.out(out, residual=stream)
 
@@ -96,6 +105,9 @@ def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int,
     heads, groups = shape.num_heads, shape.num_groups
     per_group, values = heads // groups, shape.values // groups
     of_values, each, channels = _head_forms(shape, layout)
+    if layout.apart:
+        rows = {"q": shape.keys, "k": shape.keys, "v": shape.values, "g": shape.values, "b": heads, "a": heads}
+        return {f"{name}_proj": (count, None) for name, count in rows.items()}
     tensors: dict[str, tuple[int, Form | None]] = {
         "qkv": (shape.channels, channels),
         "z": (shape.values, of_values),
@@ -108,7 +120,7 @@ def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int,
     if layout.gates_by_group:
         del tensors["b"], tensors["a"]
         tensors["ba"] = (2 * heads, ungroup(groups, (per_group, per_group)))
-    return tensors
+    return {f"in_proj_{name}": tensor for name, tensor in tensors.items()}
 
 
 def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | None, Untiled | None, Untiled | None]:

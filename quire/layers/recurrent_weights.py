@@ -20,6 +20,20 @@ def conv_taps(name: str, channels: int, taps: int, dtype: torch.dtype, order: Fo
     return weight
 
 
+def conv_taps_apart(prefix: str, widths: tuple[int, int, int], taps: int, dtype: torch.dtype) -> Weight:
+    """Of queries, keys and values below each other, so many channels each; or, as OLMo publishes them, in a tensor for
+    each. What transformers saves has these names, too, and three parts as even as can be, wherever that cuts them."""
+    channels = sum(widths)
+    third = -(-channels // 3)
+    weight = Weight.whole(f"{prefix}.conv1d.weight", (channels, 1, taps), dtype)
+    names = [f"{prefix}.{part}_conv1d.weight" for part in "qkv"]
+    weight.others = tuple(
+        Weight.stacked(list(zip(names, rows, strict=True)), (1, taps), dtype).parts
+        for rows in (widths, (third, third, channels - 2 * third))
+    )
+    return weight
+
+
 def log_decay(name: str, heads: int, order: Form | None = None) -> Weight:
     """`A_log`, [heads]; GGUF files have what becomes of it, A = -exp(A_log), and `order` for its heads."""
     weight = Weight.whole(f"{name}_log", (heads,), torch.float32)

@@ -7,7 +7,7 @@ tensors in their place. Two weights with the same parts (a tied embedding and he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -129,17 +129,17 @@ class Weight(nn.Parameter):
         """It ends up in this type, with a scale for each row."""
         self.stored, self.is_scaled = dtype, True
 
-    def parts_in(self, names: Container[str]) -> tuple[Part, ...]:
+    def parts_in(self, found: Mapping[str, object]) -> tuple[Part, ...]:
         """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits. Names that
-        all ways have in common tell nothing."""
+        all ways have in common tell nothing. Of several ways the first is taken whose shapes are those of `found`, or
+        else the first."""
         layouts = (self.parts, *self.others)
         if len(layouts) == 1:
             return self.parts
         common = set.intersection(*({part.name for part in parts} for parts in layouts))
-        for parts in layouts:
-            if any(part.name in names and part.name not in common for part in parts):
-                return parts
-        return self.parts
+        named = [parts for parts in layouts if any(p.name in found and p.name not in common for p in parts)]
+        fitting = (parts for parts in named if all(found.get(part.name) == part.shape for part in parts))
+        return next(fitting, named[0] if named else self.parts)
 
     @property
     def kept_as(self) -> tuple[object, ...]:
@@ -186,6 +186,13 @@ def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None 
             continue
         assert len(weight.parts) == len(forms)
         weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
+
+
+def also_called(module: nn.Module, name: str) -> None:
+    """What checkpoints call a norm, or a matrix, other than what it was made with."""
+    for kind, weight in own_weights(module):
+        (part,) = weight.parts
+        weight.others = (*weight.others, (replace(part, name=f"{name}.{kind}"),))
 
 
 def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:

@@ -17,6 +17,7 @@ _MODULES = {  # of a family's class
     "gpt_oss": "mixture with sinks",
     "deepseek": "latent",
     "qwen3_next": "hybrid",
+    "olmo_hybrid": "hybrid",
     "nemotron_h": "hybrid",
     "mamba2": "hybrid",
     "bamba": "hybrid",

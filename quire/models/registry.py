@@ -70,6 +70,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "qwen3_5_text": "quire.models.qwen3_next:QwenHybridModel",
     "qwen3_5_moe": "quire.models.qwen3_next:QwenHybridModel",
     "qwen3_5_moe_text": "quire.models.qwen3_next:QwenHybridModel",
+    "olmo_hybrid": "quire.models.olmo_hybrid:OlmoHybridModel",
     "falcon_h1": "quire.models.falcon_h1:FalconH1Model",
     "lfm2": "quire.models.lfm2:Lfm2Model",
     "lfm2_moe": "quire.models.lfm2:Lfm2Model",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
-           "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")  # fmt: skip
+           "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe", "olmo_hybrid")  # fmt: skip
 INTERVAL = 16  # of snapshots, where 1,024 tokens would take a test too long
 
 
@@ -153,6 +154,53 @@ def test_experts_may_lie_in_one_tensor(folders: dict[str, Path], tmp_path: Path)
     assert run(make_engine(load(tmp_path)), prompts, greedy(8)) == run(make_engine(load(source)), prompts, greedy(8))
 
 
+def test_a_convolution_may_lie_in_three_tensors(folders: dict[str, Path], tmp_path: Path) -> None:
+    """OLMo Hybrid: as it is published, with names of its own for some norms; as transformers saves it, which cuts
+    elsewhere and has one of these names too often; and as transformers calls all of it."""
+    saved = load_file(folders["olmo_hybrid"] / "model.safetensors")
+    parts = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert [len(saved[name]) for name in parts] == [27, 27, 26]
+    assert "model.layers.1.feedforward_layer_norm.weight" in saved
+    published, plain = {}, {}
+    for name, tensor in saved.items():
+        if "layers.1." in name:
+            name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        published[name] = tensor
+        name = name.replace("attention_layer_norm", "input_layernorm")
+        plain[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = tensor
+    for layer in (0, 2):
+        prefix = f"model.layers.{layer}.linear_attn"
+        names = [f"{prefix}.{part}_conv1d.weight" for part in "qkv"]
+        joined = torch.cat([plain.pop(name) for name in names])
+        published |= dict(zip(names, (part.clone() for part in joined.split((16, 16, 48))), strict=True))
+        plain[f"{prefix}.conv1d.weight"] = joined
+    expected = run(make_engine(load(folders["olmo_hybrid"])), ragged_prompts()[:3], greedy(8))
+    for number, tensors in enumerate((published, plain)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text((folders["olmo_hybrid"] / "config.json").read_text())
+        assert run(make_engine(load(folder)), ragged_prompts()[:3], greedy(8)) == expected
+    del published[parts[1]]
+    save_file(published, folder / "model.safetensors")
+    with pytest.raises(QuireError, match=r"lacks tensor model\.layers\.0\.linear_attn\.k_conv1d\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize(("given", "turns"), [
+    ({"rope_theta": None, "rope_parameters": None}, False), ({"rope_theta": None}, False), ({}, True),
+    ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, False), ({"rope_theta": 5000.0}, True),
+    ({"rope_parameters": None}, True), ({"rope_theta": None, "rope_parameters": {"rope_theta": 5000.0}}, True),
+], ids=str)  # fmt: skip
+def test_a_theta_of_null_is_no_rope(given: dict[str, Any], turns: bool, folders: dict[str, Path]) -> None:
+    """OLMo Hybrid's are published without, and say so in several ways; transformers takes them for the same."""
+    config = json.loads((folders["olmo_hybrid"] / "config.json").read_text(), object_hook=named_float)
+    del config["rope_parameters"]
+    rope = find_family("olmo_hybrid").read_config({**config, **given}).rope
+    theirs = transformers.OlmoHybridConfig.from_dict({**config, **given}).rope_parameters["rope_theta"]
+    assert (rope.kind != "none") == turns and (rope.theta == theirs if turns else theirs is None)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Configs that can't be
 
@@ -166,6 +214,12 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"rope_parameters": {"rope_type": "spiral"}}, "'spiral'"),
     ("qwen3_next", {"hidden_act": "mish"}, "'mish'"),
     ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+    ("olmo_hybrid", {"layer_types": ["linear_attention", "sliding_attention"]}, "'sliding_attention'"),
+    ("olmo_hybrid", {"layer_types": ["linear_attention"]}, "names 1 layers"),
+    ("olmo_hybrid", {"linear_num_value_heads": 1}, "1 recurrent heads can't be shared out among 2 groups"),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": 2.0}, "linear_allow_neg_eigval=2.0 must be true or false"),
+    ("olmo_hybrid", {"linear_value_head_dim": -12}, "linear_value_head_dim=-12"),
+    ("olmo_hybrid", {"hidden_act": "gelu"}, "'gelu'"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "convolution"]}, "'convolution'"),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X*"}, "'X'"),
     ("nemotron_h", {"layers_block_type": ["mlp", "moe"]}, "No layer of this model attends or keeps a state"),

@@ -130,6 +130,7 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("gemma4_text", {"final_logit_softcapping": 0}), ("gemma2", {"attn_logit_softcapping": -1}),
     ("gemma2", {"query_pre_attn_scalar": -4}), ("granite", {"logits_scaling": 0}),
     ("olmo", {"clip_qkv": 0}), ("olmoe", {"clip_qkv": "8"}),
+    ("olmo_hybrid", {"rope_parameters": [1]}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:
     refuse({**fields_of(kind), **changes})

@@ -60,7 +60,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "gptj": {"rotary_dim": 8},
     **{
         kind: {"layer_types": ["linear_attention", "full_attention"]}
-        for kind in ("bailing_hybrid", "kimi_linear", "olmo_hybrid")
+        for kind in ("bailing_hybrid", "kimi_linear")
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -85,7 +85,7 @@ RIGHT = (  # those that were seen to give the tokens of transformers; a list to 
     "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna",
     "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
-    "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "opt", "persimmon", "phimoe",
+    "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
     "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2",
 )  # fmt: skip
 

@@ -13,7 +13,6 @@ from tests.cpu.families.more_types import CAUSAL, small_config
 from tests.cpu.families.others import draw_ln
 
 KINDS = {
-    "olmo_hybrid": "delta nets and attention",
     "jamba": "Mamba, which can't take up several tokens behind others, attention and experts",
     "kimi_linear": "delta nets and latent attention; checkpoints hold a convolution in three parts",
     "zamba2": "Mamba2, and attention that layers share",
@@ -22,7 +21,7 @@ KINDS = {
     "llama4_text": "attention to chunks",
     "deepseek_v32": "attention to what another key has chosen",
 }
-BY_DEFAULT = ("olmo_hybrid", "jamba", "bloom", "deepseek_v32")
+BY_DEFAULT = ("kimi_linear", "jamba", "bloom", "deepseek_v32")
 
 
 def with_alibi() -> Any:

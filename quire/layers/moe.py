@@ -54,8 +54,9 @@ class MoE(nn.Module):
     choice_bias: Tensor | None
 
     def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme, experts: Experts | None = None):  # fmt: skip
-        """`experts`: where the checkpoint keeps them otherwise than one by one."""
+                 scheme: Scheme, experts: Experts | None = None, shared: nn.Module | None = None):  # fmt: skip
+        """`experts`: where the checkpoint keeps them otherwise than one by one; `shared`: the shared one, where it lies
+        elsewhere. It is called like a `SharedExpert`."""
         super().__init__()
         self.norm = norm
         self.ops = ops
@@ -73,8 +74,8 @@ class MoE(nn.Module):
             size = (num,) if names.choice_bias_rows is None else (names.choice_bias_rows, num)
             line = Part(f"{names.prefix}.{names.choice_bias}", size, 0, num, form=torch.flatten)
             self.choice_bias = Weight((num,), torch.float32, (line,))
-        self.shared = None
-        if shape.shared_width and not merged:
+        self.shared = shared
+        if shared is None and shape.shared_width and not merged:
             self.shared = SharedExpert(names, shape, dtype, ops, scheme)
 
     def forward(self, stream: Tensor) -> Tensor:

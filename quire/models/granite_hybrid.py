@@ -9,22 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
-from quire.layers.experts import ExpertNames, Experts, MoEShape
-from quire.layers.mlp import GatedMLP, MLPNames
+from quire.layers.experts import MoEShape
+from quire.layers.mlp import MLPNames
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import Scale, Weight, scale_by, set_forms
+from quire.layers.weights import scale_by, set_forms
 from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
+from quire.models.granite_moe import SHARED_NAMES, granite_mixture, granite_shared
 from quire.models.hybrid import (
     HybridModel,
     HybridShape,
@@ -36,7 +37,6 @@ from quire.models.hybrid import (
 )
 from quire.models.mamba2 import Mixers
 
-MLP_NAMES = MLPNames(("input_linear",), "output_linear")
 APART_NAMES = MLPNames(("gate_proj", "up_proj"), "output_linear")  # of GGUF files
 
 
@@ -58,10 +58,11 @@ class GraniteHybridConfig:
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
         kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
         eps = number(config, "rms_norm_eps", 1e-6)
-        experts = None
+        shared_width, experts = whole(config, "shared_intermediate_size", 1024), None
         if config.get("num_local_experts", 8):
             routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
-            experts = MoEShape(width, whole(config, "intermediate_size", 11008), routing)
+            inner = whole(config, "intermediate_size", 11008)
+            experts = MoEShape(width, inner, routing, shared_width=shared_width)
         has_rope = config.get("position_embedding_type") == "rope"
         rope = RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none")
         turning = int(head_dim * number(config, "partial_rotary_factor", 1.0)) if has_rope else head_dim
@@ -84,49 +85,11 @@ class GraniteHybridConfig:
             rope=rope,
             turning=turning,
             attention_bias=flag(config, "attention_bias", False),
-            shared_width=whole(config, "shared_intermediate_size", 1024),
-            shared_names=APART_NAMES if flag(config, "gates_apart", False) else MLP_NAMES,
+            shared_width=shared_width,
+            shared_names=APART_NAMES if flag(config, "gates_apart", False) else SHARED_NAMES,
             experts=experts,
             residual_scale=number(config, "residual_multiplier", 1.0),
         )
-
-
-class SharedAndExperts(nn.Module):
-    """A feed-forward block for all tokens, and experts beside it, on the same normed stream."""
-
-    router: Tensor
-
-    def __init__(self, layer: str, norm: RMSNorm, shared: GatedMLP, shape: MoEShape, scale: Scale | None, *,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
-        super().__init__()
-        self.norm = norm
-        self.shared = shared
-        self.ops = ops
-        self.routing = shape.routing
-        prefix = f"{layer}.block_sparse_moe"
-        names = ExpertNames(prefix)
-        router = (shape.routing.num_experts, shape.width)
-        self.router = Weight.whole(f"{prefix}.router.layer.weight", router, dtype)
-        self.experts = Experts.from_two(
-            f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight", shape, dtype, scheme, _Flat(scale),
-            (names.stacked("gate"), names.stacked("up")),
-        )  # fmt: skip
-
-    def forward(self, stream: Tensor) -> Tensor:
-        """stream [tokens, width] -> the stream with the shares of all added"""
-        x = self.norm(stream)
-        _, chosen, shares = self.ops.norm_route(x, None, 0.0, self.router, None, None, self.routing)
-        return self.ops.run_experts(x, self.experts.weights(), chosen, shares, self.shared(x, stream))
-
-
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """All experts' matrices below each other, scaled."""
-
-    scale: Scale | None
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
 
 
 class GraniteHybridModel(HybridModel):
@@ -139,14 +102,10 @@ class GraniteHybridModel(HybridModel):
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
-            experts = config.experts
-            shared = GatedMLP(f"{layer}.shared_mlp", norm if experts is None else None, shape.width,
-                              config.shared_width, bias=False, dtype=dtype, scheme=scheme,
-                              names=config.shared_names)  # fmt: skip
-            set_forms(shared.down, (scale,))
+            experts, names = config.experts, config.shared_names
             if experts is None:
-                return shared
-            return SharedAndExperts(layer, norm, shared, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
+                return granite_shared(layer, norm, shape.width, config.shared_width, scale, names, dtype, scheme)
+            return granite_mixture(layer, norm, experts, scale, names, dtype=dtype, ops=ops, scheme=scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
@@ -160,7 +119,7 @@ class GraniteHybridModel(HybridModel):
 
         still = attention.head_dim - config.turning
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
-        inner = 3 * config.shared_width + (0 if config.experts is None else moe_activations(config.experts))
+        inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
         super().__init__(
             shape, Names("model.embed_tokens", "model.norm"), make_block, rope, block_activations(shape, inner),
             dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,

@@ -1,4 +1,4 @@
-"""Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Qwen3-MoE, and kin.
+"""Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Granite 3, and kin.
 
 Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; a family is a line in `MOE`:
 how its attention is read, how its experts are, and what the checkpoint calls them.
@@ -19,10 +19,12 @@ from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.models.dense import DenseModel
+from quire.layers.weights import scale_by, set_forms
+from quire.models.dense import DenseLayer, DenseModel
 from quire.models.dense_config import DenseConfig, LayerNames, read_common
 from quire.models.dense_families import read_dense
 from quire.models.fields import bound, check_layer_indices, check_layer_types, check_silu, flag, number, whole
+from quire.models.granite_moe import EXPERT_NAMES, granite_mixture
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -35,6 +37,8 @@ class MoEConfig:
     sparse_layers: frozenset[int]  # the others keep their feed-forward block
     names: ExpertNames  # relative to a layer
     needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+    as_granite: bool = False  # in two tensors a layer, and the shared one elsewhere: see `granite_moe`
+    residual_scale: float = 1.0  # of what those and attention add to the stream: done to matrices when loading
 
     @property
     def head_dim(self) -> int:
@@ -48,17 +52,26 @@ class MoEConfig:
         dense = family.dense(config)
         num_layers = dense.num_layers
         sparse = sparse_layers(config, num_layers)
-        return cls(dense, family.shape(config), sparse, family.names, draft_layers(config, num_layers))
+        moe = cls(dense, family.shape(config), sparse, family.names, draft_layers(config, num_layers))
+        if not family.as_granite:
+            return moe
+        return replace(
+            moe, as_granite=True, dense=replace(dense, residual_scale=1.0), residual_scale=dense.residual_scale
+        )
 
 
 class MoEModel(DenseModel):
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        scale = scale_by(config.residual_scale)
+
         def feed_forward(index: int, norm: Norm | None) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
-            names = config.names.below(f"model.layers.{index}")
-            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme)
+            layer = f"model.layers.{index}"
+            if config.as_granite:
+                return granite_mixture(layer, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
+            return MoE(config.names.below(layer), norm, config.shape, dtype=dtype, ops=ops, scheme=scheme)
 
         super().__init__(
             config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
@@ -66,6 +79,10 @@ class MoEModel(DenseModel):
         )  # fmt: skip
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
         self.needless = config.needless
+        if scale is not None:
+            for layer in self.layers:
+                assert isinstance(layer, DenseLayer)
+                set_forms(layer.attention.out, (scale,))
 
     @staticmethod
     def read_config(config: Fields) -> MoEConfig:
@@ -142,6 +159,10 @@ def _exaone_moe(config: Fields) -> DenseConfig:
     return replace(read_dense({**config, "model_type": "exaone4"}), norms=LayerNames())
 
 
+def _granite(config: Fields) -> DenseConfig:
+    return read_dense({**config, "model_type": "granite"})
+
+
 def _minimax_m2(config: Fields) -> DenseConfig:
     fields = {"head_dim": 128, "rope_theta": 5e6, **config}
     if config.get("rotary_dim") is not None:  # how published files say it
@@ -178,6 +199,13 @@ def _ernie_shape(config: Fields) -> MoEShape:
 
 def _plain_shape(config: Fields) -> MoEShape:
     return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), _routing(config))
+
+
+def _granite_shape(config: Fields) -> MoEShape:
+    """Some have a block beside the experts; a width of 0 is none."""
+    shape, key = _plain_shape(config), "shared_intermediate_size"
+    has_shared = config["model_type"] == "granitemoeshared" and config.get(key) not in (None, 0)
+    return replace(shape, shared_width=whole(config, key)) if has_shared else shape
 
 
 def _minimax_shape(config: Fields) -> MoEShape:
@@ -235,6 +263,7 @@ class MoEFamily:
     names: ExpertNames
     defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
     renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
+    as_granite: bool = False  # see `granite_moe`
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
@@ -242,6 +271,7 @@ _QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
 _ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
           "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
+_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 MOE = {
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
@@ -254,6 +284,8 @@ MOE = {
     ),
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
+    "granitemoe": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "granitemoeshared": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
     "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),

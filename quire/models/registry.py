@@ -58,6 +58,8 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "glm4_moe": _MOE,
     "glm4_moe_lite": "quire.models.deepseek:DeepSeekModel",
     "gpt_oss": "quire.models.gpt_oss:GptOssModel",
+    "granitemoe": _MOE,
+    "granitemoeshared": _MOE,
     "kimi_k2": "quire.models.deepseek:DeepSeekModel",
     "minimax_m2": _MOE,
     "mixtral": _MOE,

@@ -129,8 +129,9 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("deepseek_v3", {"n_shared_experts": "x"}), ("gemma4_text", {"hidden_size_per_layer_input": -4}),
     ("gemma4_text", {"final_logit_softcapping": 0}), ("gemma2", {"attn_logit_softcapping": -1}),
     ("gemma2", {"query_pre_attn_scalar": -4}), ("granite", {"logits_scaling": 0}),
-    ("olmo", {"clip_qkv": 0}), ("olmoe", {"clip_qkv": "8"}),
-    ("olmo_hybrid", {"rope_parameters": [1]}),
+    ("olmo", {"clip_qkv": 0}), ("olmoe", {"clip_qkv": "8"}), ("granitemoeshared", {"shared_intermediate_size": -8}),
+    ("granitemoe", {"num_experts_per_tok": 7}), ("granitemoe", {"residual_multiplier": "half"}),
+    ("granitemoe", {"num_local_experts": 0}), ("olmo_hybrid", {"rope_parameters": [1]}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:
     refuse({**fields_of(kind), **changes})

@@ -15,6 +15,8 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -40,6 +42,8 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.
 STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "truncate": False,
                              "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 ERNIE: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+GRANITE: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+                           "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2}  # fmt: skip
 KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
                         "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -88,5 +92,9 @@ FAMILIES = [
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,
                                                  topk_group=2, moe_intermediate_size=24), draw_sharp),
+    Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE, attention_bias=True), draw_sharp, slow=True),
+    Family("granitemoeshared", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE, shared_intermediate_size=40),
+           draw_sharp, slow=True),
+    Family("granitemoeshared alone", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE), draw_sharp, slow=True),
     Family("solar_open", lambda: SolarOpenConfig(**SOLAR, head_dim=16, attention_bias=True), draw_sharp),
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from transformers import (
     ApertusConfig,
     GPT2Config,
     GPTNeoXConfig,
-    GraniteMoeConfig,
     HunYuanDenseV1Config,
     OPTConfig,
     PhimoeConfig,
@@ -22,7 +21,6 @@ from tests.cpu.families.gemma import CAPS, HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
 PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
-GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
 
 
 def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -35,7 +33,6 @@ FAMILIES = [
         Family("apertus", lambda: ApertusConfig(**TINY)),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
         Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
-        Family("granitemoe", lambda: GraniteMoeConfig(**TINY, **GRANITE), draw_sharp),
         Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),

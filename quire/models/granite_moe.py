@@ -1,0 +1,53 @@
+"""The mixtures of Granite 3 and 4: all experts of a layer in two tensors, and a shared block beside them, or none. What
+they add to the stream is scaled; that is done to their last matrices when loading. `moe` and `granite_hybrid` call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.table import Ops
+from quire.layers.experts import ExpertNames, Experts, MoEShape
+from quire.layers.mlp import GatedMLP, MLPNames
+from quire.layers.moe import MoE
+from quire.layers.norm import Norm
+from quire.layers.quant import Scheme
+from quire.layers.weights import Scale, set_forms
+
+EXPERT_NAMES = ExpertNames("block_sparse_moe", router="router.layer")  # relative to a layer
+SHARED_NAMES = MLPNames(("input_linear",), "output_linear")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A form: all experts' matrices below each other, scaled."""
+
+    scale: Scale | None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
+
+
+def granite_mixture(layer: str, norm: Norm | None, shape: MoEShape, scale: Scale | None,
+                    shared_names: MLPNames = SHARED_NAMES, *, dtype: torch.dtype, ops: Ops,
+                    scheme: Scheme) -> MoE:  # fmt: skip
+    names = EXPERT_NAMES.below(layer)
+    experts = Experts.from_two(
+        f"{names.prefix}.input_linear.weight", f"{names.prefix}.output_linear.weight", shape, dtype, scheme,
+        _Flat(scale), (names.stacked("gate"), names.stacked("up")),
+    )  # fmt: skip
+    shared = None
+    if shape.shared_width:
+        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, shared_names, dtype, scheme)
+    return MoE(names, norm, shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, shared=shared)
+
+
+def granite_shared(layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None, names: MLPNames,
+                   dtype: torch.dtype, scheme: Scheme) -> GatedMLP:  # fmt: skip
+    block = GatedMLP(f"{layer}.shared_mlp", norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme,
+                     names=names)  # fmt: skip
+    set_forms(block.down, (scale,))
+    return block

@@ -16,7 +16,7 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.files.source import resolve_model
-from quire.models.loader import load_model
+from quire.models.loader import LoadedModel, load_model
 from quire.models.registry import Model
 from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 
@@ -26,6 +26,11 @@ NUM_THREADS = torch.get_num_threads()  # for the native kernels, which go by tor
 
 
 def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: str = "float32", **how: Any) -> Model:
+    return load_whole(folder, page_tokens, device, dtype, **how).model
+
+
+def load_whole(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: str = "float32",
+               **how: Any) -> LoadedModel:  # fmt: skip
     """With the kernels anyone gets, or those that TEST_KERNELS names: `make paths` runs the engine's tests on both."""
     if device.type == "cpu" and not how.get("deterministic"):
         how.setdefault("kernels", os.environ.get("TEST_KERNELS", "auto"))
@@ -33,7 +38,7 @@ def load(folder: Path, page_tokens: int = 4, device: torch.device = CPU, dtype: 
     before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
-        return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how).model
+        return load_model(files, dtype=dtype, device=device, max_model_len=None, page_tokens=page_tokens, **how)
     finally:
         torch.set_num_threads(before)
 

@@ -28,7 +28,7 @@ from quire.models.fallback_gathered import GatheredRow
 from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
 from quire.models.loader import build_model, load_model
 from quire.types import QuireError
-from tests.cpu.families.harness import Family, save_checkpoint
+from tests.cpu.families.harness import Family, relative_error, save_checkpoint
 from tests.cpu.families.more_types import small_config
 from tests.cpu.families.others import draw_ln
 from tests.cpu.paged_harness import assert_equals_transformers
@@ -196,7 +196,7 @@ def test_rows_that_stand_for_nobody_disturb_nobody(kind: str, tmp_path: Path) ->
                     inputs.slots[1] = 0 if isinstance(inputs, StateInputs) else -1
             hidden = model.forward(step, caches)
         logits.append(model.logits(hidden)[0])
-    assert torch.allclose(*logits, rtol=1e-5, atol=1e-5)
+    assert relative_error(*logits) <= 1e-5
 
 
 def test_how_long_a_sequence_may_be() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.native.matrix import PackedMatrix
 from quire.types import QuireError
+from tests.cpu.families.decoded import held_bytes
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.test_loader_gguf import assert_same_logits, load
@@ -101,17 +101,6 @@ def test_layers_that_draft_are_left_aside(reference: Any, tmp_path: Path) -> Non
     model = reference("qwen3_5")
     loaded = load(write(model, "qwen3_5", tmp_path, {"nextn_predict_layers": 1}))
     assert [spec.kind for spec in loaded.model.specs] == ["state"]
-
-
-def held_bytes(model: Any) -> int:
-    """Of weights as they are kept: packed matrices, whoever has them, and tensors."""
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
-    for module in model.modules():
-        for value in vars(module).values():
-            for matrix in value if isinstance(value, list) else []:
-                if isinstance(matrix, PackedMatrix):
-                    held[matrix.memory.data_ptr()] = matrix.memory.nbytes - 64  # of which some go where tiles begin
-    return sum(held.values())
 
 
 @pytest.mark.parametrize(("name", "blocks", "near"), [

@@ -27,10 +27,10 @@ from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import finished, normed
-from tests.cpu.families.decoded import decode_into
+from tests.cpu.families.decoded import decode_into, held_bytes
 from tests.cpu.families.harness import PAGE_TOKENS, Case, relative_error
 from tests.cpu.native_isas import open_or_skip
-from tests.cpu.rig import load
+from tests.cpu.rig import load, load_whole
 
 QUANTS = ("q8_0", "q4_0")
 # What the largest magnitude in a block of 32 activations becomes: in `quantize` of rows.inl, and otherwise about as
@@ -64,7 +64,9 @@ def check_isas(case: Case) -> None:
 
 
 def check_blocks(case: Case, quant: str, **how: str) -> None:
-    kept: Any = load(case.folder, PAGE_TOKENS, quant=quant, **how)
+    loaded = load_whole(case.folder, PAGE_TOKENS, quant=quant, **how)
+    kept: Any = loaded.model
+    assert loaded.weights_bytes == held_bytes(kept), "what the memory plan goes by"
     exact: Any = load(case.folder, PAGE_TOKENS, kernels="torch")
     forms = decode_into(exact, kept)
     assert quant.upper() in forms and forms <= {quant.upper(), "Q8_0", "F32"}

@@ -30,6 +30,17 @@ def decode_into(exact: nn.Module, kept: nn.Module) -> set[str]:
     return forms
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Of weights as they are kept: packed matrices, each once whoever has it, and tensors."""
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    for module in model.modules():
+        for name in PACKED:
+            matrices: Any = getattr(module, name, None)
+            for matrix in matrices if isinstance(matrices, list) else []:
+                held[matrix.memory.data_ptr()] = matrix.memory.nbytes - 64  # of which some go where tiles begin
+    return sum(held.values())
+
+
 def _put(module: nn.Module, name: str, rows: torch.Tensor) -> None:
     assert rows.shape == getattr(module, name).shape
     setattr(module, name, nn.Parameter(rows, requires_grad=False))

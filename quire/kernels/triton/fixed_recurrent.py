@@ -49,10 +49,10 @@ def _token_walk_kernel(
     slots_ptr, positions_ptr, starts_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, DELTA: tl.constexpr, BETA_TOP: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all tokens of one row through one head. DELTA: the gated delta net, with its norm and gate; else
-    Mamba2, without."""
+    """One program: all tokens of one row through one head. DELTA: the gated delta net, with its norm; else Mamba2,
+    without. GATED: with the output's gate."""
     let_next_start(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -101,9 +101,11 @@ def _token_walk_kernel(
         if DELTA:
             out *= tl.rsqrt(tl.sum(tl.where(in_value, out * out, 0.0), 0) / VALUE + eps)
             out *= tl.load(norm_ptr + values, mask=in_value, other=0.0).to(tl.float32)
-            out *= silu(tl.load(at_ptr + CHANNELS + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32))
         else:
             out += v * tl.load(skip_ptr + head).to(tl.float32)
+        if GATED:
+            GATE: tl.constexpr = CHANNELS if DELTA else 0
+            out *= silu(tl.load(at_ptr + GATE + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32))
         target = out_ptr + token * (HEADS * VALUE) + head * VALUE + values
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=in_value)
     tl.store(matrix_ptr, matrix, mask=in_value[:, None] & in_key[None, :])
@@ -155,14 +157,15 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
                     plan: WalkPlan) -> Tensor:  # fmt: skip
     """As `recurrent.gated_delta_net`."""
     return _walk(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0,
-                 shape, state, plan)  # fmt: skip
+                 True, shape, state, plan)  # fmt: skip
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan) -> Tensor:
     """As `recurrent.mamba2`."""
     out = _walk(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0,
-                weights.dt_low, weights.dt_high, shape, state, plan)  # fmt: skip
-    norm_groups(out, x, weights, shape)
+                weights.dt_low, weights.dt_high, weights.norm is None, shape, state, plan)  # fmt: skip
+    if weights.norm is not None:
+        norm_groups(out, x, weights, shape)
     return out
 
 
@@ -172,8 +175,8 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
 
 
 def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
-          norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
-          plan: WalkPlan) -> Tensor:  # fmt: skip
+          norm: Tensor | None, eps: float, dt_low: float, dt_high: float, gated: bool, shape: RecurrentShape,
+          state: Tensor, plan: WalkPlan) -> Tensor:  # fmt: skip
     """What holds for a program follows from the model's shape alone."""
     delta = norm is not None
     num_rows = len(plan.slots)
@@ -183,7 +186,7 @@ def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_b
         x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, plan.slots, plan.positions, plan.starts,
         x.stride(0), state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads,
         GROUPS=shape.num_groups, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block, DELTA=delta, BETA_TOP=shape.beta_top, BIAS=conv_bias is not None,
+        VALUE_BLOCK=value_block, DELTA=delta, BETA_TOP=shape.beta_top, GATED=gated, BIAS=conv_bias is not None,
         **launch_options(x.device, min(8, max(1, key_block * value_block // 1024))),
     )  # fmt: skip
     inputs = x if delta else x[:, shape.values :]  # of the convolution

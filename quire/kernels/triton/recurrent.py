@@ -81,18 +81,18 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
         recurrent_scan.mamba_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
     if work.num_singles:
         recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out)
-    norm_groups(out, x, weights, shape)
+    if weights.norm is not None:  # or what is there has been gated
+        norm_groups(out, x, weights, shape)
     return out
 
 
 def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape) -> None:
-    """Gate and norm, where there is a norm, what Mamba2's recurrence left in `out` [tokens, values], in place."""
+    """Gate and norm what Mamba2's recurrence left in `out` [tokens, values], in place."""
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
     _norm_groups_kernel[(len(x), weights.norm_groups)](
         out, x, weights.norm, x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block,
-        NORM=weights.norm is not None, GATE_FIRST=weights.norm is None or weights.gate_first,
-        **launch_options(x.device, min(max(block // 256, 1), 16)),
+        GATE_FIRST=weights.gate_first, **launch_options(x.device, min(max(block // 256, 1), 16)),
     )  # fmt: skip
 
 
@@ -117,22 +117,20 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
 
 @triton.jit
 def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: tl.constexpr, BLOCK: tl.constexpr,
-                        NORM: tl.constexpr, GATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                        GATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: one group of one token's values, gated and normed, in place."""
     let_next_start(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK) < width
     columns = group * width + tl.arange(0, BLOCK)
-    if NORM:
-        weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     target = out_ptr + token * VALUES + columns
     out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     gate = silu(tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32))
     if GATE_FIRST:
         out *= gate
-    if NORM:
-        out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
+    out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
     if not GATE_FIRST:
         out *= gate
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)

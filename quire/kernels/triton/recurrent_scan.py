@@ -24,6 +24,7 @@ from quire.kernels.triton.launch import (
     wait_for_inputs,
 )
 from quire.kernels.triton.recurrent_conv import Chunks, block, convolve
+from quire.kernels.triton.recurrent_step import silu
 
 CHUNK, SMALL_CHUNK = 64, 32  # tokens
 PREPARE_WARPS = 4
@@ -111,9 +112,10 @@ def _walk_kernel(
     rows_ptr, x_stride, slot_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    DELTA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step."""
+    """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step. GATED: with Mamba2's
+    gate of the output."""
     let_next_start(PDL)
     BLOCKS: tl.constexpr = (VALUE + VALUE_BLOCK - 1) // VALUE_BLOCK
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -164,9 +166,12 @@ def _walk_kernel(
         out += tl.dot(scores, update.to(k.dtype), input_precision=PRECISION)
         if not DELTA:
             out += v * skip
-        tokens = chunk * CHUNK + n
-        tl.store(out_ptr + tokens[:, None] * (HEADS * VALUE) + values[None, :], out.to(out_ptr.dtype.element_ty),
-                 mask=(tokens < count)[:, None] & (values < VALUE)[None, :])  # fmt: skip
+        tokens = (chunk * CHUNK + n)[:, None]
+        inside = (tokens < count) & (values < VALUE)[None, :]
+        if GATED:
+            gate = x_ptr + (first + tokens) * x_stride + head * VALUE + values[None, :]
+            out *= silu(tl.load(gate, mask=inside, other=0.0).to(tl.float32))
+        tl.store(out_ptr + tokens * (HEADS * VALUE) + values[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(matrix_ptr, matrix, mask=in_matrix)
     start = tl.load(positions_ptr + first)
     ring_ptr = state_ptr + HEADS * VALUE * KEY
@@ -187,7 +192,7 @@ def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     gate."""
     chunks = convolve(x, weights.conv, None, weights.a_log, weights.dt_bias, 0.0, 0.0, shape, state, slots, positions,
                       tiles, chunk, delta=True)  # fmt: skip
-    _walk(x, chunks, prepare_chunks(chunks, shape), None, shape, state, slots, positions, rows, out)
+    _walk(x, chunks, prepare_chunks(chunks, shape), None, False, shape, state, slots, positions, rows, out)
 
 
 def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
@@ -206,14 +211,15 @@ def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tenso
 
 def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
                positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
-    """Mamba2's recurrence and skip, likewise."""
+    """Mamba2's recurrence and skip, likewise; where it has no norm, gated."""
     chunks = convolve(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.dt_low,
                       weights.dt_high, shape, state, slots, positions, tiles, chunk, delta=False)  # fmt: skip
-    _walk(x, chunks, None, weights.skip, shape, state, slots, positions, rows, out)
+    _walk(x, chunks, None, weights.skip, weights.norm is None, shape, state, slots, positions, rows, out)
 
 
-def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: Tensor | None, shape: RecurrentShape,
-          state: Tensor, slots: Tensor, positions: Tensor, rows: Tensor, out: Tensor) -> None:  # fmt: skip
+def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: Tensor | None, gated: bool,
+          shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, rows: Tensor,
+          out: Tensor) -> None:  # fmt: skip
     """`alone`: what chunks worked out without the state; None: there is no delta rule."""
     _, _, chunk, key_block = chunks.keys.shape
     value_block, num_warps, num_stages = tune_walk(
@@ -224,7 +230,7 @@ def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: 
         x, chunks.keys, chunks.values, chunks.gates, *(alone or (None, None)), skip, state, out, slots, positions,
         rows, x.stride(0), state.stride(0), HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
         VALUE=shape.value_dim, TAPS=shape.conv_len, CHUNK=chunk, KEY_BLOCK=key_block, VALUES=chunks.values.shape[-1],
-        VALUE_BLOCK=value_block, DELTA=alone is not None, PRECISION=dot_precision(x.dtype),
+        VALUE_BLOCK=value_block, DELTA=alone is not None, GATED=gated, PRECISION=dot_precision(x.dtype),
         **launch_options(x.device, num_warps, num_stages),
     )  # fmt: skip
 

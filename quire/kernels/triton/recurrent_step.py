@@ -90,10 +90,10 @@ def _step_kernel(
     slots_ptr, positions_ptr, rows_ptr, tokens_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, DELTA: tl.constexpr,
-    BETA_TOP: tl.constexpr, BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    BETA_TOP: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net, with its
-    norm and gate; else Mamba2, without."""
+    norm; else Mamba2, without. GATED: with the output's gate."""
     let_next_start(PDL)
     place, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -181,7 +181,9 @@ def _step_kernel(
         squares = tl.sum(tl.sum(tl.where(in_value, out * out, 0.0), 1), 0)
         out *= tl.rsqrt(squares / VALUE + eps)
         out *= tl.load(norm_ptr + values, mask=in_value, other=0.0).to(tl.float32)
-        gate = tl.load(x_ptr + CHANNELS + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32)
+    if GATED:
+        GATE: tl.constexpr = CHANNELS if DELTA else 0
+        gate = tl.load(x_ptr + GATE + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32)
         out *= silu(gate)
     target = out_ptr + token * (HEADS * VALUE) + head * VALUE + values
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=in_value)
@@ -192,14 +194,15 @@ def delta_step(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
     """The whole gated delta net for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which
     rows and tokens of the step they are; None: all, in order."""
     _launch(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0, shape,
-            state, slots, positions, rows, tokens, out, delta=True)  # fmt: skip
+            state, slots, positions, rows, tokens, out, delta=True, gated=True)  # fmt: skip
 
 
 def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
                positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
-    """Mamba2 up to its gated norm, likewise."""
+    """Mamba2 up to its gated norm, likewise; where it has no norm, gated."""
     _launch(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0, weights.dt_low,
-            weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False)  # fmt: skip
+            weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False,
+            gated=weights.norm is None)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def tune(num_programs: int, key_block: int, value_block: int, num_processors: in
 def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
             norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
             slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
-            delta: bool) -> None:  # fmt: skip
+            delta: bool, gated: bool) -> None:  # fmt: skip
     num_rows = slots.shape[0] if rows is None else rows.shape[0]
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     num_processors = num_multiprocessors(x.device.index)
@@ -249,6 +252,6 @@ def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt
         state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,
         KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
         VALUE_BLOCK=tuning.value_block, NUM_BLOCKS=value_block // tuning.value_block, DELTA=delta,
-        BETA_TOP=shape.beta_top, BIAS=conv_bias is not None, INDEXED=rows is not None,
+        BETA_TOP=shape.beta_top, GATED=gated, BIAS=conv_bias is not None, INDEXED=rows is not None,
         **launch_options(x.device, tuning.num_warps),
     )  # fmt: skip

@@ -106,6 +106,7 @@ def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> Non
         chosen = there[preference.argsort(1)[:, : routing.top_k]]
         chosen = torch.cat((chosen, always.expand(num_tokens, -1)), 1).int()
         weights = torch.rand(num_tokens, routing.num_sent, device=device)
+        weights[:2, 0] = 2.0  # so that it would be missed
         x = normal(device, dtype, num_tokens, shape.width)
         residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None
         stream = None if residual is None else residual.clone()  # its memory may be taken

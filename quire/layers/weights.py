@@ -188,11 +188,15 @@ def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None 
         weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
 
 
-def also_called(module: nn.Module, name: str) -> None:
-    """What checkpoints call a norm, or a matrix, other than what it was made with."""
+def also_called(module: nn.Module, *names: str) -> None:
+    """What checkpoints call the tensors of a norm, or of a linear layer, other than what it was made with: as many, or
+    another number, of equal size, one below the other."""
     for kind, weight in own_weights(module):
-        (part,) = weight.parts
-        weight.others = (*weight.others, (replace(part, name=f"{name}.{kind}"),))
+        forms = [part.form for part in weight.parts] if len(weight.parts) == len(names) else [None] * len(names)
+        sources = [(f"{name}.{kind}", weight.shape[0] // len(names)) for name in names]
+        parts = Weight.stacked(sources, tuple(weight.shape[1:]), weight.dtype).parts
+        other = tuple(replace(part, form=form) for part, form in zip(parts, forms, strict=True))
+        weight.others = (*weight.others, other)
 
 
 def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:

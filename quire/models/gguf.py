@@ -50,6 +50,7 @@ _MIXTURES = {  # architecture -> model_type, where there are experts
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "granitehybrid": "granitemoehybrid",
+    "granitemoe": "granitemoeshared",
     "lfm2moe": "lfm2_moe",
     "llama": "mixtral",
     "minimax-m2": "minimax_m2",

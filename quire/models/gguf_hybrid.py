@@ -34,8 +34,7 @@ def _recurrent_names(mixer: str) -> dict[str, str]:
 
 
 _MAMBA_SHAPES = {"ssm_a": (-1,), "ssm_d": (-1,), "ssm_norm": (-1,)}
-_GRANITE = {
-    **_mamba_names("mamba"),
+GRANITE_BLOCKS = {
     **{f"ffn_{matrix}{end}": f"shared_mlp.{called}" for end in ("", "_shexp")
        for matrix, called in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))},
     "ffn_gate_inp": "block_sparse_moe.router.layer",
@@ -44,6 +43,7 @@ _GRANITE = {
     "ffn_gate_up_exps": "block_sparse_moe.input_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }  # fmt: skip
+_GRANITE = {**_mamba_names("mamba"), **GRANITE_BLOCKS}
 _FALCON = {
     **_mamba_names("mamba"),
     **{f"ffn_{matrix}": f"feed_forward.{matrix}_proj" for matrix in ("gate", "up", "down")},
@@ -210,7 +210,6 @@ HYBRID_STYLES = {
     ),
     "granitehybrid": GGUFStyle(
         _GRANITE,
-        {"gates_apart": True},
         permuted=True,
         without_keys="linear_attention",
         whole_names=_recurrent_names("mamba"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.files.gguf import GGUFFile
-from quire.models.gguf_hybrid import HYBRID_STYLES
+from quire.models.gguf_hybrid import GRANITE_BLOCKS, HYBRID_STYLES
 from quire.models.gguf_metadata import get, get_flag
 from quire.models.gguf_special import SPECIAL
 from quire.models.gguf_style import GGUFStyle
@@ -138,6 +138,9 @@ STYLES = {
     "glm4": GGUFStyle(_GLM4),
     "glm4moe": GGUFStyle({**_SHARED, "post_attention_norm": "post_attention_layernorm"}, whole_names=_CHOICE_BIAS),
     "granite": GGUFStyle(permuted=True),
+    "granitemoe": GGUFStyle(
+        GRANITE_BLOCKS, permuted=True, metadata={"shared_intermediate_size": "expert_shared_feed_forward_length"}
+    ),
     "lfm2": GGUFStyle(
         _LFM2, {"block_auto_adjust_ff_dim": False}, top=_LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
     ),

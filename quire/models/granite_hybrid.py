@@ -15,7 +15,6 @@ from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
 from quire.layers.experts import MoEShape
-from quire.layers.mlp import MLPNames
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.partial import HeadOrder
@@ -25,7 +24,7 @@ from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import scale_by, set_forms
 from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
-from quire.models.granite_moe import SHARED_NAMES, granite_mixture, granite_shared
+from quire.models.granite_moe import granite_mixture, granite_shared
 from quire.models.hybrid import (
     HybridModel,
     HybridShape,
@@ -37,8 +36,6 @@ from quire.models.hybrid import (
 )
 from quire.models.mamba2 import Mixers
 
-APART_NAMES = MLPNames(("gate_proj", "up_proj"), "output_linear")  # of GGUF files
-
 
 @dataclass(frozen=True, slots=True)
 class GraniteHybridConfig:
@@ -48,7 +45,6 @@ class GraniteHybridConfig:
     turning: int  # elements of a head that rope turns
     attention_bias: bool
     shared_width: int
-    shared_names: MLPNames
     experts: MoEShape | None
     residual_scale: float  # of what a block adds to the stream
 
@@ -86,7 +82,6 @@ class GraniteHybridConfig:
             turning=turning,
             attention_bias=flag(config, "attention_bias", False),
             shared_width=shared_width,
-            shared_names=APART_NAMES if flag(config, "gates_apart", False) else SHARED_NAMES,
             experts=experts,
             residual_scale=number(config, "residual_multiplier", 1.0),
         )
@@ -102,10 +97,10 @@ class GraniteHybridModel(HybridModel):
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
-            experts, names = config.experts, config.shared_names
+            experts = config.experts
             if experts is None:
-                return granite_shared(layer, norm, shape.width, config.shared_width, scale, names, dtype, scheme)
-            return granite_mixture(layer, norm, experts, scale, names, dtype=dtype, ops=ops, scheme=scheme)
+                return granite_shared(layer, norm, shape.width, config.shared_width, scale, dtype, scheme)
+            return granite_mixture(layer, norm, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"

@@ -15,10 +15,11 @@ from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.layers.weights import Scale, set_forms
+from quire.layers.weights import Scale, also_called, set_forms
 
 EXPERT_NAMES = ExpertNames("block_sparse_moe", router="router.layer")  # relative to a layer
 SHARED_NAMES = MLPNames(("input_linear",), "output_linear")
+ALSO_CALLED = ("gate_proj", "up_proj")  # of GGUF files: what is one tensor here
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,8 @@ class _Flat:
         return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
 
 
-def granite_mixture(layer: str, norm: Norm | None, shape: MoEShape, scale: Scale | None,
-                    shared_names: MLPNames = SHARED_NAMES, *, dtype: torch.dtype, ops: Ops,
-                    scheme: Scheme) -> MoE:  # fmt: skip
+def granite_mixture(layer: str, norm: Norm | None, shape: MoEShape, scale: Scale | None, *, dtype: torch.dtype,
+                    ops: Ops, scheme: Scheme) -> MoE:  # fmt: skip
     names = EXPERT_NAMES.below(layer)
     experts = Experts.from_two(
         f"{names.prefix}.input_linear.weight", f"{names.prefix}.output_linear.weight", shape, dtype, scheme,
@@ -41,13 +41,14 @@ def granite_mixture(layer: str, norm: Norm | None, shape: MoEShape, scale: Scale
     )  # fmt: skip
     shared = None
     if shape.shared_width:
-        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, shared_names, dtype, scheme)
+        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, dtype, scheme)
     return MoE(names, norm, shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, shared=shared)
 
 
-def granite_shared(layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None, names: MLPNames,
+def granite_shared(layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None,
                    dtype: torch.dtype, scheme: Scheme) -> GatedMLP:  # fmt: skip
-    block = GatedMLP(f"{layer}.shared_mlp", norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme,
-                     names=names)  # fmt: skip
+    prefix = f"{layer}.shared_mlp"
+    block = GatedMLP(prefix, norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme, names=SHARED_NAMES)
+    also_called(block.gate_up, *(f"{prefix}.{name}" for name in ALSO_CALLED))
     set_forms(block.down, (scale,))
     return block

@@ -122,6 +122,7 @@ GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converte
     "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitehybrid": "granitemoehybrid",
+    "granitemoe": "granitemoeshared",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",

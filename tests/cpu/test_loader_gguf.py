@@ -53,6 +53,8 @@ EVERY_FOURTH = [True, True, True, False]  # layers with a window
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GROUPED = {"expert_count": 12, "expert_used_count": 3, "expert_feed_forward_length": 24, "expert_group_count": 4,
            "expert_group_used_count": 2, "leading_dense_block_count": 1}  # fmt: skip
+GRANITE_EXPERTS = {"expert_count": 6, "expert_used_count": 2, "embedding_scale": 3.0, "attention.scale": 0.2,
+                   "residual_scale": 0.6, "logit_scale": 0.5}  # fmt: skip
 # family -> architecture, metadata beyond what every file has
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
@@ -79,6 +81,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", {**GROUPED, "expert_shared_count": 2, "expert_weights_norm": True,
                              "expert_weights_scale": 1.0}),
     "granite": ("granite", {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 2.0}),
+    "granitemoe": ("granitemoe", GRANITE_EXPERTS),
+    "granitemoeshared": ("granitemoe", {**GRANITE_EXPERTS, "expert_shared_feed_forward_length": 40}),
     "lfm2": ("lfm2", {"attention.head_count_kv": [0, 2, 0], "feed_forward_length": 64, "shortconv.l_cache": 3,
                       "attention.layer_norm_rms_epsilon": 1e-5}),
     "lfm2_moe": ("lfm2moe", {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 8,

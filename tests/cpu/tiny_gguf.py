@@ -22,6 +22,7 @@ PERMUTED = (
     "llama",
     "arcee",
     "granite",
+    "granitemoe",
     "mistral3",
     "olmo",
     "smollm3",
@@ -39,6 +40,8 @@ _NAMES = (
     (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
     (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
     (r"mlp\.gate\.", "ffn_gate_inp."),
+    (r"block_sparse_moe\.router\.", "ffn_gate_inp."),
+    (r"shared_mlp\.output_linear", "ffn_down_shexp"),
 )
 
 
@@ -115,6 +118,9 @@ def _split_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
         if name.endswith("experts.gate_up_proj"):
             for kind, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield re.sub(r"\w+\.experts\.gate_up_proj", f"ffn_{kind}_exps.weight", name), part
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for kind, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"ffn_{kind}_shexp"), part
         elif name.endswith("conv.conv.weight"):
             yield name, tensor.squeeze(1)
         elif name.endswith("expert_bias"):

@@ -18,6 +18,7 @@ from quire.layers.quant.scheme import Activation, Scheme
 class Linear(nn.Module):
     weight: Tensor
     bias: Tensor | None
+    whole: Tensor | None = None  # the weight and rows of zeros behind it, where a product with those is much quicker
     weight_scale: Tensor  # [out_features], of schemes that have one
 
     def __init__(self, in_features: int, sources: list[tuple[str, int]], *, bias: bool = False, dtype: torch.dtype,

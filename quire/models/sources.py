@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from quire.files.gguf import GGUFFile
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.weights import Part, PartSource, RowOrder, Weight, iter_weights, own_weights, put_weight
+from quire.layers.weights import (
+    Part,
+    PartSource,
+    RowOrder,
+    Weight,
+    empty_matrix,
+    iter_weights,
+    own_weights,
+    put_weight,
+)
 from quire.models import gguf
 from quire.types import QuireError
 
@@ -72,7 +81,7 @@ def finish_module(module: nn.Module) -> None:
 def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
     if weight.packing is not None:
         return weight.packing.pack(weight, fill.sources(weight))
-    tensor = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    tensor = empty_matrix(tuple(weight.shape), weight.dtype, device)
     fill(weight, tensor)
     return tensor
 

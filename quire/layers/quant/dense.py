@@ -11,7 +11,7 @@ from torch.nn import functional
 from quire.kernels.curves import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.scheme import finished, normed
-from quire.layers.weights import Weight
+from quire.layers.weights import Weight, whole_rows
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
@@ -29,7 +29,7 @@ class Dense:
         linear.bias = Weight.stacked(biases, (), dtype) if has_bias else None
 
     def finish(self, linear: Linear) -> None:
-        pass
+        linear.whole = whole_rows(linear.weight)
 
     def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
               residual: Tensor | None) -> Tensor:  # fmt: skip
@@ -40,4 +40,11 @@ class Dense:
         x = normed(self.ops, x, norm)
         if residual is not None and linear.bias is None and gate is None:
             return residual.addmm_(x, linear.weight.t())  # inside the product and in place, the sum costs nothing
-        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), gate, residual)
+        return finished(self.ops, _product(linear, x), gate, residual)
+
+
+def _product(linear: Linear, x: Tensor) -> Tensor:
+    if linear.whole is None:
+        return functional.linear(x, linear.weight, linear.bias)
+    out = functional.linear(x, linear.whole)[:, : linear.out_features].contiguous()
+    return out if linear.bias is None else out.add_(linear.bias)

@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         write_json(report)
     else:
         draw(report)
-    return 1 if any(item["required"] for item in report["missing"]) else 0
+    return 1 if any(item["required"] for item in report["missing"]) or _is_broken(report["model"]) else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,6 +196,11 @@ def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dic
         yield _missing(f"the model {model['name']}", f"quire pull {shlex.quote(model['name'])}")
 
 
+def _is_broken(model: Mapping[str, Any]) -> bool:
+    """No model at all, or one that would not start; but not one that is only still to be fetched."""
+    return not model["ok"] and model["code"] != "offline"
+
+
 def _missing(what: str, how: str, required: bool = False) -> dict[str, Any]:
     return {"what": what, "how": how, "required": required}
 
@@ -223,12 +228,11 @@ def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     if model["ok"]:
         yield Section(f"Memory plan for {model['name']}", [(line,) for line in model["lines"]])
     else:
-        yield Section(
-            f"No memory plan for {model['name']}", [(line,) for line in (model["why"], model["hint"]) if line]
-        )
+        reasons = [(line,) for line in (model["why"], model["hint"]) if line]
+        yield Section(f"No memory plan for {model['name']}", reasons, alarming=_is_broken(model))
     if report["missing"]:
         yield Section("Missing", [(item["what"], item["how"]) for item in report["missing"]], alarming=True)
-    else:
+    elif model["ok"]:
         yield Section("Nothing is missing")
 
 

@@ -115,6 +115,18 @@ def test_nothing_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "cache    1 GiB" in out
 
 
+def test_a_model_that_is_nowhere_is_no_good_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def memory_report(config: Config) -> None:
+        raise QuireError("unknown_model", "There is no model named 'nodir'.", "Give a folder.")
+
+    install_report(monkeypatch, memory_report)
+    assert run_doctor("--model", "nodir") == 1
+    out = capsys.readouterr().out
+    assert "There is no model named 'nodir'." in out and "Nothing is missing" not in out
+
+
 def test_a_gpu_wants_triton_and_a_driver_wants_a_cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: True)
     versions = {package.name: "1.0" for package in PACKAGES} | {"triton": None}

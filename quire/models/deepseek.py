@@ -58,10 +58,6 @@ class DeepSeekConfig:
     tied: bool
     form: Form = "absorbed"
 
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepSeekConfig:
         config = {**DEFAULTS.get(config["model_type"], {}), **config}

@@ -69,10 +69,6 @@ class Gemma4Config:
     input_width: int  # of one layer's; 0: there are none
     experts: MoEShape | None  # beside every layer's feed-forward block
 
-    @property
-    def head_dim(self) -> int:
-        return self.layers[0].head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
         check_causal(config)

@@ -40,10 +40,6 @@ class GptOssConfig:
     dense: DenseConfig
     shape: MoEShape
 
-    @property
-    def head_dim(self) -> int:
-        return self.dense.head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
         if config.get("rope_parameters") is None and config.get("rope_scaling") is None:

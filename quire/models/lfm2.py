@@ -49,11 +49,6 @@ class Lfm2Config:
     moe: MoEShape | None
     num_dense: int  # leading layers that have no experts
 
-    @property
-    def head_dim(self) -> int:
-        assert self.shape.attention is not None
-        return self.shape.attention.head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Lfm2Config:
         config = _renamed(config)

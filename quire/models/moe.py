@@ -40,10 +40,6 @@ class MoEConfig:
     as_granite: bool = False  # in two tensors a layer, and the shared one elsewhere: see `granite_moe`
     residual_scale: float = 1.0  # of what those and attention add to the stream: done to matrices when loading
 
-    @property
-    def head_dim(self) -> int:
-        return self.dense.head_dim
-
     @classmethod
     def from_hf(cls, config: Fields) -> MoEConfig:
         check_silu(config)

@@ -49,11 +49,6 @@ class OlmoHybridConfig:
     attention_bias: bool
     inner_width: int
 
-    @property
-    def head_dim(self) -> int:
-        assert self.shape.attention is not None
-        return self.shape.attention.head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> OlmoHybridConfig:
         only_silu(config.get("hidden_act") or "silu")

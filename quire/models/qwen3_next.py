@@ -57,11 +57,6 @@ class QwenHybridConfig:
     moe: MoEShape | None  # of the layers that have experts; None: none has
     dense_layers: frozenset[int]  # that have no experts although others do
 
-    @property
-    def head_dim(self) -> int:
-        assert self.shape.attention is not None
-        return self.shape.attention.head_dim
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> QwenHybridConfig:
         kind = config["model_type"]

@@ -228,7 +228,7 @@ def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     if model["ok"]:
         yield Section(f"Memory plan for {model['name']}", [(line,) for line in model["lines"]])
     else:
-        reasons = [(line,) for line in (model["why"], model["hint"]) if line]
+        reasons: list[tuple[str, ...]] = [(line,) for line in (model["why"], model["hint"]) if line]
         yield Section(f"No memory plan for {model['name']}", reasons, alarming=_is_broken(model))
     if report["missing"]:
         yield Section("Missing", [(item["what"], item["how"]) for item in report["missing"]], alarming=True)

@@ -114,3 +114,8 @@ class MambaWeights:
     dt_low: float  # the time step is held within these
     dt_high: float
     gate_first: bool = True  # the output is gated before it is normed
+
+    @property
+    def gated_early(self) -> bool:
+        """Whether the recurrence's output can be gated as it is made: nothing comes between the two."""
+        return self.norm is None or self.gate_first

@@ -165,7 +165,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     out = _walk(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0,
                 weights.dt_low, weights.dt_high, weights.norm is None, shape, state, plan)  # fmt: skip
     if weights.norm is not None:
-        norm_groups(out, x, weights, shape)
+        norm_groups(out, x, weights, shape, gated=False)
     return out
 
 

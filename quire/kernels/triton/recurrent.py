@@ -20,6 +20,8 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 from quire.kernels.triton.recurrent_step import silu
 from quire.kernels.upload import Arrays, upload
 
+TOKENS = 2  # whose groups a program norms
+
 
 @dataclass(slots=True)
 class TritonRecurrentPlan:
@@ -74,25 +76,33 @@ def _scan_and_norm(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, stat
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
            plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    """Where there is a norm, it gates, too: the walk over chunks took longer with that than the norm without it."""
+    return run_mamba(x, weights, shape, state, plan, recurrent_scan.mamba_scan, gated=weights.norm is None)
+
+
+def run_mamba(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan,
+              scan: Callable[..., None], *, gated: bool) -> Tensor:  # fmt: skip
+    """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.mamba_scan`. `gated`: whether the
+    output is gated as it is made, which may only be where no norm comes before (see `MambaWeights.gated_early`)."""
     work = _prepare(plan, shape, x.dtype)
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
-        recurrent_scan.mamba_scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
+        scan(x, weights, *where, work.rows, work.tiles, out, work.chunk, gated=gated)
     if work.num_singles:
-        recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out)
-    if weights.norm is not None:  # or what is there has been gated
-        norm_groups(out, x, weights, shape)
+        recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out, gated=gated)
+    if weights.norm is not None:
+        norm_groups(out, x, weights, shape, gated=gated)
     return out
 
 
-def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape) -> None:
-    """Gate and norm what Mamba2's recurrence left in `out` [tokens, values], in place."""
+def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape, *, gated: bool) -> None:
+    """Norm what Mamba2's recurrence left in `out` [tokens, values], in place, and gate it, unless it is `gated`."""
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
-    _norm_groups_kernel[(len(x), weights.norm_groups)](
-        out, x, weights.norm, x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block,
-        GATE_FIRST=weights.gate_first, **launch_options(x.device, min(max(block // 256, 1), 16)),
+    _norm_groups_kernel[(triton.cdiv(len(x), TOKENS), weights.norm_groups)](
+        out, x, weights.norm, len(x), x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block, TOKENS=TOKENS,
+        GATED=gated, GATE_FIRST=weights.gate_first, **launch_options(x.device, min(max(TOKENS * block // 512, 1), 16)),
     )  # fmt: skip
 
 
@@ -116,21 +126,25 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
 
 
 @triton.jit
-def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, x_stride, eps, width, VALUES: tl.constexpr, BLOCK: tl.constexpr,
-                        GATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: one group of one token's values, gated and normed, in place."""
+def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, num_tokens, x_stride, eps, width, VALUES: tl.constexpr,
+                        BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """One program: one group of some tokens' values, normed, in place, and gated where they are not."""
     let_next_start(PDL)
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    inside = tl.arange(0, BLOCK) < width
-    columns = group * width + tl.arange(0, BLOCK)
-    weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    values = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * width + values
+    weight = tl.load(norm_ptr + columns, mask=values < width, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs(PDL)
-    target = out_ptr + token * VALUES + columns
+    inside = (tokens < num_tokens) & (values < width)[None, :]
+    target = out_ptr + tokens * VALUES + columns[None, :]
     out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    gate = silu(tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32))
+    gate = 1.0
+    if not GATED:
+        gate = silu(tl.load(x_ptr + tokens * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32))
     if GATE_FIRST:
         out *= gate
-    out *= tl.rsqrt(tl.sum(out * out, 0) / width + eps) * weight
+    out *= tl.rsqrt(tl.sum(out * out, 1) / width + eps)[:, None] * weight
     if not GATE_FIRST:
         out *= gate
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -130,29 +130,48 @@ def convolve(x: Tensor, conv: Tensor, bias: Tensor | None, a_log: Tensor, dt_bia
              chunk: int, *, delta: bool) -> Chunks:  # fmt: skip
     """x [tokens, ...] as it comes from its product: channels, gate and steps for the delta rule; gate, channels and
     steps for Mamba2. Queries and keys are normed for the delta rule. The rings stay as they are."""
-    num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
+    num_tiles, heads = len(tiles), shape.num_heads
+    taps = by_tap(conv, shape)
     chunks = Chunks(
-        x.new_empty(num_tiles, 2 * groups, chunk, block(shape.key_dim)),
+        convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta),
         x.new_empty(num_tiles, heads, chunk, block(shape.value_dim)),
         x.new_empty(num_tiles, heads, 2, chunk, dtype=float32),
     )
-    conv = conv.view(shape.channels, shape.conv_len).t().contiguous()  # so that a thread's channels lie side by side
-    first = 0 if delta else shape.values  # the channels' first column
-    firsts = (0, 2 * shape.keys) if delta else (shape.values, 0)  # channels of keys, of values
-    parts = ((chunks.keys, firsts[0], shape.key_dim, delta), (chunks.values, firsts[1], shape.value_dim, False))
-    for mixed, channel, dim, norm in parts:
-        units = max(CHANNELS // mixed.shape[-1], 1)
-        _conv_kernel[(num_tiles, triton.cdiv(mixed.shape[1], units), chunk // TOKENS)](
-            x, conv, bias, state, mixed, slots, positions, tiles, x.stride(0), state.stride(0), shape.key_dim**-0.5,
-            COLUMN=first, CHANNEL=channel, NUM_UNITS=mixed.shape[1], DIM=dim, RING=shape.matrix_elements,
-            RING_CHANNELS=shape.channels, TAPS=shape.conv_len, CHUNK=chunk, TOKENS=TOKENS, UNITS=units,
-            WIDTH=mixed.shape[-1], QUERIES=groups, NORM=norm, BIAS=bias is not None, **launch_options(x.device, 4),
-        )  # fmt: skip
+    _convolve_part(chunks.values, 2 * shape.keys if delta else 0, shape.value_dim, False, x, taps, bias, shape, state,
+                   slots, positions, tiles, delta)  # fmt: skip
     _gates_kernel[(num_tiles, triton.cdiv(heads, GATES))](
         x, a_log, dt_bias, chunks.gates, tiles, x.stride(0), dt_low, dt_high, COLUMN=shape.channels + shape.values,
         HEADS=heads, BLOCK=GATES, CHUNK=chunk, DELTA=delta, BETA_TOP=shape.beta_top, **launch_options(x.device, 1),
     )  # fmt: skip
     return chunks
+
+
+def by_tap(conv: Tensor, shape: RecurrentShape) -> Tensor:
+    """[conv_len, channels] of a convolution's weights, so that a thread's channels lie side by side."""
+    return conv.view(shape.channels, shape.conv_len).t().contiguous()
+
+
+def convolve_keys(x: Tensor, taps: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor, slots: Tensor,
+                  positions: Tensor, tiles: Tensor, chunk: int, *, delta: bool) -> Tensor:  # fmt: skip
+    """Keys and queries alone, as `Chunks` has them."""
+    keys = x.new_empty(len(tiles), 2 * shape.num_groups, chunk, block(shape.key_dim))
+    _convolve_part(keys, 0 if delta else shape.values, shape.key_dim, delta, x, taps, bias, shape, state, slots,
+                   positions, tiles, delta)  # fmt: skip
+    return keys
+
+
+def _convolve_part(mixed: Tensor, channel: int, dim: int, norm: bool, x: Tensor, taps: Tensor, bias: Tensor | None,
+                   shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, tiles: Tensor,
+                   delta: bool) -> None:  # fmt: skip
+    """All units of `dim` channels from `channel` on, into `mixed` [chunks, units, chunk, block]."""
+    num_tiles, num_units, chunk, width = mixed.shape
+    units = max(CHANNELS // width, 1)
+    _conv_kernel[(num_tiles, triton.cdiv(num_units, units), chunk // TOKENS)](
+        x, taps, bias, state, mixed, slots, positions, tiles, x.stride(0), state.stride(0), shape.key_dim**-0.5,
+        COLUMN=0 if delta else shape.values, CHANNEL=channel, NUM_UNITS=num_units, DIM=dim, RING=shape.matrix_elements,
+        RING_CHANNELS=shape.channels, TAPS=shape.conv_len, CHUNK=chunk, TOKENS=TOKENS, UNITS=units, WIDTH=width,
+        QUERIES=shape.num_groups, NORM=norm, BIAS=bias is not None, **launch_options(x.device, 4),
+    )  # fmt: skip
 
 
 def block(dim: int) -> int:

@@ -21,9 +21,10 @@ LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """The last inputs of 128 channels, for the next step's convolution."""
-    channels = channel + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+def write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr,
+               WIDTH: gl.constexpr = 128):  # fmt: skip
+    """The last inputs of so many channels, for the next step's convolution."""
+    channels = channel + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     for age in gl.static_range(TAPS):
         place = count - 1 - age
         if place >= 0:
@@ -37,10 +38,10 @@ def _write_rings(x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.con
     """Of the head's values; one head of a group sees to query and key."""
     CHANNELS: gl.constexpr = HEADS * 128 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
-    _write_ring(x_ptr, x_stride, ring_ptr, count, position, 2 * GROUPS * 128 + head * 128, CHANNELS, TAPS)
+    write_ring(x_ptr, x_stride, ring_ptr, count, position, 2 * GROUPS * 128 + head * 128, CHANNELS, TAPS)
     if head % PER_GROUP == 0:
-        _write_ring(x_ptr, x_stride, ring_ptr, count, position, head // PER_GROUP * 128, CHANNELS, TAPS)
-        _write_ring(x_ptr, x_stride, ring_ptr, count, position, (GROUPS + head // PER_GROUP) * 128, CHANNELS, TAPS)
+        write_ring(x_ptr, x_stride, ring_ptr, count, position, head // PER_GROUP * 128, CHANNELS, TAPS)
+        write_ring(x_ptr, x_stride, ring_ptr, count, position, (GROUPS + head // PER_GROUP) * 128, CHANNELS, TAPS)
 
 
 @gluon.jit

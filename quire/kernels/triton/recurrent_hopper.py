@@ -135,7 +135,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
 
 
 @gluon.jit
-def _copy(desc, row, into, full, BOXES: gl.constexpr):
+def copy_tile(desc, row, into, full, BOXES: gl.constexpr):
     """BOXES times 64 columns of 64 rows: no box of the copy engine is wider than the swizzle."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     boxes = into._reinterpret(into.dtype, [BOXES, 64, 64], SHARED)
@@ -181,14 +181,14 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
         mbarrier.wait(empty.index(stage), (i // 2 & 1) ^ 1)
         full = first_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 128 * HALVES)
-        _copy(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
+        copy_tile(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
         _copy_halves(values_desc, place * 64, half * 64, v_tile, stage, full, HALVES)
         full = second_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128 + 2 * 256)
-        _copy(keys_desc, q_row, q_tile.index(stage), full, 2)
+        copy_tile(keys_desc, q_row, q_tile.index(stage), full, 2)
         tma.async_copy_global_to_shared(gates_desc, [place * 4, 0], full, boxes.index(stage))
-        _copy(t_desc, place * 64, t_tile.index(stage), full, 1)
-        _copy(scores_desc, place * 64, scores_tile.index(stage), full, 1)
+        copy_tile(t_desc, place * 64, t_tile.index(stage), full, 1)
+        copy_tile(scores_desc, place * 64, scores_tile.index(stage), full, 1)
         if i > 0:
             _fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column, HALVES)
     _fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column, HALVES)
@@ -199,7 +199,7 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
 
 
 @gluon.jit
-def _make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(NUM):
         mbarrier.init(barriers.index(place), count=COUNT)
@@ -237,8 +237,8 @@ def _walk_hopper_kernel(
     gates = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of a chunk: growth, decay
     # first_full, second_full, empty, result_full, result_empty, gate_full
-    barriers = (_make_barriers(2, 1), _make_barriers(2, 1), _make_barriers(2, HALVES), _make_barriers(RING, HALVES),
-                _make_barriers(RING, 1), _make_barriers(RING, 1))  # fmt: skip
+    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, HALVES), make_barriers(RING, HALVES),
+                make_barriers(RING, 1), make_barriers(RING, 1))  # fmt: skip
     fence_async_shared()
     thread_barrier()
     descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)

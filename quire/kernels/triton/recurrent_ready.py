@@ -206,13 +206,14 @@ def _ready_kernel(
     thread_barrier()
     x_row = first.to(gl.int32) + start
     for part in gl.static_range(3):
-        fetch(x_desc, before_desc, x_row, _channel(part, head, group, GROUPS, SHARING), slots, part, fulls[part])
+        fetch(x_desc, before_desc, x_row, _channel(part, head, group, GROUPS, SHARING), slots, part * UNITS,
+              fulls[part])  # fmt: skip
     thread_barrier()  # or the compiler asks for some of it only when it has made gates
     x_stride = x_units * 8
     loaded = _load_gates(x_ptr + (first + start) * x_stride, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head,
                          CHANNELS + HEADS * 128, HEADS, SHARING)  # fmt: skip
     taps = by_age(load_taps(conv_ptr, _channel(0, head, group, GROUPS, SHARING), TAPS), TAPS)
-    where = ((state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride), start)
+    ring = (state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride)
     place = tile.to(gl.int64) * HEADS + head
     _make_gates(loaded, num_tokens, gates_ptr + place * 256, lines, SHARING)
     values_ptr += place * (64 * 128)
@@ -227,9 +228,10 @@ def _ready_kernel(
         await_part(part, fulls, PARTS)
         slot = part % 3
         if num_tokens < 64:
-            clear_behind(slots, slot, num_tokens)
+            clear_behind(slots, slot * UNITS, num_tokens, 64)
         for half in range(2):
-            mixed = convolve(slots, slot, half, taps, where, channel, CHANNELS, TAPS)
+            unit = slot * UNITS + 8 * half
+            mixed = convolve(slots, unit, taps, (ring, start + 32 * half), channel, CHANNELS, TAPS)
             if part < KEY:
                 store_values(mixed, values_ptr + part * (64 * 128), half)
             else:

@@ -210,11 +210,12 @@ def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tenso
 
 
 def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
-    """Mamba2's recurrence and skip, likewise; where it has no norm, gated."""
+               positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int, *,
+               gated: bool) -> None:  # fmt: skip
+    """Mamba2's recurrence and skip, likewise."""
     chunks = convolve(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.dt_low,
                       weights.dt_high, shape, state, slots, positions, tiles, chunk, delta=False)  # fmt: skip
-    _walk(x, chunks, None, weights.skip, weights.norm is None, shape, state, slots, positions, rows, out)
+    _walk(x, chunks, None, weights.skip, gated, shape, state, slots, positions, rows, out)
 
 
 def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: Tensor | None, gated: bool,
@@ -268,4 +269,17 @@ def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
         and dtype in (torch.bfloat16, torch.float16)
         and chunk_tokens(shape, dtype) == CHUNK
         and shape.beta_top == 1.0
+    )
+
+
+def fits_mamba_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
+    """Whether such a model's Mamba2 layers are for `mamba_walk`. Rows of x must be whole units of 16 bytes, which all
+    but the heads' steps are in any case. A thread of the convolution has four taps of a channel."""
+    return (
+        (shape.key_dim, shape.value_dim) == (128, 64)
+        and shape.num_heads % 8 == 0
+        and shape.num_heads % shape.num_groups == 0
+        and 2 <= shape.conv_len <= 4
+        and dtype in (torch.bfloat16, torch.float16)
+        and chunk_tokens(shape, dtype) == CHUNK
     )

@@ -198,11 +198,12 @@ def delta_step(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: T
 
 
 def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
-    """Mamba2 up to its gated norm, likewise; where it has no norm, gated."""
+               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
+               gated: bool) -> None:  # fmt: skip
+    """Mamba2 up to its norm, likewise."""
     _launch(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0, weights.dt_low,
             weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False,
-            gated=weights.norm is None)  # fmt: skip
+            gated=gated)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

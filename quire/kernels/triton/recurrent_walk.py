@@ -77,8 +77,8 @@ def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state:
     )
     sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
     _ready_kernel[(heads // sharing, num_tiles)](
-        x, _strip(x, 64), _strip(x, 4), weights.conv, weights.a_log, weights.dt_bias, state, chunks.keys,
-        chunks.values, chunks.gates, _boxes(chunks.t), _boxes(chunks.scores), slots, positions, tiles,
+        x, strip(x, 64), strip(x, 4), weights.conv, weights.a_log, weights.dt_bias, state, chunks.keys,
+        chunks.values, chunks.gates, boxes(chunks.t), boxes(chunks.scores), slots, positions, tiles,
         x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, GROUPS=groups, SHARING=sharing,
         TAPS=shape.conv_len, num_warps=4, maxnreg=READY_REGISTERS,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
     """`chunks` are of the rows of `rows`, in their order, and can be walked over once."""
     halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
-        x, _boxes(x), _boxes(chunks.keys), _boxes(chunks.values), _boxes(chunks.t), _boxes(chunks.scores),
+        x, boxes(x), boxes(chunks.keys), boxes(chunks.values), boxes(chunks.t), boxes(chunks.scores),
         _lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
         state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups,
         TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
@@ -103,17 +103,17 @@ def halves_to_a_program(num_heads: int, num_processors: int) -> int:
     return 1 if 2 * num_heads <= num_processors else 2
 
 
-def _boxes(part: Tensor) -> TensorDescriptor:
+def boxes(part: Tensor) -> TensorDescriptor:
     """How the copy engine sees it: rows below each other, whatever they are."""
     width, stride = part.shape[-1], part.stride(-2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(part, [part.numel() // width, width], [stride, 1], BOX, layout)
 
 
-def _strip(x: Tensor, num_tokens: int) -> TensorDescriptor:
-    """Tokens of 128 channels, as they lie."""
+def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
+    """Tokens of so many channels, as they lie."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, 128], layout)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, channels], layout)
 
 
 def _lines(gates: Tensor) -> TensorDescriptor:

@@ -97,6 +97,11 @@ class AttentionShape:
     sinks: bool = False  # each head also gives a score of its own to nothing at all
     clip: float | None = None  # queries, keys and values, normed but not yet turned, stay within plus and minus this
 
+    @property
+    def activation_elements(self) -> int:
+        """That a token has alive at one time."""
+        return (4 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:

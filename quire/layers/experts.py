@@ -99,6 +99,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+    shared_matrices: tuple[str, str, str] | None = None  # its gate, up and down; None: called as the others'
     shared_gate: str = "shared_expert_gate"
 
     def below(self, layer: str) -> ExpertNames:
@@ -111,8 +112,11 @@ class ExpertNames:
         """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
         return f"{self.prefix}.experts.{matrix}_proj.weight"
 
-    def of_shared(self, matrix: str) -> str:
-        return f"{self.prefix}.{self.shared}.{matrix}.weight"
+    def of_shared(self) -> tuple[str, str, str]:
+        """The shared one's gate, up and down."""
+        gate, up, down = self.shared_matrices or (self.gate, self.up, self.down)
+        prefix = f"{self.prefix}.{self.shared}"
+        return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
 
 
 def count_merged(shape: MoEShape, ops: Ops) -> int:
@@ -275,14 +279,15 @@ def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple
     """Of gates and ups, and of downs: the shared expert's, cut into experts of the usual size. A checkpoint that has
     the others in one tensor has this one by itself all the same."""
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+    gate_name, up_name, down_name = (f"{name}.weight" for name in names.of_shared())
     gate_up, down = [], []
     for index in range(num_shared):
         cut = (index * inner, (index + 1) * inner)
         start = (num + index) * 2 * inner
-        for place, matrix in ((start, names.gate), (start + inner, names.up)):
+        for place, name in ((start, gate_name), (start + inner, up_name)):
             rows = None if num_shared == 1 else Rows(*cut)
-            gate_up.append(Part(names.of_shared(matrix), (shape.shared_width, width), place, place + inner, form=rows))
+            gate_up.append(Part(name, (shape.shared_width, width), place, place + inner, form=rows))
         columns = None if num_shared == 1 else Columns(*cut)
         place = (num + index) * width
-        down.append(Part(names.of_shared(names.down), (width, shape.shared_width), place, place + width, form=columns))
+        down.append(Part(down_name, (width, shape.shared_width), place, place + width, form=columns))
     return gate_up, down

@@ -45,14 +45,20 @@ class LatentShape:
     def head_dim(self) -> int:
         return self.nope_dim + self.rope_dim
 
+    @property
+    def activation_elements(self) -> int:
+        """That a token has alive at one time."""
+        return self.num_heads * (2 * self.head_dim + self.rope_dim + 2 * self.rank + 2 * self.value_dim)
 
-def latent_spec(shape: LatentShape, form: Form, num_layers: int, dtype: torch.dtype, page_tokens: int) -> CacheSpec:
+
+def latent_spec(shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: torch.dtype,
+                page_tokens: int) -> CacheSpec:  # fmt: skip
     if form == "naive":
         entry, planes = (shape.num_heads, max(shape.head_dim, shape.value_dim)), 2
     else:
         entry, planes = (1, shape.rank + shape.rope_dim), 1
     name = str(dtype).removeprefix("torch.")
-    return CacheSpec("latent", "paged", tuple(range(num_layers)), entry, name, planes, page_tokens)
+    return CacheSpec("latent", "paged", layers, entry, name, planes, page_tokens)
 
 
 class LatentAttention(nn.Module):
@@ -83,7 +89,7 @@ class LatentAttention(nn.Module):
         self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added"""
+        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
         shape = self.shape
         down = self.down(stream, norm=self.norm)
         q, entry = down.split_with_sizes((self.first_width, shape.rank + shape.rope_dim), 1)
@@ -94,17 +100,20 @@ class LatentAttention(nn.Module):
             attended = self._attend_naive(q, entry, angles, plan)
         else:
             attended = self._attend(q, entry, angles, plan)
-        return self.out(attended, residual=stream)
+        stream = plan.pick(stream)
+        return self.out(attended, residual=stream) if len(stream) else stream
 
     def _attend(self, q: Tensor, entry: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """q [tokens, heads, head_dim], entry [tokens, rank + rope_dim] -> [tokens, heads * value_dim]"""
+        """q [tokens, heads, head_dim], entry [tokens, rank + rope_dim] -> [n, heads * value_dim]"""
         shape, norm = self.shape, self.latent_norm
         cache = plan.planes[self.cache_index]
         q_rope = self.ops.latent_write(
             q, entry, norm.weight, norm.eps, angles, cache, plan.slots, shape.interleaved
         )  # [tokens, heads, rope_dim]
+        q_nope, q_rope = plan.pick(q[..., : shape.nope_dim]), plan.pick(q_rope)
+        if not len(q_rope):
+            return q_rope
         key_up, value_up = self._up()
-        q_nope = q[..., : shape.nope_dim]
         if self.form == "expanded":
             whole = torch.cat((q_nope, q_rope), -1)
             return expanded_attention(whole, key_up, value_up, cache, plan.kernel, shape.scale)
@@ -125,7 +134,9 @@ class LatentAttention(nn.Module):
         for cache, x in ((k_cache, k), (v_cache, v)):
             padded = functional.pad(x, (0, cache.shape[-1] - x.shape[-1]))
             cache.view(-1, *cache.shape[2:]).index_copy_(0, plan.slots, padded)
-        whole = torch.cat((q_nope, q_rope), -1)
+        whole = plan.pick(torch.cat((q_nope, q_rope), -1))
+        if not len(whole):
+            return whole
         keys, values = k_cache[..., : shape.head_dim], v_cache[..., : shape.value_dim]
         return self.ops.paged_attention(whole, keys, values, plan.kernel, shape.scale)
 

@@ -25,10 +25,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
-        prefix, inner = f"{names.prefix}.{names.shared}", shape.shared_width
-        gate_up = [(f"{prefix}.{names.gate}", inner), (f"{prefix}.{names.up}", inner)]
-        self.gate_up = Linear(shape.width, gate_up, dtype=dtype, scheme=scheme)
-        self.down = Linear(inner, [(f"{prefix}.{names.down}", shape.width)], dtype=dtype, scheme=scheme)
+        inner, (gate_name, up_name, down_name) = shape.shared_width, names.of_shared()
+        self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], dtype=dtype, scheme=scheme)
+        self.down = Linear(inner, [(down_name, shape.width)], dtype=dtype, scheme=scheme)
         self.curve: Curve = "silu"
         self.ops = ops
         self.gate = None

@@ -83,7 +83,7 @@ class BambaModel(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention = shape.attention
-        assert attention is not None
+        assert isinstance(attention, AttentionShape)
         still = attention.head_dim - attention.head_dim // 2
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 

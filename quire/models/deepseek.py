@@ -8,7 +8,7 @@ all heads read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.kernels.angles import Angles
 from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionPlan, plan_attention
+from quire.layers.attention import AttentionPlan, plan_attention, plan_last_attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.latent import Form, LatentAttention, LatentShape, latent_spec
@@ -102,7 +102,7 @@ class DeepSeekLayer(nn.Module):
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """stream [tokens, width]; beyond attention only the tokens that `plan` wants go on"""
-        stream = plan.pick(self.attention(stream, angles, plan))
+        stream = self.attention(stream, angles, plan)
         return self.mlp(stream) if len(stream) else stream
 
 
@@ -116,10 +116,9 @@ class DeepSeekModel(nn.Module):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         shape = config.attention
-        heads = shape.num_heads * (2 * shape.head_dim + shape.rope_dim + 2 * shape.rank + 2 * shape.value_dim)
-        blocks = max(heads, 3 * config.dense_width, moe_activations(config.moe))
+        blocks = max(shape.activation_elements, 3 * config.dense_width, moe_activations(config.moe))
         self.activation_elements = 4 * shape.width + blocks
-        self.specs = [latent_spec(shape, config.form, config.num_layers, cache_dtype, page_tokens)]
+        self.specs = [latent_spec(shape, config.form, tuple(range(config.num_layers)), cache_dtype, page_tokens)]
         self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype, scheme=scheme)
         self.layers = nn.ModuleList(
             DeepSeekLayer(index, config, dtype, ops, scheme) for index in range(config.num_layers)
@@ -139,7 +138,7 @@ class DeepSeekModel(nn.Module):
         stream = self.embedding(step.tokens)
         for layer in self.layers[:-1]:
             stream = layer(stream, angles, plan)
-        last = plan if step.samples is None else replace(plan, wanted=step.logits_index)
+        last = plan_last_attention(plan, step, self.specs[0], caches["latent"], self.ops)
         stream = self.layers[-1](stream, angles, last)
         return self.norm(stream) if len(stream) else stream
 
@@ -148,18 +147,23 @@ class DeepSeekModel(nn.Module):
 
 
 def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
+    sharper = 1.0
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if rope.kind != "default" and scaling.get("mscale_all_dim"):
+        sharper = yarn_magnitude(rope.factor, number(scaling, "mscale_all_dim", 0.0)) ** 2
+    return read_latent(config, sharper=sharper, interleaved=flag(config, "rope_interleave", True))
+
+
+def read_latent(config: Mapping[str, Any], *, sharper: float = 1.0, interleaved: bool = False) -> LatentShape:
+    """`sharper`: what scores are multiplied with beyond the usual."""
     q_rank = None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank")
     bias = flag(config, "attention_bias", False)
     if bias and q_rank is None:
-        what = "A DeepSeek model with attention_bias and without q_lora_rank is not supported."
+        what = f"A {config['model_type']} model with attention_bias and without q_lora_rank is not supported."
         raise QuireError("unsupported_model", what, "No published model has both.")
     nope_dim, rope_dim = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim")
     if rope_dim % 2:
         raise QuireError("bad_config", f"qk_rope_head_dim={rope_dim} must be even.", "Check config.json.")
-    scale = (nope_dim + rope_dim) ** -0.5
-    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    if rope.kind != "default" and scaling.get("mscale_all_dim"):
-        scale *= yarn_magnitude(rope.factor, number(scaling, "mscale_all_dim", 0.0)) ** 2
     return LatentShape(
         width=whole(config, "hidden_size"),
         num_heads=whole(config, "num_attention_heads"),
@@ -168,8 +172,8 @@ def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         value_dim=whole(config, "v_head_dim"),
-        scale=scale,
-        interleaved=flag(config, "rope_interleave", True),
+        scale=(nope_dim + rope_dim) ** -0.5 * sharper,
+        interleaved=interleaved,
         bias=bias,
     )
 

@@ -136,7 +136,7 @@ class FalconH1Model(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape, by = config.shape, config.multipliers
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and isinstance(recurrent, RecurrentShape)
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"

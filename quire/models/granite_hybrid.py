@@ -92,7 +92,7 @@ class GraniteHybridModel(HybridModel):
                  device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention = shape.attention
-        assert attention is not None
+        assert isinstance(attention, AttentionShape)
         scale = scale_by(config.residual_scale)
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 

@@ -17,6 +17,7 @@ from quire.kernels.recurrent import ConvShape, RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.latent import LatentShape, latent_spec
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent import plan_recurrent, state_spec
@@ -30,7 +31,7 @@ KEEPING: dict[str, tuple[BlockKind, ...]] = {
     "attention": ("attention", "parallel"),
     "recurrent": ("recurrent", "parallel"),
 }
-ATTENTION, STATE = "full", "state"  # names of the cache groups
+ATTENTION, STATE = "full", "state"  # names of the cache groups; latents have their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,16 @@ class HybridShape:
     norm_eps: float
     max_positions: int
     tied: bool  # the head is the embedding
-    attention: AttentionShape | None  # None: no layer attends
+    attention: AttentionShape | LatentShape | None  # None: no layer attends
     recurrent: RecurrentShape | ConvShape | None
     blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int, attention: AttentionShape | None,
-             recurrent: RecurrentShape | ConvShape, blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
+    def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int,
+             attention: AttentionShape | LatentShape | None, recurrent: RecurrentShape | ConvShape,
+             blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
              logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
         """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
         none."""
@@ -93,7 +95,7 @@ class HybridModel(nn.Module):
         self.activation_elements = activation_elements
         self.rope = rope
         self.specs = _cache_specs(shape, cache_dtype, page_tokens)
-        self._spec_of = {spec.group: spec for spec in self.specs}
+        self._spec_of = {spec.kind: spec for spec in self.specs}
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
         self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale, scheme)
@@ -114,16 +116,17 @@ class HybridModel(nn.Module):
         [tokens, width], of the tokens that are wanted."""
         attention: Any = None
         recurrent: Any = None
-        if ATTENTION in self._spec_of:
-            attention = plan_attention(step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops)
-        if STATE in self._spec_of:
-            recurrent = plan_recurrent(step, self._spec_of[STATE], caches[STATE], self.ops)
+        paged, state = self._spec_of.get("paged"), self._spec_of.get("state")
+        if paged is not None:
+            attention = plan_attention(step, paged, caches[paged.group], self.ops)
+        if state is not None:
+            recurrent = plan_recurrent(step, state, caches[state.group], self.ops)
         angles = None if self.rope is None else self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
             is_last = place == self._last_mixer  # what follows works on each token alone
-            if is_last and kind in KEEPING["attention"]:
-                attention = plan_last_attention(attention, step, self._spec_of[ATTENTION], caches[ATTENTION], self.ops)
+            if is_last and paged is not None and kind in KEEPING["attention"]:
+                attention = plan_last_attention(attention, step, paged, caches[paged.group], self.ops)
             if kind == "attention":
                 stream = block(stream, angles, attention)
             elif kind == "parallel":
@@ -150,20 +153,26 @@ def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> li
     specs = []
     if places["attention"]:
         assert shape.attention is not None
-        entry = (shape.attention.num_kv_heads, shape.attention.head_dim)
-        name = str(dtype).removeprefix("torch.")
-        specs.append(CacheSpec(ATTENTION, "paged", places["attention"], entry, name, page_tokens=page_tokens))
+        specs.append(_paged_spec(shape.attention, places["attention"], dtype, page_tokens))
     if places["recurrent"]:
         assert shape.recurrent is not None
         specs.append(state_spec(STATE, places["recurrent"], shape.recurrent.slot_elements, page_tokens))
     return specs
 
 
+def _paged_spec(attention: AttentionShape | LatentShape, layers: tuple[int, ...], dtype: torch.dtype,
+                page_tokens: int) -> CacheSpec:  # fmt: skip
+    if isinstance(attention, LatentShape):
+        return latent_spec(attention, "absorbed", layers, dtype, page_tokens)
+    entry, name = (attention.num_kv_heads, attention.head_dim), str(dtype).removeprefix("torch.")
+    return CacheSpec(ATTENTION, "paged", layers, entry, name, page_tokens=page_tokens)
+
+
 def block_activations(shape: HybridShape, inner_width: int) -> int:
     """Elements a token has alive at one time, for blocks whose feed-forward part holds `inner_width` of them."""
     most = inner_width
     if shape.attention is not None:
-        most = max(most, (4 * shape.attention.num_heads + 2 * shape.attention.num_kv_heads) * shape.attention.head_dim)
+        most = max(most, shape.attention.activation_elements)
     if shape.recurrent is not None:
         most = max(most, shape.recurrent.activation_elements)
     return 4 * shape.width + most

@@ -88,7 +88,7 @@ class Lfm2Model(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention = shape.attention
-        assert attention is not None
+        assert isinstance(attention, AttentionShape)
 
         def feed_forward(layer: str, index: int, norm: RMSNorm) -> nn.Module:
             if config.moe is not None and index >= config.num_dense:

@@ -13,7 +13,7 @@ from torch import nn
 
 from quire.kernels.recurrent import RecurrentShape
 from quire.kernels.table import Ops
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, AttentionShape
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent_mamba import Mamba2, MambaOptions
@@ -93,7 +93,7 @@ class Mixers:
             assert isinstance(shape.recurrent, RecurrentShape)
             return Mamba2(f"{layer}.mamba", norm, shape.width, shape.recurrent, cache_index, self.options, dtype=dtype,
                           ops=ops, scheme=scheme)  # fmt: skip
-        assert shape.attention is not None
+        assert isinstance(shape.attention, AttentionShape)
         bias = self.attention_bias
         return Attention(f"{layer}.self_attn", norm, shape.attention, cache_index, qkv_bias=bias, out_bias=bias,
                          qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip

@@ -142,7 +142,7 @@ class NemotronHModel(HybridModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and isinstance(recurrent, RecurrentShape)
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             prefix = f"backbone.layers.{place}.mixer"

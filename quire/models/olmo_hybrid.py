@@ -76,7 +76,7 @@ class OlmoHybridModel(HybridModel):
                  device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape, bias = config.shape, config.attention_bias
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and isinstance(recurrent, RecurrentShape)
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
         head_rows, kv_rows = (num * attention.head_dim for num in (attention.num_heads, attention.num_kv_heads))
 
         def norm(layer: str, name: str) -> RMSNorm:

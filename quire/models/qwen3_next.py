@@ -102,7 +102,7 @@ class QwenHybridModel(HybridModel):
                  device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
-        assert attention is not None and isinstance(recurrent, RecurrentShape)
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, config.norm_offset)

@@ -37,33 +37,54 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Token
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
                     plan: TokenPlans) -> Tensor:  # fmt: skip
     """As the reference."""
-    return _by_token(lambda *token: reference_recurrent.gated_delta_net(token[0], weights, shape, *token[1:]), x,
-                     shape.values, state, plan)  # fmt: skip
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.gated_delta_net(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.values, state, plan)
+
+
+def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: TokenPlans) -> Tensor:  # fmt: skip
+    """As the reference."""
+
+    def layer(x: Tensor, forget: Tensor, gate: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.channel_delta_net(x, forget, gate, weights, shape, state, alone)
+
+    return _by_token(layer, (x, forget, gate), shape.values, state, plan)
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
     """As the reference."""
-    return _by_token(lambda *token: reference_recurrent.mamba2(token[0], weights, shape, *token[1:]), x, shape.values,
-                     state, plan)  # fmt: skip
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.mamba2(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.values, state, plan)
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TokenPlans) -> Tensor:
     """As the reference."""
-    return _by_token(lambda *token: reference_recurrent.short_conv(token[0], weights, shape, *token[1:]), x,
-                     shape.channels, state, plan)  # fmt: skip
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.short_conv(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.channels, state, plan)
 
 
-def _by_token(layer: Callable[[Tensor, Tensor, RecurrentPlan], Tensor], x: Tensor, num_outputs: int, state: Tensor,
+def _by_token(layer: Callable[..., Tensor], inputs: tuple[Tensor, ...], num_outputs: int, state: Tensor,
               plan: TokenPlans) -> Tensor:  # fmt: skip
-    """Tokens, and states where slots do not all begin alike, are copied to a place of their own: where in memory
-    something begins must not matter, either."""
-    out, token = x.new_empty(len(x), num_outputs), 0
+    """`layer` gets one token of all `inputs` [tokens, ...], its state and its plan. Tokens, and states where slots do
+    not all begin alike, are copied to a place of their own: where in memory something begins must not matter either."""
+    first, token = inputs[0], 0
+    out = first.new_empty(len(first), num_outputs)
     begin_alike = state.stride(0) * state.element_size() % ALIGNMENT == 0
     for slot, plans in zip(plan.slots, plan.tokens, strict=True):
         lying = state[slot : slot + 1]
         own = lying if begin_alike else lying.clone()
         for alone in plans:
-            out[token : token + 1] = layer(x[token : token + 1].clone(), own, alone)
+            here = slice(token, token + 1)
+            out[here] = layer(*(each[here].clone() for each in inputs), own, alone)
             token += 1
         if own is not lying:
             lying.copy_(own)

@@ -94,7 +94,7 @@ class DeltaWeights:
 
     conv: Tensor  # [channels, 1, conv_len]
     a_log: Tensor  # [heads]
-    dt_bias: Tensor  # [heads]
+    dt_bias: Tensor  # [heads]; [keys] where each channel has a decay of its own
     norm: Tensor  # [value_dim]
     eps: float
 

@@ -1,10 +1,11 @@
 """Recurrent layers in plain torch over a ragged batch: the CPU path, and the oracle for faster twins.
 
-Both kinds follow one recurrence per head, with a state S [value_dim, key_dim], a decay, a key, a query and a value:
+All kinds follow one recurrence per head, with a state S [value_dim, key_dim], a decay, a key, a query and a value:
 
-    S = exp(decay) S;   u = beta (value - S key), or just the value;   S = S + u key';   out = S query
+    S = S exp(decay);   u = beta (value - S key), or just the value;   S = S + u key';   out = S query
 
-The first u is the delta rule (gated delta net), the second is Mamba2. `exact_scan` does it token by token; `chunk_scan`
+The first u is the delta rule (gated delta net), the second is Mamba2. A decay is one number a head, or one for each
+channel of its keys (Kimi Delta Attention), which is a column of S. `exact_scan` does it token by token; `chunk_scan`
 does the same by matrix products over chunks; rows of one token go through `single_step` together.
 """
 
@@ -62,11 +63,30 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     q, k, v = _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1)
     q, k = (_l2_norm(part.unflatten(1, (shape.num_groups, shape.key_dim))) for part in (q, k))
     decay = -_wide(weights.a_log).exp() * functional.softplus(_wide(a) + _wide(weights.dt_bias))  # [tokens, heads]
-    heads = RecurrentInputs(q * shape.key_dim**-0.5, k, v.unflatten(1, (shape.num_heads, -1)), decay,
+    heads = RecurrentInputs(q * shape.key_dim**-0.5, k, v.unflatten(1, (shape.num_heads, -1)), decay.unsqueeze(2),
                             _wide(beta).sigmoid() * shape.beta_top)  # fmt: skip
     out = recurrence(heads, shape, state, plan)  # [tokens, heads, value_dim]
     out = functional.rms_norm(out, (shape.value_dim,), _wide(weights.norm), weights.eps)
     return (out.flatten(1) * functional.silu(_wide(gate))).to(x.dtype)
+
+
+def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: RecurrentPlan) -> Tensor:  # fmt: skip
+    """Kimi Delta Attention. x [tokens, channels + heads]: queries, keys and values for the convolution, then per head
+    what beta comes from; `forget` [tokens, keys]: what each channel's decay comes from; `gate` [tokens, values]: the
+    output's. Every head has a key and a query of its own. `state` [slots, slot_elements] is updated. Returns [tokens,
+    values]."""
+    mixed, beta = x.split((shape.channels, shape.num_heads), dim=1)
+    mixed = functional.silu(causal_conv(mixed, weights.conv, None, shape, state, plan), inplace=True)
+    by_head = (shape.num_heads, -1)
+    q, k, v = (part.unflatten(1, by_head) for part in _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1))
+    decay = functional.softplus(_wide(forget) + _wide(weights.dt_bias)).unflatten(1, by_head)
+    decay = -_wide(weights.a_log).exp().unsqueeze(1) * decay  # [tokens, heads, key_dim]
+    heads = RecurrentInputs(_l2_norm(q) * shape.key_dim**-0.5, _l2_norm(k), v, decay,
+                            _wide(beta).sigmoid() * shape.beta_top)  # fmt: skip
+    out = recurrence(heads, shape, state, plan)  # [tokens, heads, value_dim]
+    out = functional.rms_norm(out, (shape.value_dim,), _wide(weights.norm), weights.eps)
+    return (out.flatten(1) * _wide(gate).sigmoid()).to(x.dtype)
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: RecurrentPlan) -> Tensor:
@@ -78,7 +98,8 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     q, k = (part.unflatten(1, (shape.num_groups, shape.key_dim)) for part in (q, k))
     v = v.unflatten(1, (shape.num_heads, shape.value_dim))
     dt = functional.softplus(_wide(dt) + _wide(weights.dt_bias)).clamp(weights.dt_low, weights.dt_high)
-    heads = RecurrentInputs(q, k, v * dt.unsqueeze(2), -_wide(weights.a_log).exp() * dt, None)
+    decay = -_wide(weights.a_log).exp() * dt  # [tokens, heads]
+    heads = RecurrentInputs(q, k, v * dt.unsqueeze(2), decay.unsqueeze(2), None)
     out = recurrence(heads, shape, state, plan) + _wide(weights.skip).unsqueeze(1) * v
     return _gate_and_norm(out.flatten(1), functional.silu(_wide(gate)), weights).to(x.dtype)
 
@@ -143,7 +164,7 @@ class RecurrentInputs:
     q: Tensor  # [tokens, groups, key_dim], float32 like all of them
     k: Tensor  # [tokens, groups, key_dim]
     v: Tensor  # [tokens, heads, value_dim]
-    decay: Tensor  # [tokens, heads]: the logarithm, 0 or below
+    decay: Tensor  # [tokens, heads, 1 or key_dim]: the logarithm, 0 or below
     beta: Tensor | None  # [tokens, heads]; None: no delta rule
 
     def expanded(self, span: slice | Tensor) -> RecurrentInputs:
@@ -185,7 +206,7 @@ def _step_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tens
 
 def single_step(inputs: RecurrentInputs, state: Tensor) -> Tensor:
     """One token of each row: moves `state` [rows, heads, value_dim, key_dim] on, returns [rows, heads, value_dim]."""
-    state.mul_(inputs.decay.exp()[..., None, None])
+    state.mul_(inputs.decay.exp().unsqueeze(2))
     update = inputs.v
     if inputs.beta is not None:
         update = (update - (state @ inputs.k.unsqueeze(3)).squeeze(3)) * inputs.beta.unsqueeze(2)
@@ -212,25 +233,45 @@ def chunk_scan(inputs: RecurrentInputs, state: Tensor, chunk: int = CHUNK) -> tu
 def _scan_chunk(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """With G the running sum of the decays, what the chunk's tokens write solves a unit lower triangular system:
 
-    u_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i k_j) u_j = beta_i (v_i - exp(G_i) S k_i)
+    u_i + beta_i sum_{j<i} (k_i exp(G_i - G_j) k_j) u_j = beta_i (v_i - S exp(G_i) k_i)
     """
-    q, k, v = (part.transpose(0, 1) for part in (inputs.q, inputs.k, inputs.v))  # [heads, tokens, dim]
-    total = inputs.decay.t().cumsum(1)  # [heads, tokens]
-    between = total.unsqueeze(2) - total.unsqueeze(1)
-    size = between.shape[1]
-    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril_()
-    between = between.masked_fill_(~seen, -torch.inf).exp_()  # [heads, tokens, tokens]; masked first: it may overflow
-    fade = total.exp().unsqueeze(2)
+    q, k, v, decay = (part.transpose(0, 1) for part in (inputs.q, inputs.k, inputs.v, inputs.decay))
+    total = decay.cumsum(1)  # [heads, tokens, 1 or key_dim]
+    fade = total.exp()
     update = v
     if inputs.beta is not None:
         beta = inputs.beta.t().unsqueeze(2)
-        system = (k @ k.transpose(1, 2)) * between * beta
-        wanted = (v - fade * (k @ state.transpose(1, 2))) * beta
+        system = faded_products(k, k, total) * beta
+        wanted = (v - (k * fade) @ state.transpose(1, 2)) * beta
         update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = fade * (q @ state.transpose(1, 2)) + ((q @ k.transpose(1, 2)) * between) @ update
-    left = (total[:, -1:] - total).exp().unsqueeze(2)
-    state = total[:, -1, None, None].exp() * state + (update * left).transpose(1, 2) @ k
+    out = (q * fade) @ state.transpose(1, 2) + faded_products(q, k, total) @ update
+    last = total[:, -1:]
+    state = last.exp() * state + update.transpose(1, 2) @ (k * (last - total).exp())
     return out.transpose(0, 1), state
+
+
+def faded_products(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """How much each token reads of what it and those before wrote: the sum over channels of q_i exp(G_i - G_j) k_j, 0
+    for later tokens. q and k [heads, tokens, key_dim], G `total` [heads, tokens, 1 or key_dim] -> [heads, tokens,
+    tokens]."""
+    size = q.shape[1]
+    if total.shape[2] == 1:
+        between = total - total.transpose(1, 2)
+        seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril_()
+        between.masked_fill_(~seen, -torch.inf)  # before the exponential: that may overflow
+        return (q @ k.transpose(1, 2)) * between.exp_()
+    # exp(-G_j) overflows. But each j before i parts from it at one bit of their places, the highest that differs: up to
+    # there both are in one block, j in its first half and i in its second. With R the total at the end of the first
+    # half, exp(G_i - R) exp(R - G_j) has no exponent above 0, and all blocks of a size are one product.
+    products = torch.diag_embed((q * k).sum(2))
+    places = torch.arange(size, device=q.device)
+    for level in range((size - 1).bit_length()):
+        block, second = places >> (level + 1), (places >> level & 1).bool()
+        middle = total[:, ((block << (level + 1)) + (1 << level) - 1).clamp_(max=size - 1)]  # [heads, tokens, key_dim]
+        left = (total - middle).masked_fill(~second.unsqueeze(1), -torch.inf).exp() * q
+        right = (middle - total).masked_fill(second.unsqueeze(1), -torch.inf).exp() * k
+        products += (left @ right.transpose(1, 2)) * (block.unsqueeze(1) == block)
+    return products
 
 
 def _wide(x: Tensor) -> Tensor:

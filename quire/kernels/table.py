@@ -60,8 +60,9 @@ class Ops:
     run_experts: Callable[..., Tensor]
     latent_write: Callable[..., Tensor]
     latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
-    plan_recurrent: Callable[..., Any]  # what it returns is for the three ops below, of the same row
+    plan_recurrent: Callable[..., Any]  # what it returns is for the four ops below, of the same row
     gated_delta_net: Callable[..., Tensor]
+    channel_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
     norm_add: Callable[..., Tensor] | None = None  # see `RMSNorm.add_to`; None: one after the other
@@ -87,6 +88,7 @@ REFERENCE = Ops(
     latent_attention=reference_latent.latent_attention,
     plan_recurrent=reference_recurrent.plan_recurrent,
     gated_delta_net=reference_recurrent.gated_delta_net,
+    channel_delta_net=reference_recurrent.channel_delta_net,
     mamba2=reference_recurrent.mamba2,
     short_conv=reference_recurrent.short_conv,
 )
@@ -98,6 +100,7 @@ _FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
     "run_experts": fixed_experts.run_experts,
     "plan_recurrent": fixed_recurrent.plan_recurrent,
     "gated_delta_net": fixed_recurrent.gated_delta_net,
+    "channel_delta_net": fixed_recurrent.channel_delta_net,
     "mamba2": fixed_recurrent.mamba2,
     "short_conv": fixed_recurrent.short_conv,
     "elementwise": fixed.elementwise,
@@ -200,6 +203,7 @@ def _triton_ops(strict: bool) -> Ops:
             latent_heads,
             norm,
             recurrent,
+            recurrent_channel,
             recurrent_short,
             rope,
             route,
@@ -227,6 +231,7 @@ def _triton_ops(strict: bool) -> Ops:
         head_product=latent_heads.head_product,
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
+        channel_delta_net=recurrent_channel.channel_delta_net,
         mamba2=recurrent.mamba2,
         short_conv=recurrent_short.short_conv,
         merges_shared=True,
@@ -250,6 +255,7 @@ def _fixed_triton_ops() -> Ops:
         merges_shared=False,
         plan_recurrent=walks.plan_recurrent,
         gated_delta_net=walks.gated_delta_net,
+        channel_delta_net=walks.channel_delta_net,
         mamba2=walks.mamba2,
         short_conv=walks.short_conv,
         qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),

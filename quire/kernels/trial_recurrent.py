@@ -72,11 +72,15 @@ class MambaTrialShape:
 
 
 # All kinds of layers go by one plan.
-_give_up = reference_for("plan_recurrent", "gated_delta_net", "mamba2", "short_conv")
+_give_up = reference_for("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
 
 
 def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
     return Row("delta net", lambda ops: try_delta_net(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+
+
+def channel_delta_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row("Kimi delta net", lambda ops: try_channel_delta(ops, shape, dtype, device, ONE_REQUEST), _give_up)
 
 
 def mamba_row(shape: MambaTrialShape, device: torch.device) -> Row:
@@ -92,12 +96,28 @@ def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device:
 def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
                   steps: Steps = MIXED) -> None:  # fmt: skip
     """What comes out of these steps, and what they leave behind. Raises."""
-    weights = DeltaWeights(_taps(shape, dtype, device), _draw(device, shape.num_heads) - 1.0,
-                           _draw(device, shape.num_heads), (_draw(device, shape.value_dim) + 1.0).to(dtype),
-                           1e-6)  # fmt: skip
-    wide = replace(weights, conv=weights.conv.float(), norm=weights.norm.float())
+    weights, wide = _delta_weights(shape, shape.num_heads, dtype, device)
     inputs = shape.channels + shape.values + 2 * shape.num_heads
     _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
+
+
+def try_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
+                      steps: Steps = MIXED) -> None:  # fmt: skip
+    """As `try_delta_net`."""
+    weights, wide = _delta_weights(shape, shape.keys, dtype, device)
+    inputs = shape.channels + shape.num_heads + shape.keys + shape.values
+    _follow(ops, lambda table: of_one_tensor(table.channel_delta_net), weights, wide, inputs, shape, dtype, device,
+            steps)  # fmt: skip
+
+
+def of_one_tensor(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A `channel_delta_net` that is called as the other layers' ops are, with all its inputs beside each other."""
+
+    def run(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any) -> Tensor:
+        sizes = (shape.channels + shape.num_heads, shape.keys, shape.values)
+        return op(*x.split(sizes, dim=1), weights, shape, state, plan)
+
+    return run
 
 
 def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Steps = MIXED) -> None:
@@ -148,6 +168,15 @@ def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, 
 def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: Any, state: Tensor,
            rows: tuple[Tensor, Tensor, list[int]]) -> Tensor:  # fmt: skip
     return op(REFERENCE)(x.float(), weights, shape, state, REFERENCE.plan_recurrent(*rows))
+
+
+def _delta_weights(shape: RecurrentShape, num_decays: int, dtype: torch.dtype,
+                   device: torch.device) -> tuple[DeltaWeights, DeltaWeights]:  # fmt: skip
+    """And the same in float32."""
+    weights = DeltaWeights(_taps(shape, dtype, device), _draw(device, shape.num_heads) - 1.0,
+                           _draw(device, num_decays), (_draw(device, shape.value_dim) + 1.0).to(dtype),
+                           1e-6)  # fmt: skip
+    return weights, replace(weights, conv=weights.conv.float(), norm=weights.norm.float())
 
 
 def _taps(shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -49,7 +49,9 @@ def test_kernels_compile_for_hopper() -> None:
               "_few_down_kernel", "_head_product_kernel", "_latent_write_kernel", "_latent_kernel", "_step_kernel",
               "_conv_kernel", "_gates_kernel", "_prepare_kernel", "_walk_kernel", "_token_walk_kernel", "_ring_kernel",
               "_fixed_linear_kernel", "_fixed_attention_kernel", "_join_spans_kernel", "_norm_tiles_kernel",
-              "_norm_groups_kernel", "_norm_add_kernel", "_gate_mul_kernel", "_quantize_rows_kernel"}  # fmt: skip
+              "_norm_groups_kernel", "_norm_add_kernel", "_gate_mul_kernel", "_quantize_rows_kernel",
+              "_channel_step_kernel", "_channel_gates_kernel", "_channel_prepare_kernel",
+              "_channel_walk_kernel"}  # fmt: skip
     if triton.__version__.startswith(KNOWN_GLUON):
         wanted |= GLUON
     assert wanted <= compiled.keys() and all(size > 0 for size in compiled.values())

@@ -40,6 +40,8 @@ from quire.kernels.triton import (
     prefill_hopper,
     prefill_shares,
     recurrent,
+    recurrent_channel,
+    recurrent_channel_step,
     recurrent_scan,
     recurrent_short,
     recurrent_step,
@@ -82,7 +84,8 @@ def main() -> None:
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     for module in (launch, attention, decode, fixed_linear, fixed_tiles, gated_hopper, latent, latent_many,
-                   prefill_shares, recurrent_scan, recurrent_step, recurrent_walk, sample):  # fmt: skip
+                   prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step, recurrent_walk,
+                   sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("takes_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -113,6 +116,7 @@ def main() -> None:
     compile_experts()
     compile_latent()
     compile_recurrent()
+    compile_channel_delta()
     compile_short_conv()
     json.dump(launched, sys.stdout)
 
@@ -242,6 +246,21 @@ def compile_recurrent() -> None:
             for each in (plan, many):
                 recurrent.mamba2(x, weights, shape, state, each)
             fixed_recurrent.mamba2(x[:4], weights, shape, state, walk)
+
+
+def compile_channel_delta() -> None:
+    bf16, shape = torch.bfloat16, RecurrentShape(32, 32, 128, 128, 4)
+    conv, norm = torch.zeros(shape.channels, 1, 4, dtype=bf16), torch.ones(shape.value_dim, dtype=bf16)
+    weights = DeltaWeights(conv, torch.zeros(shape.num_heads), torch.zeros(shape.keys), norm, 1e-6)
+    x = torch.zeros(130, shape.channels + shape.num_heads, dtype=bf16)
+    forget, gate = torch.zeros(130, shape.keys, dtype=bf16), torch.zeros(130, shape.values, dtype=bf16)
+    state = torch.zeros(2, shape.slot_elements)
+    for counts in ([129, 1], [1] * 130):
+        slots = torch.zeros(len(counts), dtype=torch.int64)
+        plan = recurrent.plan_recurrent(slots, torch.arange(130), counts)
+        recurrent_channel.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+    walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
+    fixed_recurrent.channel_delta_net(x[:4], forget[:4], gate[:4], weights, shape, state, walk)
 
 
 def compile_short_conv() -> None:

@@ -4,6 +4,8 @@ Run as `kernel_checks` are."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from quire.kernels import reference_experts, reference_recurrent
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.trial_recurrent import of_one_tensor
 from tests.gpu.fixed_checks import equal
 from tests.gpu.recurrent_checks import BOUNDS, doubled, weights_of
 from tests.gpu.where import Where, close
@@ -72,39 +75,59 @@ def check_fixed_recurrent(where: Where) -> None:
     large = [(RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False),
              (RecurrentShape(30, 30, 96, 192, 4, beta_top=2.0), True)]  # fmt: skip
     small = [(RecurrentShape(1, 2, 16, 40, 4, beta_top=2.0), True), (RecurrentShape(1, 2, 24, 16, 3), False)]
-    total, sizes = (90, (1, 7, 64)) if where.large else (5, (1, 3))
+    dtypes, cases = (where.dtypes, large) if where.large else (where.dtypes[:1], small)
+    for dtype, (shape, delta) in product(dtypes, cases):
+        op: Any = fixed_recurrent.gated_delta_net if delta else fixed_recurrent.mamba2
+        plain: Any = reference_recurrent.gated_delta_net if delta else reference_recurrent.mamba2
+        width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
+        name = f"{'delta' if delta else 'mamba'}, {shape.num_heads} heads in {dtype}"
+        _check_bits(where, op, plain, weights_of(where, shape, dtype, delta), shape, width, dtype, name)
+
+
+def check_fixed_channel_delta(where: Where) -> None:
+    """Likewise."""
+    from quire.kernels.triton import fixed_recurrent
+
+    op, plain = (of_one_tensor(row.channel_delta_net) for row in (fixed_recurrent, reference_recurrent))
+    shape = RecurrentShape(32, 32, 128, 128, 4) if where.large else RecurrentShape(2, 2, 12, 20, 3)
     for dtype in where.dtypes if where.large else where.dtypes[:1]:
-        for shape, delta in large if where.large else small:
-            weights: Any = weights_of(where, shape, dtype, delta)
-            op: Any = fixed_recurrent.gated_delta_net if delta else fixed_recurrent.mamba2
-            plain: Any = reference_recurrent.gated_delta_net if delta else reference_recurrent.mamba2
-            width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
-            x = where.normal(2 * total, width, dtype=dtype)  # the prompt, then somebody else's
-            name = f"{'delta' if delta else 'mamba'}, {shape.num_heads} heads in {dtype}"
-            where.settle()
-            state = torch.zeros(4, shape.slot_elements, device=where.device)
-            slots, positions = torch.tensor([2, 1], device=where.device), torch.arange(total, device=where.device)
-            where.poison()
-            plan = fixed_recurrent.plan_recurrent(slots, positions.repeat(2), [total, total])
-            whole = op(x, weights, shape, state, plan)
-            exact = torch.zeros(4, shape.slot_elements, device=where.device, dtype=torch.float64)
-            plan = reference_recurrent.plan_recurrent(slots, positions.repeat(2), [total, total])
-            expected = plain(x.double(), doubled(weights), shape, exact, plan)
-            close(whole, expected, dtype, name, BOUNDS[dtype])
-            for size in sizes:
-                again = torch.zeros_like(state)
-                for first in range(0, total, size):
-                    count = min(size, total - first)
-                    others = slice(total + first, total + first + 1)  # a single token beside it, of no matter
-                    part = torch.cat((x[first : first + count], x[others]))
-                    places = torch.cat((positions[first : first + count], positions[first : first + 1]))
-                    plan = fixed_recurrent.plan_recurrent(slots, places, [count, 1])
-                    got = op(part, weights, shape, again, plan)[:count]
-                    equal(got, whole[first : first + count], f"{name}, {size} at a time")
-                equal(again[2], state[2], f"{name}, {size} at a time: state")
+        weights = replace(weights_of(where, shape, dtype, True), dt_bias=where.normal(shape.keys))
+        width = shape.channels + shape.num_heads + shape.keys + shape.values
+        _check_bits(where, op, plain, weights, shape, width, dtype, f"channels' delta in {dtype}")
+
+
+def _check_bits(where: Where, op: Any, plain: Any, weights: Any, shape: RecurrentShape, width: int, dtype: torch.dtype,
+                name: str) -> None:  # fmt: skip
+    """`width`: of what the op is given."""
+    from quire.kernels.triton import fixed_recurrent
+
+    total, sizes = (90, (1, 7, 64)) if where.large else (5, (1, 3))
+    x = where.normal(2 * total, width, dtype=dtype)  # the prompt, then somebody else's
+    where.settle()
+    state = torch.zeros(4, shape.slot_elements, device=where.device)
+    slots, positions = torch.tensor([2, 1], device=where.device), torch.arange(total, device=where.device)
+    where.poison()
+    plan = fixed_recurrent.plan_recurrent(slots, positions.repeat(2), [total, total])
+    whole = op(x, weights, shape, state, plan)
+    exact = torch.zeros(4, shape.slot_elements, device=where.device, dtype=torch.float64)
+    plan = reference_recurrent.plan_recurrent(slots, positions.repeat(2), [total, total])
+    expected = plain(x.double(), doubled(weights), shape, exact, plan)
+    close(whole, expected, dtype, name, BOUNDS[dtype])
+    for size in sizes:
+        again = torch.zeros_like(state)
+        for first in range(0, total, size):
+            count = min(size, total - first)
+            others = slice(total + first, total + first + 1)  # a single token beside it, of no matter
+            part = torch.cat((x[first : first + count], x[others]))
+            places = torch.cat((positions[first : first + count], positions[first : first + 1]))
+            plan = fixed_recurrent.plan_recurrent(slots, places, [count, 1])
+            got = op(part, weights, shape, again, plan)[:count]
+            equal(got, whole[first : first + count], f"{name}, {size} at a time")
+        equal(again[2], state[2], f"{name}, {size} at a time: state")
 
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "fixed_experts": check_fixed_experts,
     "fixed_recurrent": check_fixed_recurrent,
+    "fixed_channel_delta": check_fixed_channel_delta,
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels import reference_recurrent as reference
 from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.trial_recurrent import of_one_tensor
 from tests.gpu.where import Where, close, need_hopper
 
 # A chunk's products are rounded to the type they are computed in before the state sums them up.
@@ -42,33 +43,56 @@ def doubled(weights: Any) -> Any:
 def check_recurrent(where: Where, op: Callable[..., Tensor], shapes: list[RecurrentShape], steps: list[list[int]],
                     delta: bool, dtypes: tuple[torch.dtype, ...], pad: int = 5, **changes: Any) -> None:  # fmt: skip
     """`pad`: columns of x that nobody reads, behind those that count; `changes`: of the weights."""
+    plain = reference.gated_delta_net if delta else reference.mamba2
+    for dtype, shape in product(dtypes, shapes):
+        weights = replace(weights_of(where, shape, dtype, delta), **changes)
+        width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
+        name = f"{'delta' if delta else 'mamba'} {shape.num_heads}/{shape.num_groups} heads"
+        follow(where, op, plain, weights, shape, width, steps, dtype, name, pad)
+
+
+def follow(where: Where, op: Callable[..., Tensor], plain: Callable[..., Tensor], weights: Any, shape: RecurrentShape,
+           width: int, steps: list[list[int]], dtype: torch.dtype, name: str, pad: int) -> None:  # fmt: skip
+    """One layer step after step, beside what is `plain`. `width`: of x."""
     from quire.kernels.triton import recurrent
 
-    plain = reference.gated_delta_net if delta else reference.mamba2
-    for dtype in dtypes:
-        for shape in shapes:
-            weights = replace(weights_of(where, shape, dtype, delta), **changes)
-            num_rows = len(steps[0])
-            slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
-            state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
-            exact = state.clone().double()
-            lens = [0] * num_rows
-            width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
-            for counts in steps:
-                ends = [n + c for n, c in zip(lens, counts, strict=True)]
-                spans = [torch.arange(n, end, device=where.device) for n, end in zip(lens, ends, strict=True)]
-                positions = torch.cat(spans)
-                x = where.normal(sum(counts), width + pad, dtype=dtype)[:, :width]
-                where.settle()
-                where.poison()
-                out = op(x, weights, shape, state, recurrent.plan_recurrent(slots, positions, counts))
-                plan = reference.plan_recurrent(slots, positions, counts)
-                expected = plain(x.double(), doubled(weights), shape, exact, plan)
-                name = f"{'delta' if delta else 'mamba'} {shape.num_heads}/{shape.num_groups} heads, {counts}"
-                close(out, expected, dtype, name, BOUNDS[dtype])
-                close(shape.rings(state), shape.rings(exact), dtype, f"{name}: rings", 1e-6)
-                close(shape.matrices(state), shape.matrices(exact), dtype, f"{name}: state", BOUNDS[dtype])
-                lens = ends
+    num_rows = len(steps[0])
+    slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
+    state = torch.zeros(num_rows + 2, shape.slot_elements, device=where.device)
+    exact = state.clone().double()
+    lens = [0] * num_rows
+    for counts in steps:
+        ends = [n + c for n, c in zip(lens, counts, strict=True)]
+        spans = [torch.arange(n, end, device=where.device) for n, end in zip(lens, ends, strict=True)]
+        positions = torch.cat(spans)
+        x = where.normal(sum(counts), width + pad, dtype=dtype)[:, :width]
+        where.settle()
+        where.poison()
+        out = op(x, weights, shape, state, recurrent.plan_recurrent(slots, positions, counts))
+        plan = reference.plan_recurrent(slots, positions, counts)
+        expected = plain(x.double(), doubled(weights), shape, exact, plan)
+        close(out, expected, dtype, f"{name}, {counts}", BOUNDS[dtype])
+        close(shape.rings(state), shape.rings(exact), dtype, f"{name}, {counts}: rings", 1e-6)
+        close(shape.matrices(state), shape.matrices(exact), dtype, f"{name}, {counts}: state", BOUNDS[dtype])
+        lens = ends
+
+
+def check_channel_delta_net(where: Where) -> None:
+    """Also where some channels keep nothing of the token before, beside others that keep nearly all."""
+    from quire.kernels.triton import recurrent_channel
+
+    large = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(4, 4, 64, 64, 4), RecurrentShape(3, 3, 20, 12, 3)]
+    shapes = large if where.large else [RecurrentShape(2, 2, 20, 40, 4)]
+    op, plain = of_one_tensor(recurrent_channel.channel_delta_net), of_one_tensor(reference.channel_delta_net)
+    spreads = [(dtype, spread) for dtype in where.dtypes for spread in (6.0, 1.0)]
+    for (dtype, spread), shape in product(spreads if where.large else spreads[::3], shapes):
+        dt_bias = where.normal(shape.keys) * spread
+        weights = replace(weights_of(where, shape, dtype, True), dt_bias=dt_bias)
+        weights = replace(weights, a_log=weights.a_log + (0.0 if spread == 1.0 else 3.0))
+        width = shape.channels + shape.num_heads + shape.keys + shape.values
+        name = f"channels' delta, {shape.num_heads} heads, decays spread by {spread}"
+        steps = STEPS if where.large else STEPS_SMALL
+        follow(where, op, plain, weights, shape, width, steps, dtype, name, pad=5)
 
 
 def check_gated_delta_net(where: Where) -> None:
@@ -315,6 +339,7 @@ def _check_repeats(where: Where) -> None:
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "gated_delta_net": check_gated_delta_net,
+    "channel_delta_net": check_channel_delta_net,
     "mamba2": check_mamba2,
     "short_conv": check_short_conv,
     "prepared_chunks": check_prepared_chunks,

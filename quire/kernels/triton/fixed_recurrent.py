@@ -19,7 +19,8 @@ from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaW
 from quire.kernels.triton import recurrent, recurrent_short
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.recurrent import TritonRecurrentPlan, norm_groups
-from quire.kernels.triton.recurrent_step import L2_EPS, silu, softplus
+from quire.kernels.triton.recurrent_channel_step import channel_step
+from quire.kernels.triton.recurrent_step import L2_EPS, StepTuning, silu, softplus
 from quire.kernels.upload import upload
 
 RING_BLOCK = 1024  # channels that a program puts into a ring
@@ -158,6 +159,26 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     """As `recurrent.gated_delta_net`."""
     return _walk(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0,
                  True, shape, state, plan)  # fmt: skip
+
+
+def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: WalkPlan) -> Tensor:  # fmt: skip
+    """As `recurrent_channel.channel_delta_net`, by steps of single tokens alone, all in one form: as many launches as
+    the longest row has tokens. A kernel that walks is for when the mode covers such a model on CUDA."""
+    out, counts, device = x.new_empty(len(x), shape.values), plan.usual.counts, x.device
+    key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
+    tuning = StepTuning(value_block, min(8, max(1, key_block * value_block // 1024)))
+    if all(count == 1 for count in counts):
+        lists = [torch.arange(len(counts), device=device)]
+    else:
+        left = [[row for row, count in enumerate(counts) if count > index] for index in range(max(counts))]
+        rows = upload({"plan": {"rows": np.concatenate(left).astype(np.int64)}}, device)["plan"]["rows"]
+        lists = list(rows.split([len(each) for each in left]))
+    for index, rows in enumerate(lists):  # each reads the states that the last one left
+        tokens = plan.starts[rows] + index
+        channel_step(x, forget, gate, weights, shape, state, plan.slots, plan.positions, rows, tokens, out, tuning,
+                     early=False)  # fmt: skip
+    return out
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan) -> Tensor:

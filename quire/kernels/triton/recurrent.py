@@ -67,10 +67,17 @@ def run_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state
 def _scan_and_norm(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
                    positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     recurrent_scan.delta_scan(x, weights, shape, state, slots, positions, rows, tiles, out, chunk)
+    norm_tiles(out, x, shape.channels, weights, shape, tiles, chunk, curved=True)
+
+
+def norm_tiles(out: Tensor, gate: Tensor, column: int, weights: DeltaWeights, shape: RecurrentShape, tiles: Tensor,
+               chunk: int, *, curved: bool) -> None:  # fmt: skip
+    """Norm what a delta rule left in `out` [tokens, values] of these chunks' tokens, and gate it by what `gate` has
+    from `column` on, [tokens, ...]: by its SiLU, or, if it is not `curved`, by its sigmoid."""
     _norm_tiles_kernel[(len(tiles), shape.num_heads)](
-        out, x, weights.norm, tiles, x.stride(0), weights.eps, GATE=shape.channels, HEADS=shape.num_heads,
-        VALUE=shape.value_dim, TOKENS=chunk, BLOCK=triton.next_power_of_2(shape.value_dim),
-        **launch_options(x.device, 4),
+        out, gate, weights.norm, tiles, gate.stride(0), weights.eps, GATE=column, HEADS=shape.num_heads,
+        VALUE=shape.value_dim, TOKENS=chunk, BLOCK=triton.next_power_of_2(shape.value_dim), CURVED=curved,
+        **launch_options(out.device, 4),
     )  # fmt: skip
 
 
@@ -108,7 +115,8 @@ def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentS
 
 @triton.jit
 def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE: tl.constexpr, HEADS: tl.constexpr,
-                       VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CURVED: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     """One program: one head of a tile's tokens, normed, then gated, in place."""
     let_next_start(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -121,7 +129,9 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
     target = out_ptr + tokens * (HEADS * VALUE) + head * VALUE + values[None, :]
     out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x_ptr + tokens * x_stride + GATE + head * VALUE + values[None, :], mask=inside, other=0.0)
-    out *= tl.rsqrt(tl.sum(out * out, 1) / VALUE + eps)[:, None] * weight[None, :] * silu(gate.to(tl.float32))
+    gate = gate.to(tl.float32)
+    gate = silu(gate) if CURVED else tl.sigmoid(gate)
+    out *= tl.rsqrt(tl.sum(out * out, 1) / VALUE + eps)[:, None] * weight[None, :] * gate
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -129,21 +129,28 @@ def convolve(x: Tensor, conv: Tensor, bias: Tensor | None, a_log: Tensor, dt_bia
              dt_high: float, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, tiles: Tensor,
              chunk: int, *, delta: bool) -> Chunks:  # fmt: skip
     """x [tokens, ...] as it comes from its product: channels, gate and steps for the delta rule; gate, channels and
-    steps for Mamba2. Queries and keys are normed for the delta rule. The rings stay as they are."""
+    steps for Mamba2. The rings stay as they are."""
     num_tiles, heads = len(tiles), shape.num_heads
-    taps = by_tap(conv, shape)
-    chunks = Chunks(
-        convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta),
-        x.new_empty(num_tiles, heads, chunk, block(shape.value_dim)),
-        x.new_empty(num_tiles, heads, 2, chunk, dtype=float32),
-    )
-    _convolve_part(chunks.values, 2 * shape.keys if delta else 0, shape.value_dim, False, x, taps, bias, shape, state,
-                   slots, positions, tiles, delta)  # fmt: skip
+    keys, values = convolve_channels(x, conv, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
+    gates = x.new_empty(num_tiles, heads, 2, chunk, dtype=float32)
     _gates_kernel[(num_tiles, triton.cdiv(heads, GATES))](
-        x, a_log, dt_bias, chunks.gates, tiles, x.stride(0), dt_low, dt_high, COLUMN=shape.channels + shape.values,
+        x, a_log, dt_bias, gates, tiles, x.stride(0), dt_low, dt_high, COLUMN=shape.channels + shape.values,
         HEADS=heads, BLOCK=GATES, CHUNK=chunk, DELTA=delta, BETA_TOP=shape.beta_top, **launch_options(x.device, 1),
     )  # fmt: skip
-    return chunks
+    return Chunks(keys, values, gates)
+
+
+def convolve_channels(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor,
+                      slots: Tensor, positions: Tensor, tiles: Tensor, chunk: int, *,
+                      delta: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys and values of `Chunks`. Queries and keys are normed for the delta rule, whose channels come first in x; in
+    Mamba2's a gate does."""
+    taps = by_tap(conv, shape)
+    keys = convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
+    values = x.new_empty(len(tiles), shape.num_heads, chunk, block(shape.value_dim))
+    _convolve_part(values, 2 * shape.keys if delta else 0, shape.value_dim, False, x, taps, bias, shape, state, slots,
+                   positions, tiles, delta)  # fmt: skip
+    return keys, values
 
 
 def by_tap(conv: Tensor, shape: RecurrentShape) -> Tensor:

@@ -35,7 +35,7 @@ MIN_COLUMNS = 64
 
 
 @triton.jit
-def _invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def invert_lower(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I + `lower`, which is strictly lower triangular, [SIZE, SIZE] float32.
 
     By halves: where the inverses D of the diagonal's blocks of some size are there, those of blocks twice as large are
@@ -62,7 +62,7 @@ def _solve(q, k, total, beta, scores_ptr, CHUNK: tl.constexpr, LEVELS: tl.conste
     lower = tl.where(n[:, None] > n[None, :], products * between * beta[:, None], 0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
     tl.store(scores_ptr + n[:, None] * CHUNK + n[None, :], scores.to(k.dtype))
-    return _invert(lower, CHUNK, LEVELS, PRECISION).to(k.dtype)
+    return invert_lower(lower, CHUNK, LEVELS, PRECISION).to(k.dtype)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr,
+def write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr,
                 TAPS: tl.constexpr):  # fmt: skip
     """The last inputs of these channels, for the next step's convolution."""
     for age in tl.static_range(0, TAPS):
@@ -177,12 +177,12 @@ def _walk_kernel(
     ring_ptr = state_ptr + HEADS * VALUE * KEY
     MIXED: tl.constexpr = 0 if DELTA else HEADS * VALUE
     V: tl.constexpr = 2 * GROUPS * KEY if DELTA else 0
-    _write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, V + head * VALUE + values, values < VALUE,
+    write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, V + head * VALUE + values, values < VALUE,
                 CHANNELS, TAPS)  # fmt: skip
     if (block == 0) & (head % (HEADS // GROUPS) == 0):
         for part in tl.static_range(2):
             channels = (0 if DELTA else HEADS * VALUE) + (part * GROUPS + group) * KEY + keys
-            _write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, channels, keys < KEY, CHANNELS, TAPS)
+            write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, channels, keys < KEY, CHANNELS, TAPS)
 
 
 def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
@@ -224,7 +224,7 @@ def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: 
     """`alone`: what chunks worked out without the state; None: there is no delta rule."""
     _, _, chunk, key_block = chunks.keys.shape
     value_block, num_warps, num_stages = tune_walk(
-        len(rows) * shape.num_heads, shape, chunk, x.element_size(), alone is not None, _processors(x)
+        len(rows) * shape.num_heads, shape, chunk, x.element_size(), alone is not None, processors(x)
     )
     blocks = triton.cdiv(shape.value_dim, value_block)
     _walk_kernel[(shape.num_heads * blocks, len(rows))](
@@ -247,7 +247,7 @@ def tune_walk(num_matrices: int, shape: RecurrentShape, chunk: int, element_size
     return value_block, 4, max(1, min(3, (CHIP_BYTES - element_size * value_block * key_block) // chunk_bytes))
 
 
-def _processors(x: Tensor) -> int:
+def processors(x: Tensor) -> int:
     return 1 if INTERPRETED else num_multiprocessors(x.device.index)
 
 

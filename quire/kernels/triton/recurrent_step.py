@@ -61,7 +61,7 @@ def softplus(x):
 
 
 @triton.jit
-def _past(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+def older(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
           BIAS: tl.constexpr):  # fmt: skip
     """What these channels' convolution at `position` has from before, and what its own input is multiplied with."""
     total = tl.zeros(channels.shape, tl.float32)
@@ -75,8 +75,8 @@ def _past(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl
 
 
 @triton.jit
-def _convolve(x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr,
-              TAPS: tl.constexpr):  # fmt: skip
+def conv_now(x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr,
+             TAPS: tl.constexpr):  # fmt: skip
     """SiLU of the whole of it, float32. Its own entry of the ring is written, which nobody reads before the next
     step."""
     now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -128,9 +128,9 @@ def _step_kernel(
     # The first rows are asked for before anything is worked out, the next ones before the last are done with.
     ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
     if EARLY:
-        q_past, q_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
-        k_past, k_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
-        v_past, v_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, first_values < VALUE, position, CHANNELS,
+        q_past, q_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        k_past, k_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        v_past, v_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, first_values < VALUE, position, CHANNELS,
                               TAPS, BIAS)  # fmt: skip
     wait_for_inputs(PDL)
     if DELTA:
@@ -143,10 +143,10 @@ def _step_kernel(
         dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
         skip = tl.load(skip_ptr + head).to(tl.float32)
     if not EARLY:
-        q_past, q_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
-        k_past, k_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
-    q = _convolve(mixed_ptr, ring_ptr, q_channels, in_key, position, writes, q_past, q_tap, CHANNELS, TAPS)
-    k = _convolve(mixed_ptr, ring_ptr, k_channels, in_key, position, writes, k_past, k_tap, CHANNELS, TAPS)
+        q_past, q_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
+        k_past, k_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
+    q = conv_now(mixed_ptr, ring_ptr, q_channels, in_key, position, writes, q_past, q_tap, CHANNELS, TAPS)
+    k = conv_now(mixed_ptr, ring_ptr, k_channels, in_key, position, writes, k_past, k_tap, CHANNELS, TAPS)
     if DELTA:
         q *= tl.rsqrt(tl.sum(tl.where(in_key, q * q, 0.0), 0) + L2_EPS) * query_scale
         k *= tl.rsqrt(tl.sum(tl.where(in_key, k * k, 0.0), 0) + L2_EPS)
@@ -161,9 +161,9 @@ def _step_kernel(
             ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, other=0.0,
                             mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :])  # fmt: skip
             v_channels = V + head * VALUE + values
-            v_past, v_tap = _past(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, in_value, position, CHANNELS, TAPS,
+            v_past, v_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, in_value, position, CHANNELS, TAPS,
                                   BIAS)  # fmt: skip
-        v = _convolve(mixed_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
+        v = conv_now(mixed_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
         if DELTA:
             update = (v - tl.sum(matrix * k[None, :], 1)) * beta
         else:

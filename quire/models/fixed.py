@@ -16,6 +16,7 @@ _MODULES = {  # of a family's class
     "moe": "mixture",
     "gpt_oss": "mixture with sinks",
     "deepseek": "latent",
+    "kimi_linear": "latent",
     "qwen3_next": "hybrid",
     "olmo_hybrid": "hybrid",
     "nemotron_h": "hybrid",

@@ -41,6 +41,7 @@ from quire.kernels.trial_latent import LatentTrialShape, latent_rows, settle_lat
 from quire.kernels.trial_prompts import settle_prompts
 from quire.kernels.trial_recurrent import (
     MambaTrialShape,
+    channel_delta_row,
     delta_net_row,
     mamba_row,
     settle_delta_net,
@@ -56,6 +57,7 @@ from quire.layers.moe import MoE, SharedExpert
 from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant import Dense, Fp8
 from quire.layers.quant.scheme import Scaled
+from quire.layers.recurrent_channel import ChannelDeltaNet
 from quire.layers.recurrent_delta import GatedDeltaNet
 from quire.layers.recurrent_mamba import Mamba2
 from quire.layers.short_conv import ShortConv
@@ -88,6 +90,8 @@ class Trials:
             yield from latent_rows(latent, self.device)
         if (net := self.delta_net()) is not None:
             yield delta_net_row(net.shape, self.dtype, self.device)
+        if (by_channel := self._first(ChannelDeltaNet)) is not None:
+            yield channel_delta_row(by_channel.shape, self.dtype, self.device)
         if (mamba := self._mamba()) is not None:
             yield mamba_row(mamba, self.device)
         if (short := self._first(ShortConv)) is not None:
@@ -111,7 +115,7 @@ class Trials:
         layer = self._first(LatentAttention)
         if layer is None or layer.form != "absorbed":
             return None
-        shape, spec = layer.shape, self.model.specs[0]
+        shape, spec = layer.shape, next(spec for spec in self.model.specs if spec.kind == "paged")
         return LatentTrialShape(
             shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, self.dtype, getattr(torch, spec.dtype),
             self.max_len, shape.nope_dim, shape.q_rank, shape.interleaved, shape.value_dim,

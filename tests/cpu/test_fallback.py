@@ -44,7 +44,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
     ({"model_type": "bart"}, ("bart", "can't be exchanged")),
     ({"model_type": "no_such_model"}, ("no_such_model is not supported", "no causal model of that type")),
     ({"model_type": "opt", "num_hidden_layers": "many"}, ("opt", "refuses this")),
-    ({"model_type": "kimi_linear", "layer_types": ["linear_attention", "magic"]}, ("kimi_linear", "of type magic")),
+    ({"model_type": "bailing_hybrid", "layer_types": ["linear_attention", "magic"]}, ("bailing_hybrid", "type magic")),
 ])  # fmt: skip
 def test_what_it_can_not_run_is_named(config: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(QuireError) as error:

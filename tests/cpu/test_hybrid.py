@@ -27,7 +27,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron_h experts", "mamba2", "bamba",
-           "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe", "olmo_hybrid")  # fmt: skip
+           "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe", "olmo_hybrid", "kimi_linear")  # fmt: skip
 INTERVAL = 16  # of snapshots, where 1,024 tokens would take a test too long
 
 
@@ -201,6 +201,49 @@ def test_a_theta_of_null_is_no_rope(given: dict[str, Any], turns: bool, folders:
     assert (rope.kind != "none") == turns and (rope.theta == theirs if turns else theirs is None)
 
 
+def test_kimi_linear_may_be_as_it_is_published(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers saves a layer without experts under the others' name, and says in fields of its own what published
+    configs say in one object, counting layers from 1."""
+    tensors = load_file(folders["kimi_linear"] / "model.safetensors")
+    dense = "model.layers.0.block_sparse_moe."
+    assert f"{dense}gate_proj.weight" in tensors and tensors["model.layers.0.self_attn.A_log"].shape == (1, 1, 3, 1)
+    published = {name.replace(dense, "model.layers.0.mlp."): tensor for name, tensor in tensors.items()}
+    config = json.loads((folders["kimi_linear"] / "config.json").read_text(), object_hook=named_float)
+    linear = {
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+    }
+    for key in ("layer_types", "mlp_layer_types"):
+        del config[key]
+    config |= {"linear_attn_config": linear, "first_k_dense_replace": 1, "mla_use_nope": True, "moe_layer_freq": 1,
+               "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0}  # fmt: skip
+    save_file(published, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = ragged_prompts()[:3]
+    expected = run(make_engine(load(folders["kimi_linear"])), prompts, greedy(8))
+    assert run(make_engine(load(tmp_path)), prompts, greedy(8)) == expected
+
+
+def test_kimi_linear_has_the_sizes_of_transformers() -> None:
+    """Where config.json leaves them out, or says them by names that either knows."""
+    given = {"model_type": "kimi_linear", "vocab_size": 100, "hidden_size": 64, "model_max_length": 300,
+             "num_experts": 16, "num_experts_per_token": 3}  # fmt: skip
+    ours, theirs = find_family("kimi_linear").read_config(given), transformers.KimiLinearConfig(**given)
+    attention, recurrent, routing = ours.shape.attention, ours.shape.recurrent, ours.moe.routing
+    kinds = ["full_attention" if kind == "attention" else "linear_attention" for kind in ours.shape.blocks[::2]]
+    assert kinds == theirs.layer_types and ours.shape.max_positions == theirs.max_position_embeddings == 300
+    assert (attention.num_heads, attention.rank, attention.q_rank) == (32, theirs.kv_lora_rank, theirs.q_lora_rank)
+    assert attention.head_dim == theirs.qk_head_dim and attention.value_dim == theirs.v_head_dim
+    assert (recurrent.num_heads, recurrent.key_dim) == (theirs.linear_num_heads, theirs.linear_head_dim)
+    assert (routing.num_experts, routing.top_k) == (16, 3) and routing.scale == theirs.routed_scaling_factor
+    assert (ours.moe.inner_width, ours.moe.shared_width) == (theirs.moe_intermediate_size,) * 2
+    assert ours.sparse_layers == {layer for layer, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse"}
+    assert ours.shape.norm_eps == theirs.rms_norm_eps and ours.inner_width == theirs.intermediate_size
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Configs that can't be
 
@@ -220,6 +263,28 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("olmo_hybrid", {"linear_allow_neg_eigval": 2.0}, "linear_allow_neg_eigval=2.0 must be true or false"),
     ("olmo_hybrid", {"linear_value_head_dim": -12}, "linear_value_head_dim=-12"),
     ("olmo_hybrid", {"hidden_act": "gelu"}, "'gelu'"),
+    ("kimi_linear", {"layer_types": ["linear_attention", "sliding_attention"]}, "'sliding_attention'"),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
+        "must name each of the layers 1 to 3 once",
+    ),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 4], "full_attn_layers": [2]}},
+        "kda_layers of linear_attn_config=[1, 4]",
+    ),
+    ("kimi_linear", {"linear_attn_config": [1]}, "linear_attn_config=[1] must be an object"),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 0}}, "linear_head_dim=0"),
+    ("kimi_linear", {"linear_num_heads": -2}, "linear_num_heads=-2"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "'softmax'"),
+    ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ("kimi_linear", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
+    ("kimi_linear", {"kv_lora_rank": "small"}, "kv_lora_rank='small'"),
+    ("kimi_linear", {"attention_bias": True}, "attention_bias and without q_lora_rank"),
+    ("kimi_linear", {"num_expert_group": 3}, "do not make 3 groups"),
+    ("kimi_linear", {"hidden_act": "gelu"}, "'gelu'"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "convolution"]}, "'convolution'"),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X*"}, "'X'"),
     ("nemotron_h", {"layers_block_type": ["mlp", "moe"]}, "No layer of this model attends or keeps a state"),
@@ -309,9 +374,12 @@ def test_large_states_are_moved_on_where_they_lie(folders: dict[str, Path], monk
     assert run(make_engine(model, chunk_tokens=7), prompts, greedy(12)) == expected
 
 
-@pytest.mark.parametrize("beta_top", [1.0, 2.0, None])
-def test_chunks_equal_the_recurrence_token_by_token(beta_top: float | None) -> None:
-    """Also where all keys are the same, which is the worst case for the delta rule's triangular system."""
+@pytest.mark.parametrize(("beta_top", "num_decays", "fastest"), [
+    (1.0, 1, 0.2), (2.0, 1, 0.2), (None, 1, 0.2), (1.0, 8, 0.2), (2.0, 8, 0.2), (None, 8, 0.2), (1.0, 8, 300.0),
+])  # fmt: skip
+def test_chunks_equal_the_recurrence_token_by_token(beta_top: float | None, num_decays: int, fastest: float) -> None:
+    """Also where all keys are the same, which is the worst case for the delta rule's triangular system, and where
+    some channels decay so fast that what is left of them can't be divided by."""
     torch.manual_seed(3)
     for num_tokens, same_keys in ((1, False), (31, False), (77, False), (77, True)):
         keys = torch.randn(num_tokens, 2, 8, dtype=torch.float64)
@@ -320,7 +388,7 @@ def test_chunks_equal_the_recurrence_token_by_token(beta_top: float | None) -> N
             q=torch.randn(num_tokens, 2, 8, dtype=torch.float64),
             k=torch.nn.functional.normalize(keys, dim=-1),
             v=torch.randn(num_tokens, 4, 6, dtype=torch.float64),
-            decay=-torch.rand(num_tokens, 4, dtype=torch.float64) * 0.2,
+            decay=-torch.rand(num_tokens, 4, num_decays, dtype=torch.float64).pow(8 if fastest > 1 else 1) * fastest,
             beta=None if beta_top is None else beta_top * torch.rand(num_tokens, 4, dtype=torch.float64),
         )
         state = torch.randn(4, 6, 8, dtype=torch.float64)

@@ -29,6 +29,7 @@ WITHOUT_ROPE = {"gpt2", "mamba2", "nemotron_h", "opt", "granitemoehybrid", "bloo
 OWN_ROPE = {"gptj"}  # which no config names
 WITHOUT_ACTIVATION = {"bloom", "lfm2", "lfm2_moe"}  # theirs can't be chosen
 OWN_SIZES = {
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -132,6 +133,7 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("olmo", {"clip_qkv": 0}), ("olmoe", {"clip_qkv": "8"}), ("granitemoeshared", {"shared_intermediate_size": -8}),
     ("granitemoe", {"num_experts_per_tok": 7}), ("granitemoe", {"residual_multiplier": "half"}),
     ("granitemoe", {"num_local_experts": 0}), ("olmo_hybrid", {"rope_parameters": [1]}),
+    ("kimi_linear", {"num_experts_per_token": 9}), ("kimi_linear", {"linear_attn_config": {"head_dim": "wide"}}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:
     refuse({**fields_of(kind), **changes})

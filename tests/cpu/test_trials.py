@@ -55,7 +55,7 @@ def attend(row: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def walk(row: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, weights, shape, state, plan: row(x, weights, shape, state, plan.plan)
+    return lambda *args: row(*args[:-1], args[-1].plan)
 
 
 def tables(angles: Angles, dtype: torch.dtype) -> Angles:
@@ -97,6 +97,7 @@ STAND_INS = replace(
     latent_attention=attend(REFERENCE.latent_attention),
     plan_recurrent=plan_own(REFERENCE.plan_recurrent),
     gated_delta_net=walk(REFERENCE.gated_delta_net),
+    channel_delta_net=walk(REFERENCE.channel_delta_net),
     mamba2=walk(REFERENCE.mamba2),
     short_conv=walk(REFERENCE.short_conv),
     captures=True,
@@ -138,6 +139,8 @@ CASES = [
     Case("gemma2", "norm_add", "norm of what is added", captures=True, stays="rms_norm"),
     Case("qwen3_next", "gated_delta_net", "delta net", stays="paged_attention"),
     Case("qwen3_next", "rms_norm", "norm", captures=True, stays="gated_delta_net"),
+    Case("kimi_linear", "channel_delta_net", "Kimi delta net", stays="latent_attention"),
+    Case("kimi_linear", "latent_attention", "latent attention", stays="channel_delta_net"),
     Case("apertus", "paged_attention", "attention"),
     Case("nemotron_h experts", "mamba2", "Mamba2", stays="run_experts"),
     Case("lfm2_moe", "short_conv", "short convolution", stays="run_experts"),

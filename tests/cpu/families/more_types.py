@@ -58,10 +58,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "num_hidden_layers": LEFT_OUT,
     },
     "gptj": {"rotary_dim": 8},
-    **{
-        kind: {"layer_types": ["linear_attention", "full_attention"]}
-        for kind in ("bailing_hybrid", "kimi_linear")
-    },
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
@@ -83,7 +80,7 @@ RIGHT = (  # those that were seen to give the tokens of transformers; a list to 
     "cohere2_moe", "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flex_olmo",
     "flint", "gemma3n_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
     "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe_swa", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna",
+    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kolibri1", "laguna",
     "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
     "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
     "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2",

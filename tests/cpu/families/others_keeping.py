@@ -14,14 +14,14 @@ from tests.cpu.families.others import draw_ln
 
 KINDS = {
     "jamba": "Mamba, which can't take up several tokens behind others, attention and experts",
-    "kimi_linear": "delta nets and latent attention; checkpoints hold a convolution in three parts",
+    "bailing_hybrid": "delta nets and latent attention; checkpoints hold a convolution in three parts",
     "zamba2": "Mamba2, and attention that layers share",
     "bloom": "ALiBi",
     "gptj": "rope of neighbours, in attention classes of its own",
     "llama4_text": "attention to chunks",
     "deepseek_v32": "attention to what another key has chosen",
 }
-BY_DEFAULT = ("kimi_linear", "jamba", "bloom", "deepseek_v32")
+BY_DEFAULT = ("bailing_hybrid", "jamba", "bloom", "deepseek_v32")
 
 
 def with_alibi() -> Any:

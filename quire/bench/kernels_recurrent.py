@@ -1,5 +1,5 @@
-"""Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's and Nemotron-H's layers,
-and LFM2's convolution.
+"""Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's, Kimi Linear's and
+Nemotron-H's layers, and LFM2's convolution.
 
 Bytes are the floor: every row's state read and written once, the projection read and the output written once. What a
 scan keeps between its kernels is not in it. Each kind runs through the kernels that a model would be given.
@@ -41,6 +41,7 @@ def recurrent_work(device: torch.device) -> Iterator[Work]:
     from quire.kernels.recurrent import RecurrentShape
 
     yield from _layer_work(_heads("gated delta net", RecurrentShape(16, 32, 128, 128, 4), True, device), device)
+    yield from _layer_work(_by_channel(RecurrentShape(32, 32, 128, 128, 4), device), device)
     yield from _layer_work(_heads("mamba2", RecurrentShape(8, 128, 128, 64, 4), False, device), device)
     yield from _layer_work(_convolution(device), device)
 
@@ -68,6 +69,23 @@ def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) 
     width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
     moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels  # of the ring, all but one entry is read
     return _Layer(name, op, ops.plan_recurrent, weights, shape, width, shape.values, moved, _flops(shape, delta))
+
+
+def _by_channel(shape: RecurrentShape, device: torch.device) -> _Layer:
+    import torch
+
+    from quire.kernels.recurrent import DeltaWeights
+    from quire.kernels.table import select_ops
+    from quire.kernels.trial_recurrent import of_one_tensor
+
+    bf16, ops = torch.bfloat16, select_ops("cuda")
+    conv = torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=bf16)
+    weights = DeltaWeights(conv, torch.randn(shape.num_heads, device=device), torch.randn(shape.keys, device=device),
+                           torch.ones(shape.value_dim, device=device, dtype=bf16), 1e-6)  # fmt: skip
+    width = shape.channels + shape.num_heads + shape.keys + shape.values
+    moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels
+    return _Layer("Kimi delta net", of_one_tensor(ops.channel_delta_net), ops.plan_recurrent, weights, shape, width,
+                  shape.values, moved, _flops(shape, True))  # fmt: skip
 
 
 def _convolution(device: torch.device) -> _Layer:

@@ -21,7 +21,8 @@ from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
 
 pytestmark = marks()
 
-KINDS = ("llama", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "gpt2")
+KINDS = ("llama", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_next", "kimi_linear", "mamba2",
+         "gpt2")  # fmt: skip
 FRACTION = 0.02  # of what is free: pages of such small models are many
 QUIET = 0.01  # of what is free: others took or gave back no more meanwhile
 TRIES = 20

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.7, "logprobs": 3, "seed": 3},
 }
 SWAPS = {"num_pages": 26, "preemption": "swap", "host_memory": 1 << 26, "prefix_cache": False}
-# Mixed steps of the last five are launched kernel by kernel.
+# Mixed steps of the last six are launched kernel by kernel.
 KINDS = (
     "gemma3",
     "gemma4 experts",
@@ -42,6 +42,7 @@ KINDS = (
     "gpt_oss",
     "deepseek_v3",
     "qwen3_next",
+    "kimi_linear",
     "nemotron_h experts",
     "mamba2",
     "lfm2",

@@ -35,6 +35,8 @@ CASES = [  # family, module below kernels.triton, kernel, what is said of it
     ("gemma2", "norm", "_norm_add_kernel", "norm of what is added"),
     ("qwen3_next", "recurrent_scan", "_walk_kernel", "delta net"),
     ("qwen3_next", "recurrent_step", "_step_kernel", "delta net"),
+    ("kimi_linear", "recurrent_channel", "_channel_prepare_kernel", "Kimi delta net"),
+    ("kimi_linear", "recurrent_channel_step", "_channel_step_kernel", "Kimi delta net"),
     ("nemotron_h experts", "recurrent_scan", "_walk_kernel", "Mamba2"),
 ]
 

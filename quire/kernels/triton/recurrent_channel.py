@@ -78,7 +78,7 @@ def _channel_prepare_kernel(
     q, k = q.to(tl.float32), k.to(tl.float32)
     lower = tl.zeros((CHUNK, CHUNK), tl.float32)
     scores = tl.where(n[:, None] == n[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
+    for level in range(LEVELS):  # not unrolled: what several levels read would not fit into registers
         block, second = n >> (level + 1), ((n >> level) & 1) == 1
         middle = (block << (level + 1)) + (1 << level) - 1  # the last token of the first half
         since = total - tl.load(totals_ptr + middle[:, None] * KEY_BLOCK + keys[None, :])

@@ -239,38 +239,42 @@ def _scan_chunk(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]
     total = decay.cumsum(1)  # [heads, tokens, 1 or key_dim]
     fade = total.exp()
     update = v
-    if inputs.beta is not None:
+    if inputs.beta is None:
+        (scores,) = faded_products((q,), k, total)
+    else:
+        scores, system = faded_products((q, k), k, total)
         beta = inputs.beta.t().unsqueeze(2)
-        system = faded_products(k, k, total) * beta
         wanted = (v - (k * fade) @ state.transpose(1, 2)) * beta
-        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (q * fade) @ state.transpose(1, 2) + faded_products(q, k, total) @ update
+        update = torch.linalg.solve_triangular(system.mul_(beta), wanted, upper=False, unitriangular=True)
+    out = (q * fade) @ state.transpose(1, 2) + scores @ update
     last = total[:, -1:]
     state = last.exp() * state + update.transpose(1, 2) @ (k * (last - total).exp())
     return out.transpose(0, 1), state
 
 
-def faded_products(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
+def faded_products(readers: tuple[Tensor, ...], k: Tensor, total: Tensor) -> tuple[Tensor, ...]:
     """How much each token reads of what it and those before wrote: the sum over channels of q_i exp(G_i - G_j) k_j, 0
-    for later tokens. q and k [heads, tokens, key_dim], G `total` [heads, tokens, 1 or key_dim] -> [heads, tokens,
-    tokens]."""
-    size = q.shape[1]
+    for later tokens. `readers`, each a q, and k [heads, tokens, key_dim], G `total` [heads, tokens, 1 or key_dim] ->
+    [heads, tokens, tokens] for each."""
+    size = k.shape[1]
     if total.shape[2] == 1:
         between = total - total.transpose(1, 2)
-        seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril_()
-        between.masked_fill_(~seen, -torch.inf)  # before the exponential: that may overflow
-        return (q @ k.transpose(1, 2)) * between.exp_()
+        seen = torch.ones(size, size, dtype=torch.bool, device=k.device).tril_()
+        between.masked_fill_(~seen, -torch.inf).exp_()  # masked first: it may overflow
+        return tuple((q @ k.transpose(1, 2)).mul_(between) for q in readers)
     # exp(-G_j) overflows. But each j before i parts from it at one bit of their places, the highest that differs: up to
     # there both are in one block, j in its first half and i in its second. With R the total at the end of the first
     # half, exp(G_i - R) exp(R - G_j) has no exponent above 0, and all blocks of a size are one product.
-    products = torch.diag_embed((q * k).sum(2))
-    places = torch.arange(size, device=q.device)
+    products = tuple(torch.diag_embed((q * k).sum(2)) for q in readers)
+    places = torch.arange(size, device=k.device)
     for level in range((size - 1).bit_length()):
         block, second = places >> (level + 1), (places >> level & 1).bool()
         middle = total[:, ((block << (level + 1)) + (1 << level) - 1).clamp_(max=size - 1)]  # [heads, tokens, key_dim]
-        left = (total - middle).masked_fill(~second.unsqueeze(1), -torch.inf).exp() * q
-        right = (middle - total).masked_fill(second.unsqueeze(1), -torch.inf).exp() * k
-        products += (left @ right.transpose(1, 2)) * (block.unsqueeze(1) == block)
+        fade = torch.where(second.unsqueeze(1), total - middle, middle - total).exp_()
+        parted = (block.unsqueeze(1) == block) & second.unsqueeze(1) & ~second
+        right = (k * fade).transpose(1, 2)
+        for sums, q in zip(products, readers, strict=True):
+            sums += ((q * fade) @ right).mul_(parted)
     return products
 
 

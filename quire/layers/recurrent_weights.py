@@ -1,5 +1,5 @@
 """Small weights of recurrent layers that GGUF files keep otherwise than Hugging Face does. The layers themselves are in
-`short_conv`, `recurrent_mamba` and `recurrent_delta`.
+`short_conv`, `recurrent_mamba`, `recurrent_delta` and `recurrent_channel`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def conv_taps(name: str, channels: int, taps: int, dtype: torch.dtype, order: Fo
 
 
 def conv_taps_apart(prefix: str, widths: tuple[int, int, int], taps: int, dtype: torch.dtype) -> Weight:
-    """Of queries, keys and values below each other, so many channels each; or, as OLMo publishes them, in a tensor for
-    each. What transformers saves has these names, too, and three parts as even as can be, wherever that cuts them."""
+    """Of queries, keys and values below each other, so many channels each; or, as OLMo Hybrid and Kimi Linear are
+    published, in a tensor for each. What transformers saves has these names, too, and three parts as even as can be,
+    wherever that cuts them."""
     channels = sum(widths)
     third = -(-channels // 3)
     weight = Weight.whole(f"{prefix}.conv1d.weight", (channels, 1, taps), dtype)

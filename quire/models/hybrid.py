@@ -1,7 +1,7 @@
 """A decoder whose blocks are of several kinds: attention, recurrent layers and feed-forward blocks, in any order.
 
 Family files say which blocks stand where and how they are built; this runs them and declares what they keep: pages for
-attention, a state slot a row for the recurrent layers.
+attention, of keys and values or of latents, and a state slot a row for the recurrent layers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from quire.layers.step import Step
 from quire.models.loader import build_model
 from quire.models.registry import find_family
 from quire.types import QuireError, SamplingParams
-from tests.cpu.families.harness import all_families, ragged_prompts, save_checkpoint
+from tests.cpu.families.harness import all_families, ragged_prompts, relative_error, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.rig import CPU, load, make_engine, make_request, run
 
@@ -396,3 +396,7 @@ def test_chunks_equal_the_recurrence_token_by_token(beta_top: float | None, num_
         exact_out, exact_after = reference.exact_scan(inputs, state)
         torch.testing.assert_close(out, exact_out)
         torch.testing.assert_close(after, exact_after)
+        narrow = [None if part is None else part.float() for part in (inputs.q, inputs.k, inputs.v, inputs.decay)]
+        beta = None if inputs.beta is None else inputs.beta.float()
+        out, after = reference.chunk_scan(reference.RecurrentInputs(*narrow, beta).expanded(slice(None)), state.float())
+        assert max(relative_error(out, exact_out), relative_error(after, exact_after)) < 1e-4

@@ -51,7 +51,7 @@ def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) 
 
     from quire.kernels.recurrent import DeltaWeights, MambaWeights
     from quire.kernels.table import select_ops
-    from quire.kernels.trial_recurrent import settle_delta_net
+    from quire.kernels.trial_recurrent import MambaTrialShape, settle_delta_net, settle_mamba
 
     bf16 = torch.bfloat16
     conv = torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=bf16)
@@ -65,6 +65,9 @@ def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) 
     ops = select_ops("cuda")
     if delta:
         ops = settle_delta_net(ops, shape, bf16, device, strict=False)
+    else:
+        trial = MambaTrialShape(shape, shape.num_groups, False, (0.0, float("inf")), bf16)
+        ops = settle_mamba(ops, trial, device, strict=False)
     op: Callable[..., object] = ops.gated_delta_net if delta else ops.mamba2
     width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
     moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels  # of the ring, all but one entry is read

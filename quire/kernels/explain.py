@@ -15,7 +15,7 @@ from quire.kernels.trial import TrialShape, dense_rows, failure
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
 from quire.kernels.trial_prompts import settle_prompts
-from quire.kernels.trial_recurrent import settle_delta_net
+from quire.kernels.trial_recurrent import MambaTrialShape, settle_delta_net, settle_mamba
 from quire.types import QuireError
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
@@ -60,6 +60,16 @@ HOPPER = (
         "heads of 128 × 128, a multiple of four of them, in bf16 or fp16",
         lambda ops, device: settle_delta_net(
             ops, RecurrentShape(16, 32, 128, 128, 4), torch.bfloat16, device, strict=True
+        ),
+    ),
+    HopperKernel(
+        "Mamba2, catch-ups",
+        "heads of 128 × 64, a multiple of eight of them, in bf16 or fp16",
+        lambda ops, device: settle_mamba(
+            ops,
+            MambaTrialShape(RecurrentShape(8, 128, 128, 64, 4), 8, True, (0.0, float("inf")), torch.bfloat16),
+            device,
+            strict=True,
         ),
     ),
 )

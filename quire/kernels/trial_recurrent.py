@@ -1,5 +1,5 @@
-"""Tries recurrent layers on their own shape, and gives gated delta nets Hopper's walk over chunks
-(`triton/recurrent_walk.py`), if it is right here; see `trial` and `trial_hopper`.
+"""Tries recurrent layers on their own shape, and gives gated delta nets and Mamba2 Hopper's walks over chunks
+(`triton/recurrent_walk.py`, `triton/mamba_walk.py`), if they are right here; see `trial` and `trial_hopper`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.kernels.trial import NUM_TOKENS, Row, compare, finish_writes, referen
 from quire.kernels.trial_hopper import runs_on_hopper, settle_row
 
 NAME = "delta net's walk for Hopper"
+MAMBA_NAME = "Mamba2's walk for Hopper"
 Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
 # Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
 MIXED: Steps = ((65, 1, 130, 1), (1, 2, 64, 1))
@@ -50,6 +51,29 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
             try_delta_net(faster, shape, dtype, device, steps)
 
     return settle_row(ops, NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def settle_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool,
+                 findings: Findings | None = None) -> Ops:  # fmt: skip
+    """As `settle_delta_net`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent_scan import fits_mamba_walk
+
+    if ops.mamba2 is not recurrent.mamba2 or not fits_mamba_walk(shape.state, shape.dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton import mamba_walk
+
+        return replace(ops, mamba2=mamba_walk.mamba2)
+
+    def attempt(faster: Ops) -> None:
+        for steps in (MIXED, LONE):
+            try_mamba(faster, shape, device, steps)
+
+    return settle_row(ops, MAMBA_NAME, exchange, attempt, strict=strict, findings=findings)
 
 
 def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:

@@ -45,6 +45,7 @@ from quire.kernels.trial_recurrent import (
     delta_net_row,
     mamba_row,
     settle_delta_net,
+    settle_mamba,
     short_conv_row,
 )
 from quire.layers.attention import AttentionShape
@@ -92,7 +93,7 @@ class Trials:
             yield delta_net_row(net.shape, self.dtype, self.device)
         if (by_channel := self._first(ChannelDeltaNet)) is not None:
             yield channel_delta_row(by_channel.shape, self.dtype, self.device)
-        if (mamba := self._mamba()) is not None:
+        if (mamba := self.mamba()) is not None:
             yield mamba_row(mamba, self.device)
         if (short := self._first(ShortConv)) is not None:
             yield short_conv_row(short.shape, short.conv_bias is not None, self.dtype, self.device)
@@ -218,7 +219,7 @@ class Trials:
             cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
-    def _mamba(self) -> MambaTrialShape | None:
+    def mamba(self) -> MambaTrialShape | None:
         layer = self._first(Mamba2)
         if layer is None:
             return None
@@ -285,12 +286,14 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
 
 
 def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
-    latent, net, device = trials.latent(), trials.delta_net(), trials.device
+    latent, net, mamba, device = trials.latent(), trials.delta_net(), trials.mamba(), trials.device
     ops = settle_prompts(ops, trials.attention(), device, strict=strict, findings=findings)
     if latent is not None:
         ops = settle_latent(ops, latent, device, strict=strict, findings=findings)
     if net is not None:
         ops = settle_delta_net(ops, net.shape, trials.dtype, device, strict=strict, findings=findings)
+    if mamba is not None:
+        ops = settle_mamba(ops, mamba, device, strict=strict, findings=findings)
     return ops
 
 

@@ -1,5 +1,5 @@
-"""Which catch-ups of gated delta nets are for Hopper's own kernels, and who does the others. No GPU is needed to decide
-that."""
+"""Which catch-ups of gated delta nets and of Mamba2 are for Hopper's own kernels, and who does the others. No GPU is
+needed to decide that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent import MambaWeights, RecurrentShape
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SHAPE = RecurrentShape(2, 4, 128, 128, 4)
@@ -64,3 +64,51 @@ def test_what_does_not_fit_goes_to_the_kernels_for_all_cards(x: Tensor, shape: R
     recurrent_walk.gated_delta_net(x, None, shape, state, None)  # type: ignore[arg-type]
     assert called == [recurrent_walk.scan if supported else recurrent._scan_and_norm]
     assert recurrent_walk.supports(x, shape, state) is supported
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mamba2
+
+MAMBA = RecurrentShape(2, 8, 128, 64, 4)
+MAMBA_WIDTH = MAMBA.channels + MAMBA.values + MAMBA.num_heads
+MAMBA_WHOLE = torch.zeros(3 * (MAMBA_WIDTH + 8) + 8, dtype=torch.bfloat16)
+MAMBA_STATE = torch.zeros(2, MAMBA.slot_elements)
+
+
+def mamba_weights(dtype: torch.dtype, **changes: Any) -> MambaWeights:
+    conv, heads = torch.zeros(MAMBA.channels, 1, 4, dtype=dtype), torch.zeros(MAMBA.num_heads)
+    weights = MambaWeights(conv, None, heads, heads, heads, torch.ones(MAMBA.values), 1e-5, 2, 0.0, 1.0)
+    return replace(weights, **changes)
+
+
+@pytest.mark.parametrize(("change", "fits"), [
+    ({}, True), ({"num_heads": 24, "num_groups": 1}, True), ({"conv_len": 2}, True), ({"conv_len": 5}, False),
+    ({"conv_len": 1}, False), ({"key_dim": 256}, False), ({"value_dim": 128}, False), ({"num_heads": 12}, False),
+])  # fmt: skip
+def test_mamba_shapes(change: dict[str, Any], fits: bool) -> None:
+    from quire.kernels.triton.recurrent_scan import fits_mamba_walk
+
+    shape = replace(MAMBA, **change)
+    assert fits_mamba_walk(shape, torch.bfloat16) is fits_mamba_walk(shape, torch.float16) is fits
+    assert not fits_mamba_walk(shape, torch.float32)
+
+
+@pytest.mark.parametrize(("pad", "offset", "dtype", "supported"), [
+    (0, 0, torch.bfloat16, True), (8, 0, torch.bfloat16, True), (8, 8, torch.bfloat16, True),
+    (4, 0, torch.bfloat16, False), (8, 4, torch.bfloat16, False), (0, 0, torch.float32, False),
+])  # fmt: skip
+@pytest.mark.parametrize("change", [{}, {"norm": None}, {"gate_first": False}], ids=str)
+def test_what_of_mamba_does_not_fit_goes_to_the_kernels_for_all_cards(
+    pad: int, offset: int, dtype: torch.dtype, supported: bool, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the output is gated follows from who makes it, and never comes before a norm that is to be first."""
+    from quire.kernels.triton import mamba_walk, recurrent, recurrent_scan
+
+    x = MAMBA_WHOLE[offset:].as_strided((3, MAMBA_WIDTH), (MAMBA_WIDTH + pad, 1)).to(dtype)
+    weights = mamba_weights(torch.bfloat16, **change)
+    called: list[Any] = []
+    monkeypatch.setattr(recurrent, "run_mamba", lambda *args, gated: called.append((args[-1], gated)))
+    mamba_walk.mamba2(x, weights, MAMBA, MAMBA_STATE, None)  # type: ignore[arg-type]
+    early = change != {"gate_first": False}
+    expected = (mamba_walk.scan, early) if supported else (recurrent_scan.mamba_scan, weights.norm is None)
+    assert called == [expected]

@@ -17,7 +17,7 @@ from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.kernels import fixed, fixed_experts, reference, reference_attention, reference_experts
 from quire.kernels.angles import angle_tables
-from quire.kernels.curves import CURVES
+from quire.kernels.curves import CURVES, Curve
 from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.library import FORMS
 from quire.kernels.native.matrix import PackedLinear
@@ -200,6 +200,14 @@ def test_natively_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     same(*results)
 
 
+def assert_gated(found: torch.Tensor, plain: torch.Tensor, curve: Curve) -> None:
+    """Within eight roundings of what is exact. A curve may be the gate times a difference of two that are nearly alike,
+    of which processors make other last bits: what was lost there is a part of the gate, not of the result."""
+    exact = reference.gate_mul(plain.double(), curve)
+    gate, up = plain.double().chunk(2, dim=-1)
+    assert ((found - exact).abs() <= 2**-21 * torch.maximum((gate * up).abs(), exact.abs())).all(), curve
+
+
 def test_ops_agree_with_the_reference(threads: int) -> None:
     torch.manual_seed(3)
     linear = fixed.TiledLinear()
@@ -210,9 +218,9 @@ def test_ops_agree_with_the_reference(threads: int) -> None:
         torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, None, residual.clone()), expected + residual)
         plain = linear.run(x, weight, None, norm, 1e-5, None, None)
         for curve in CURVES:
-            gated = reference.gate_mul(plain, curve)
-            torch.testing.assert_close(linear.run(x, weight, None, norm, 1e-5, curve, None), gated)
-            torch.testing.assert_close(fixed.gate_mul(plain, curve), gated)
+            assert_gated(linear.run(x, weight, None, norm, 1e-5, curve, None), plain, curve)
+            assert_gated(fixed.gate_mul(plain, curve), plain, curve)
+            assert_gated(reference.gate_mul(plain, curve), plain, curve)
     positions, frequencies = torch.arange(50), torch.rand(8)
     ours, theirs = (f(positions, frequencies, 1.5, torch.float32) for f in (fixed.plan_angles, angle_tables))
     torch.testing.assert_close(ours.cos, theirs.cos)

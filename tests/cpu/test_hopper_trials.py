@@ -1,5 +1,5 @@
-"""Which kernel prompts, latents and gated delta nets get: Hopper's own if it is right there, else the one for all
-cards, in one line. No GPU is needed to decide that."""
+"""Which kernel prompts, latents, gated delta nets and Mamba2 get: Hopper's own if it is right there, else the one for
+all cards, in one line. No GPU is needed to decide that."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
 from quire.kernels.trial import TrialShape, try_attention
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
 from quire.kernels.trial_prompts import settle_prompts, try_prompts
-from quire.kernels.trial_recurrent import settle_delta_net, try_delta_net, walk_steps
+from quire.kernels.trial_recurrent import MambaTrialShape, settle_delta_net, settle_mamba, try_delta_net, walk_steps
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 LATENTS = LatentTrialShape(128, 512, 64, 16, torch.bfloat16, torch.bfloat16)
 DELTA_NET = RecurrentShape(16, 32, 128, 128, 4)
+MAMBA = MambaTrialShape(RecurrentShape(8, 128, 128, 64, 4), 8, True, (0.0, float("inf")), torch.bfloat16)
 
 
 def table() -> Ops:
@@ -36,7 +37,7 @@ def table() -> Ops:
 
     return replace(
         REFERENCE, captures=True, plan_attention=lambda *args, row_index=None: REFERENCE.plan_attention(*args),
-        gated_delta_net=recurrent.gated_delta_net,
+        gated_delta_net=recurrent.gated_delta_net, mamba2=recurrent.mamba2,
     )  # fmt: skip
 
 
@@ -69,6 +70,12 @@ KERNELS = (
            ((DELTA_NET, torch.float32), *((replace(DELTA_NET, **change), torch.bfloat16) for change in (
                {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2}, {"conv_len": 5},
                {"conv_len": 1}, {"beta_top": 2.0})))),
+    Kernel("mamba2", "Mamba2's walk", trial_recurrent, "try_mamba", settle_mamba, MAMBA,
+           (replace(MAMBA, dtype=torch.float16, state=replace(MAMBA.state, num_heads=24, num_groups=1, conv_len=2)),
+            replace(MAMBA, norm=False, conv_bias=False), replace(MAMBA, gate_first=False)),
+           (replace(MAMBA, dtype=torch.float32), *(replace(MAMBA, state=replace(MAMBA.state, **change)) for change in (
+               {"key_dim": 256}, {"value_dim": 128}, {"num_heads": 12, "num_groups": 1}, {"conv_len": 5},
+               {"conv_len": 1})))),
 )  # fmt: skip
 
 
@@ -262,7 +269,7 @@ def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any, monkeyp
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
-def test_the_deterministic_modes_delta_net_is_left_alone(kernel: Kernel, hopper: Any) -> None:
+def test_the_deterministic_modes_recurrences_are_left_alone(kernel: Kernel, hopper: Any) -> None:
     """Its order of sums is the point of it. The loader does not even ask."""
     ops = select_fixed_ops("cuda")
     assert ops.captures and kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
@@ -277,7 +284,8 @@ def test_the_doctor_lists_them_with_what_each_needs(
 
     from quire.kernels import explain, trial_gated, trial_recurrent
 
-    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_prompts": trial_prompts}
+    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_mamba": trial_recurrent,
+             "try_prompts": trial_prompts}  # fmt: skip
     for name, module in right.items():
         monkeypatch.setattr(module, name, lambda *args: None)
     monkeypatch.setattr(trial_gated, "is_quicker", lambda *args: False)
@@ -288,7 +296,7 @@ def test_the_doctor_lists_them_with_what_each_needs(
         return {str(entry["op"]).partition(",")[0]: (entry["implementation"], entry["why"]) for entry in entries}
 
     found = told()
-    assert [where for where, _ in found.values()] == ["hopper", "triton", "hopper", "hopper"]
+    assert [where for where, _ in found.values()] == ["hopper", "triton", "hopper", "hopper", "hopper"]
     assert "heads of 128 × 128" in found["gated delta net"][1] and "no quicker" in found["gate and up"][1]
     hopper(lambda *args: (_ for _ in ()).throw(RuntimeError("PassManager::run failed")))
     assert "PassManager::run failed" in told()["latents"][1]

@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KERNELS = Path(__file__).parents[2] / "quire/kernels/triton"
 GLUON = {"_prefill_hopper_kernel", "_latent_hopper_kernel", "_merge_latents_kernel", "_ready_kernel",
-         "_walk_hopper_kernel", "_gated_hopper_kernel"}  # fmt: skip
+         "_walk_hopper_kernel", "_gated_hopper_kernel", "_mamba_hopper_kernel", "_mamba_gates_kernel"}  # fmt: skip
 # What Triton 3.6 and 3.7 both have, by the names that the kernels have for Gluon's modules.
 IN_ALL_TRITONS = {
     "gluon": {"jit"},

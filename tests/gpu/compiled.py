@@ -36,6 +36,7 @@ from quire.kernels.triton import (
     latent_heads,
     latent_many,
     launch,
+    mamba_walk,
     norm,
     prefill_hopper,
     prefill_shares,
@@ -84,7 +85,7 @@ def main() -> None:
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     for module in (launch, attention, decode, fixed_linear, fixed_tiles, gated_hopper, latent, latent_many,
-                   prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step, recurrent_walk,
+                   mamba_walk, prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step, recurrent_walk,
                    sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("takes_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):
@@ -227,12 +228,12 @@ def compile_recurrent() -> None:
         state = torch.zeros(2, shape.slot_elements)
         plan = recurrent.plan_recurrent(torch.arange(2), torch.arange(130), [129, 1])
         many = recurrent.plan_recurrent(torch.zeros(130, dtype=torch.int64), torch.arange(130), [1] * 130)
+        shifted = recurrent.plan_recurrent(torch.arange(3)[1:], torch.arange(131)[1:], [129, 1])
+        crowd = recurrent.plan_recurrent(torch.zeros(13, dtype=torch.int64), torch.arange(130), [10] * 13)
         walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
         if delta:
             weights = DeltaWeights(conv, heads, heads, torch.ones(shape.value_dim, dtype=bf16), 1e-6)
             assert recurrent_walk.supports(x, shape, state)
-            shifted = recurrent.plan_recurrent(torch.arange(3)[1:], torch.arange(131)[1:], [129, 1])
-            crowd = recurrent.plan_recurrent(torch.zeros(13, dtype=torch.int64), torch.arange(130), [10] * 13)
             for each in (plan, many, shifted, crowd):
                 recurrent.gated_delta_net(x, weights, shape, state, each)
                 if GLUON:
@@ -243,8 +244,13 @@ def compile_recurrent() -> None:
         else:
             norm, bias = torch.ones(shape.values, dtype=bf16), torch.zeros(shape.channels, dtype=bf16)
             weights = MambaWeights(conv, bias, heads, heads, heads, norm, 1e-5, 8, 0.0, float("inf"))
-            for each in (plan, many):
+            assert mamba_walk.supports(x, weights, shape, state)
+            for each in (plan, many, shifted, crowd):
                 recurrent.mamba2(x, weights, shape, state, each)
+                if GLUON:
+                    mamba_walk.mamba2(x, weights, shape, state, each)
+            if GLUON:
+                assert len(variants["_mamba_hopper_kernel"]) == len(variants["_mamba_gates_kernel"]) == 1
             fixed_recurrent.mamba2(x[:4], weights, shape, state, walk)
 
 

@@ -193,6 +193,8 @@ def check_prepared_chunks(where: Where) -> None:
 # Hopper's kernels for catch-ups. They are Gluon, which the interpreter does not run, and have nothing for float32.
 
 WALK_SHAPES = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(4, 12, 128, 128, 3)]  # heads by two, and by one
+MAMBA_SHAPES = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 128, 64, 3)]
+WALK_STEPS = [[64, 1, 2, 300, 63, 1], [1, 65, 1, 128, 1, 7], [1, 1, 1, 1, 1, 1], [130, 1, 64, 1, 2, 1]]
 
 
 def walk_dtypes(where: Where) -> tuple[torch.dtype, ...]:
@@ -200,10 +202,11 @@ def walk_dtypes(where: Where) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in where.dtypes if dtype != torch.float32)
 
 
-def delta_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int]
-                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def walk_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int], delta: bool = True
+                ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x, positions and a state, for rows that go on from position 5."""
-    x = where.normal(sum(counts), shape.channels + shape.values + 2 * shape.num_heads, dtype=dtype)
+    width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
+    x = where.normal(sum(counts), width, dtype=dtype)
     positions = torch.cat([torch.arange(5, 5 + count, device=where.device) for count in counts])
     return x, positions, where.normal(len(counts), shape.slot_elements) * 0.1
 
@@ -220,7 +223,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
 
     heads, groups = shape.num_heads, shape.num_groups
     weights = weights_of(where, shape, dtype, True)
-    x, positions, state = delta_inputs(where, shape, dtype, counts)
+    x, positions, state = walk_inputs(where, shape, dtype, counts)
     x[:, shape.keys : 2 * shape.keys] += 3.0 * where.normal(shape.keys, dtype=dtype)
     slots = torch.randperm(len(counts), device=where.device)
     firsts = [sum(counts[:row]) for row in range(len(counts))]
@@ -276,7 +279,6 @@ def check_delta_walk(where: Where) -> None:
     dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent_walk
 
-    steps = [[64, 1, 2, 300, 63, 1], [1, 65, 1, 128, 1, 7], [1, 1, 1, 1, 1, 1], [130, 1, 64, 1, 2, 1]]
     for pad, shapes, supported in ((0, WALK_SHAPES, True), (8, WALK_SHAPES[:1], True), (5, WALK_SHAPES[:1], False)):
 
         def op(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any,
@@ -286,28 +288,31 @@ def check_delta_walk(where: Where) -> None:
 
         for halves in (1, 2) if supported else (2,):
             with forced_halves(halves):
-                check_recurrent(where, op, shapes, steps if supported else steps[:1], True, dtypes, pad)
+                check_recurrent(where, op, shapes, WALK_STEPS if supported else WALK_STEPS[:1], True, dtypes, pad)
 
 
 def check_delta_walk_keeps_rows_apart(where: Where) -> None:
     """A row's last chunk is read together with what lies behind it, which is another row's. Programs that share a head
     tell each other a NaN as they do any sum."""
+    need_hopper(where)
+    from quire.kernels.triton import recurrent_walk
+
     for halves in (1, 2):
         with forced_halves(halves):
-            _check_rows_apart(where)
+            _check_rows_apart(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], True)
 
 
-def _check_rows_apart(where: Where) -> None:
+def _check_rows_apart(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, delta: bool) -> None:
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import recurrent, recurrent_walk
+    from quire.kernels.triton import recurrent
 
-    shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [70, 64, 65]
-    weights = weights_of(where, shape, dtype, True)
-    x, positions, state = delta_inputs(where, shape, dtype, counts)
+    dtype, counts = dtypes[-1], [70, 64, 65]
+    weights = weights_of(where, shape, dtype, delta)
+    x, positions, state = walk_inputs(where, shape, dtype, counts, delta)
     x[70:134] = torch.nan
     plan = recurrent.plan_recurrent(torch.arange(3, device=where.device), positions, counts)
     where.settle()
-    out = recurrent_walk.gated_delta_net(x, weights, shape, state, plan)
+    out = op(x, weights, shape, state, plan)
     finite = [rows.isfinite().all().item() for rows in (*out.split(counts), *state)]
     assert finite == [True, False, True] * 2, finite
 
@@ -315,26 +320,62 @@ def _check_rows_apart(where: Where) -> None:
 def check_delta_walk_repeats(where: Where) -> None:
     """The same again and again, to the bit: groups of warps that ran ahead of each other would show, and programs that
     share a head and did not wait for each other."""
+    need_hopper(where)
+    from quire.kernels.triton import recurrent_walk
+
     for halves in (1, 2):
         with forced_halves(halves):
-            _check_repeats(where)
+            _check_repeats(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], True)
 
 
-def _check_repeats(where: Where) -> None:
+def _check_repeats(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, delta: bool) -> None:
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import recurrent, recurrent_walk
+    from quire.kernels.triton import recurrent
 
-    shape, dtype, counts = WALK_SHAPES[0], dtypes[-1], [1000, 1, 1024, 65, 700]
-    weights = weights_of(where, shape, dtype, True)
-    x, positions, state = delta_inputs(where, shape, dtype, counts)
+    dtype, counts = dtypes[-1], [1000, 1, 1024, 65, 700]
+    weights = weights_of(where, shape, dtype, delta)
+    x, positions, state = walk_inputs(where, shape, dtype, counts, delta)
     plan = recurrent.plan_recurrent(torch.arange(len(counts), device=where.device), positions, counts)
     where.settle()
     found = []
     for _ in range(20):
         after = state.clone()
         where.poison()
-        found.append((recurrent_walk.gated_delta_net(x, weights, shape, after, plan), after))
+        found.append((op(x, weights, shape, after, plan), after))
     assert all(torch.equal(*pair) for other in found for pair in zip(found[0], other, strict=True))
+
+
+def check_mamba_walk(where: Where) -> None:
+    """x whose rows the copy engine can't read is done by the row for all cards. More items than programs, and fewer."""
+    dtypes = walk_dtypes(where)
+    from quire.kernels.triton import mamba_walk
+
+    changes: list[dict[str, Any]] = [{}, {"norm": None}, {"gate_first": False}, {"conv_bias": None}]
+    cases = [(0, MAMBA_SHAPES, True, each) for each in changes]
+    cases += [(8, MAMBA_SHAPES[:1], True, {}), (5, MAMBA_SHAPES[:1], False, {})]
+    for pad, shapes, supported, change in cases:
+
+        def op(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: Any,
+               supported: bool = supported) -> Tensor:  # fmt: skip
+            assert mamba_walk.supports(x, weights, shape, state) == supported
+            return mamba_walk.mamba2(x, weights, shape, state, plan)
+
+        steps = WALK_STEPS if supported and not change else WALK_STEPS[:1]
+        check_recurrent(where, op, shapes, steps, False, dtypes, pad, **change)
+
+
+def check_mamba_walk_keeps_rows_apart(where: Where) -> None:
+    need_hopper(where)
+    from quire.kernels.triton import mamba_walk
+
+    _check_rows_apart(where, mamba_walk.mamba2, MAMBA_SHAPES[0], False)
+
+
+def check_mamba_walk_repeats(where: Where) -> None:
+    need_hopper(where)
+    from quire.kernels.triton import mamba_walk
+
+    _check_repeats(where, mamba_walk.mamba2, MAMBA_SHAPES[0], False)
 
 
 CHECKS: dict[str, Callable[[Where], None]] = {
@@ -347,4 +388,7 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "delta_walk": check_delta_walk,
     "delta_walk_keeps_rows_apart": check_delta_walk_keeps_rows_apart,
     "delta_walk_repeats": check_delta_walk_repeats,
+    "mamba_walk": check_mamba_walk,
+    "mamba_walk_keeps_rows_apart": check_mamba_walk_keeps_rows_apart,
+    "mamba_walk_repeats": check_mamba_walk_repeats,
 }

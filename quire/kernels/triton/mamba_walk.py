@@ -28,7 +28,8 @@ GATES = 8  # heads whose gates a program works out
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"],
+            do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr", "tiles_ptr"])  # fmt: skip
 def _mamba_gates_kernel(
     x_ptr, a_log_ptr, dt_bias_ptr, gates_ptr, tiles_ptr, rows_ptr, slots_ptr, positions_ptr, table_ptr, num_rows,
     x_stride, dt_low, dt_high, COLUMN: tl.constexpr, FIELDS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,7 +70,7 @@ def _mamba_gates_kernel(
     tl.store(target + 192, tl.exp(last - total) * step, mask=there)
 
 
-def supports(x: Tensor, shape: RecurrentShape, state: Tensor, weights: MambaWeights) -> bool:
+def supports(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernel can do it; `recurrent` does the rest. The copy engine reads x where it lies: by 16 bytes."""
     return (
         fits_mamba_walk(shape, x.dtype)
@@ -84,7 +85,7 @@ def supports(x: Tensor, shape: RecurrentShape, state: Tensor, weights: MambaWeig
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
            plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
     """Like `reference_recurrent.mamba2`."""
-    if not supports(x, shape, state, weights):
+    if not supports(x, weights, shape, state):
         return recurrent.mamba2(x, weights, shape, state, plan)
     return recurrent.run_mamba(x, weights, shape, state, plan, scan, gated=weights.gated_early)
 

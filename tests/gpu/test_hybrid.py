@@ -23,15 +23,25 @@ STEPS = [[(0, 100), (2, 57)], [(0, 1), (1, 1), (2, 1)], [(0, 130), (2, 1)], [(0,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 
-def save_wide_heads(folder: Path) -> None:
-    """A small Qwen3.5 whose delta nets have the heads that published ones have."""
-    from transformers import Qwen3_5TextConfig
+def save_wide_heads(kind: str, folder: Path) -> None:
+    """A small Qwen3.5 or Nemotron-H whose recurrent layers have the heads that published ones have."""
+    from transformers import NemotronHConfig, Qwen3_5TextConfig
 
     from tests.cpu.families.harness import TINY, Family, save_checkpoint
+    from tests.cpu.families.mamba_hybrid import draw as draw_mamba
     from tests.cpu.families.qwen_hybrid import RECURRENT, draw
 
-    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    save_checkpoint(Family("qwen3_5_text", lambda: Qwen3_5TextConfig(**{**TINY, **RECURRENT, **heads}), draw), folder)
+    if kind == "delta net":
+        heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        family = Family("qwen3_5_text", lambda: Qwen3_5TextConfig(**{**TINY, **RECURRENT, **heads}), draw)
+    else:
+        fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"} | {"pad_token_id": 0}
+        kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+        family = Family("nemotron_h", lambda: NemotronHConfig(
+            **fields, layers_block_type=kinds, head_dim=16, ssm_state_size=128, mamba_num_heads=16, mamba_head_dim=64,
+            n_groups=2, chunk_size=16,
+        ), draw=draw_mamba)  # fmt: skip
+    save_checkpoint(family, folder)
 
 
 def load_wide_heads(folder: Path, dtype: str = "bfloat16") -> loader.Model:
@@ -49,14 +59,20 @@ def logits_of(model: loader.Model) -> Tensor:
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
-def test_wide_heads_get_their_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "op", "module", "settle"), [
+    ("delta net", "gated_delta_net", "recurrent_walk", "settle_delta_net"),
+    ("Mamba2", "mamba2", "mamba_walk", "settle_mamba"),
+])  # fmt: skip
+def test_wide_heads_get_their_walk(
+    kind: str, op: str, module: str, settle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model computes with it what it computes without, in steps of any kind, and decodes are still captured."""
     from tests.cpu.families.harness import ragged_prompts
     from tests.cpu.rig import run
 
-    save_wide_heads(tmp_path)
+    save_wide_heads(kind, tmp_path)
     found = load_wide_heads(tmp_path)
-    assert found.ops.gated_delta_net.__module__ == "quire.kernels.triton.recurrent_walk"
+    assert getattr(found.ops, op).__module__ == f"quire.kernels.triton.{module}"
     exact = logits_of(load_wide_heads(tmp_path, "float32"))
     got = (logits_of(found) - exact).norm() / exact.norm()
     knobs = {"page_tokens": 16, "num_pages": 600, "max_rows": 8, "max_batch_tokens": 96, "chunk_tokens": 70}
@@ -65,8 +81,8 @@ def test_wide_heads_get_their_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(len(tokens) == 32 for tokens in first)
     graphs = engine.workers._inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"
-    monkeypatch.setattr(trials, "settle_delta_net", lambda ops, *args, **options: ops)
+    monkeypatch.setattr(trials, settle, lambda ops, *args, **options: ops)
     plain = load_wide_heads(tmp_path)
-    assert plain.ops.gated_delta_net.__module__ == "quire.kernels.triton.recurrent"
+    assert getattr(plain.ops, op).__module__ == "quire.kernels.triton.recurrent"
     want = (logits_of(plain) - exact).norm() / exact.norm()
     assert got <= 1.3 * want, f"off by {got:.1e} from float32, the kernels for all cards by {want:.1e}"

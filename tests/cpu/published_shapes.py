@@ -36,4 +36,5 @@ def published_shapes() -> dict[str, Any]:
         "DeepSeek-V2-Lite": transformers.DeepseekV2Config(**LATENTS),
         "Gemma 3 4B": transformers.Gemma3TextConfig(**GEMMA3),
         "Nemotron-H-8B": transformers.NemotronHConfig(**NEMOTRON),
+        "Kimi-Linear-48B-A3B": transformers.KimiLinearConfig(num_hidden_layers=5),
     }

@@ -95,7 +95,7 @@ REFERENCE = Ops(
 
 
 # Same bits whatever surrounds a row; the loader knows for which models all they do is in these rows.
-_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
+_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin of that kind
     "norm_route": fixed_experts.norm_route,
     "run_experts": fixed_experts.run_experts,
     "plan_recurrent": fixed_recurrent.plan_recurrent,
@@ -175,8 +175,9 @@ def _open_native(kernels: str) -> Native | None:
 
 def _native_ops(native: Native) -> Ops:
     from quire.kernels.native.ops import NativeOps
+    from quire.kernels.native.recurrent import NativeRecurrent
 
-    ops = NativeOps(native)
+    ops, recurrent = NativeOps(native), NativeRecurrent(native)
     return replace(
         REFERENCE,
         rms_norm=ops.rms_norm,
@@ -188,6 +189,10 @@ def _native_ops(native: Native) -> Ops:
         run_experts=ops.run_experts,
         latent_write=ops.latent_write,
         latent_attention=ops.latent_attention,
+        gated_delta_net=recurrent.gated_delta_net,
+        channel_delta_net=recurrent.channel_delta_net,
+        mamba2=recurrent.mamba2,
+        short_conv=recurrent.short_conv,
         native=native,
     )
 

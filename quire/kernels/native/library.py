@@ -70,6 +70,26 @@ class StepDesc(Structure):
     )  # fmt: skip
 
 
+class RecurrentDesc(Structure):
+    _fields_ = (
+        ("conv", c_void_p), ("conv_bias", c_void_p), ("a_log", c_void_p), ("dt_bias", c_void_p), ("skip", c_void_p),
+        ("norm", c_void_p), ("num_groups", c_int64), ("num_heads", c_int64), ("key_dim", c_int64),
+        ("value_dim", c_int64), ("conv_len", c_int64), ("norm_groups", c_int64), ("eps", c_float), ("dt_low", c_float),
+        ("dt_high", c_float), ("beta_top", c_float), ("gate_first", c_int32), ("by_channel", c_int32),
+    )  # fmt: skip
+
+
+class Columns(Structure):
+    _fields_ = (("x", c_void_p), ("stride", c_int64))
+
+
+class RowsDesc(Structure):
+    _fields_ = (
+        ("state", c_void_p), ("slot_stride", c_int64), ("slots", c_void_p), ("positions", c_void_p),
+        ("rows", c_void_p), ("tokens", c_void_p), ("num_rows", c_int64),
+    )  # fmt: skip
+
+
 _PLACE = c_void_p
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_sources": (c_char_p, ()),
@@ -93,11 +113,19 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
                _PLACE, _PLACE),
     ),
     "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
+    "quire_recurrent": (
+        c_int32, (c_void_p, POINTER(RecurrentDesc), POINTER(RowsDesc), POINTER(Columns), POINTER(Columns),
+                  POINTER(Columns), POINTER(Columns), _PLACE),
+    ),
+    "quire_short_conv": (
+        None, (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
+    ),
     "quire_choose": (
         c_int32, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
 }  # fmt: skip
-_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_choose")  # for lack of memory
+# For lack of memory.
+_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_recurrent", "quire_choose")
 
 
 def _check(code: int, function: object, arguments: object) -> None:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pack.h"
+#include "recurrent.h"
 #include "stack.h"
 
 #ifndef QUIRE_SOURCES
@@ -133,6 +134,16 @@ int32_t quire_attend(Context* context, const StepDesc* step, const float* q, int
 
 int32_t quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {
     return attempt([&] { run_stack(*context, *stack, *step, out); });
+}
+
+int32_t quire_recurrent(Context* context, const RecurrentDesc* layer, const RowsDesc* rows, const Columns* mixed,
+                        const Columns* gate, const Columns* beta, const Columns* decay, float* out) {
+    return attempt([&] { run_recurrent(*context, *layer, *rows, *mixed, *gate, *beta, *decay, out); });
+}
+
+void quire_short_conv(Context* context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
+                      const RowsDesc* rows, const Columns* x, float* out) {
+    run_short_conv(*context, conv, bias, channels, conv_len, *rows, *x, out);
 }
 
 // A token for each row of logits: greedy where inv_temperature is 0, else by noise of (key, position).

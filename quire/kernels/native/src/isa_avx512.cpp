@@ -13,12 +13,13 @@ using namespace quire;
 #include "product.inl"
 #include "attend.inl"
 #include "choose.inl"
+#include "recurrent.inl"
 
 namespace quire {
 
 const Kernels* avx512_kernels() {
     static const Kernels kernels = {"avx512", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, attend, merge, choose};
+                                    quantize, turn, product, attend, merge, choose, recur};
     return &kernels;
 }
 

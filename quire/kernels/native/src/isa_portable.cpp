@@ -11,12 +11,13 @@ using namespace quire;
 #include "product.inl"
 #include "attend.inl"
 #include "choose.inl"
+#include "recurrent.inl"
 
 namespace quire {
 
 const Kernels* portable_kernels() {
     static const Kernels kernels = {"portable", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, attend, merge, choose};
+                                    quantize, turn, product, attend, merge, choose, recur};
     return &kernels;
 }
 

@@ -1,5 +1,5 @@
-// What every instruction set implements, and the plain structs it works on. `product.inl`, `rows.inl`, `attend.inl` and
-// `choose.inl` hold the code; each `isa_*.cpp` compiles it once over its own vectors and fills one `Kernels`.
+// What every instruction set implements, and the plain structs it works on. `product.inl`, `rows.inl`, `attend.inl`,
+// `choose.inl` and `recurrent.inl` hold the code; each `isa_*.cpp` compiles it once over its own vectors and fills one `Kernels`.
 // Plain C types only: nothing here may pull in a template that the linker could take from the wrong instruction set.
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr int kSplitTokens = 2;   // where so few see many keys, threads share t
 
 enum class Form : int32_t { kF32 = 0, kF16 = 1, kQ8_0 = 2, kQ4_0 = 3, kQ4_1 = 4 };
 
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4 };
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
 
 // A matrix in tiles of `lanes` rows. Within a tile lie, block by block, the scales of all its rows and then the values,
 // four columns of each row in turn (one column in turn for float forms): a vector holds the same columns of all rows,
@@ -114,6 +114,16 @@ struct Choice {
     bool unfit;            // out: a NaN or +inf was seen
 };
 
+struct Head {  // one token of one head of a recurrent layer
+    float* matrix;  // [value_dim, key_dim]
+    const float *key, *query, *fade;  // [key_dim]
+    const float* value;               // [value_dim]
+    float* out;                       // [value_dim]
+    int64_t key_dim, value_dim;
+    float beta;        // of the delta rule
+    int32_t is_delta;  // else the value is written as it is
+};
+
 struct Kernels {
     const char* name;
     int lanes;
@@ -128,6 +138,7 @@ struct Kernels {
     void (*attend)(const Queries& queries, const Keys& keys, float* scratch);
     void (*merge)(const Queries& queries, const Keys& keys, int64_t num_parts);  // parts lie one after the other
     void (*choose)(Choice& choice);
+    void (*recur)(const Head& head);
 };
 
 const Kernels* portable_kernels();

@@ -59,6 +59,7 @@ inline Floats silu(Floats g) { return div(g, add(splat(1.0f), exponential(sub(sp
 template <Activation A>
 inline Floats activated(Floats g) {
     if constexpr (A == Activation::kSilu) return silu(g);
+    if constexpr (A == Activation::kSigmoid) return div(splat(1.0f), add(splat(1.0f), exponential(sub(splat(0), g))));
     if constexpr (A == Activation::kRelu) return larger(splat(0), g);  // in this order a NaN stays one
     if constexpr (A == Activation::kRelu2) {
         const Floats r = larger(splat(0), g);
@@ -97,6 +98,7 @@ void activate(Activation how, const float* gate, const float* up, int64_t n, flo
         case Activation::kGelu: return activate_as<Activation::kGelu>(gate, up, n, out);
         case Activation::kRelu: return activate_as<Activation::kRelu>(gate, up, n, out);
         case Activation::kRelu2: return activate_as<Activation::kRelu2>(gate, up, n, out);
+        case Activation::kSigmoid: return activate_as<Activation::kSigmoid>(gate, up, n, out);
     }
 }
 

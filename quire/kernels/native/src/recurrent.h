@@ -1,0 +1,46 @@
+// Single tokens of rows through recurrent layers: convolution, gates, the matrices' step, norm and gate. The structs are
+// filled in by `quire/kernels/native/library.py`, field by field in this order.
+#pragma once
+
+#include "stack.h"
+
+namespace quire {
+
+struct RecurrentDesc {  // a layer; shapes as in `quire/kernels/recurrent.py`
+    const float* conv;       // [channels, conv_len]
+    const float* conv_bias;  // [channels], or null
+    const float* a_log;      // [heads]
+    const float* dt_bias;    // [heads]; by channel [keys]
+    const float* skip;       // [heads]: this is Mamba2; null: the delta rule
+    const float* norm;       // [value_dim] for the delta rule, [values] for Mamba2, or null
+    int64_t num_groups, num_heads, key_dim, value_dim, conv_len, norm_groups;
+    float eps, dt_low, dt_high, beta_top;
+    int32_t gate_first;  // of Mamba2: before the norm
+    int32_t by_channel;  // every channel of a key decays by itself, and the gate is a sigmoid
+};
+
+struct Columns {  // of some projection, [tokens, stride]
+    const float* x;
+    int64_t stride;
+};
+
+struct RowsDesc {  // the rows of a step that compute one token
+    float* state;         // [slots, slot_stride]: matrices, then the ring
+    int64_t slot_stride;
+    const int64_t* slots;      // [rows of the step]
+    const int64_t* positions;  // [tokens of the step]
+    const int64_t* rows;       // [num_rows], or null: all, in order
+    const int64_t* tokens;     // likewise
+    int64_t num_rows;
+};
+
+// `mixed`: what is convolved, `decay` and `beta`: what these come from (beta's may be null). out [tokens, values].
+void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc& rows, Columns mixed, Columns gate,
+                   Columns beta, Columns decay, float* out);
+
+// A layer that is nothing but a convolution between two gates; x [tokens, 3 channels]: the input's gate, the output's,
+// the input. conv [channels, conv_len]; out [tokens, channels].
+void run_short_conv(Context& context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
+                    const RowsDesc& rows, Columns x, float* out);
+
+}  // namespace quire

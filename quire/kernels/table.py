@@ -189,6 +189,7 @@ def _native_ops(native: Native) -> Ops:
         run_experts=ops.run_experts,
         latent_write=ops.latent_write,
         latent_attention=ops.latent_attention,
+        plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
         channel_delta_net=recurrent.channel_delta_net,
         mamba2=recurrent.mamba2,

@@ -1,5 +1,5 @@
 """The native ops of recurrent layers against the reference in float64, over random shapes and steps that go on from
-each other: rows of one token, which are the library's, beside rows that catch up."""
+each other: rows of one token beside rows that catch up."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def follow(ops: NativeRecurrent, name: str, shape: Any, weights: Any, widths: tu
         starts, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
         positions = torch.cat([torch.arange(*span) for span in zip(starts, ends, strict=True)])
         inputs = [torch.randn(sum(counts), width + 3)[:, :width] for width in widths]
+        got = getattr(ops, name)(*inputs, weights, shape, state, ops.plan_recurrent(slots, positions, counts))
         plan = reference.plan_recurrent(slots, positions, counts)
-        got = getattr(ops, name)(*inputs, weights, shape, state, plan)
         want = getattr(reference, name)(*(x.double() for x in inputs), doubled(weights), shape, exact, plan)
         close(got, want, f"{name}, {counts}")
     close(state[slots], exact[slots], f"{name}: what is left behind")
@@ -123,14 +123,14 @@ def test_company_does_not_change_a_bit(ops: NativeRecurrent, kind: Kind) -> None
     weights, inputs = kind.weights(shape), [torch.randn(9, width) for width in kind.inputs(shape)]
     state, slots, positions = torch.randn(9, shape.slot_elements), torch.randperm(9), torch.arange(5, 14)
     together = state.clone()
-    out = getattr(ops, kind.name)(*inputs, weights, shape, together,
-                                  reference.plan_recurrent(slots, positions, [1] * 9))  # fmt: skip
-    for row in range(9):
-        here = slice(row, row + 1)
-        plan = reference.plan_recurrent(slots[here], positions[here], [1])
-        assert torch.equal(
-            getattr(ops, kind.name)(*(x[here] for x in inputs), weights, shape, state, plan)[0], out[row]
-        )
+    op, counts, first = getattr(ops, kind.name), (1, 4, 1, 1, 2), 0
+    out = op(*inputs, weights, shape, together, ops.plan_recurrent(slots[:5], positions, list(counts)))
+    for row, count in enumerate(counts):
+        for token in range(first, first + count):  # a prompt goes as its tokens do, one by one
+            here = slice(token, token + 1)
+            plan = ops.plan_recurrent(slots[row : row + 1], positions[here], [1])
+            assert torch.equal(op(*(x[here] for x in inputs), weights, shape, state, plan)[0], out[token])
+        first += count
     assert torch.equal(state, together)
 
 
@@ -138,13 +138,13 @@ def test_company_does_not_change_a_bit(ops: NativeRecurrent, kind: Kind) -> None
 def test_what_the_library_does_not_take_goes_to_the_reference(ops: NativeRecurrent, kind: Kind) -> None:
     """Other types, and weights that are not dense."""
     shape = shapes_for(kind)[1]
-    plan = reference.plan_recurrent(torch.arange(2), torch.arange(3, 5), [1, 1])
+    plan = ops.plan_recurrent(torch.arange(2), torch.arange(3, 5), [1, 1])
     inputs = [torch.randn(2, width) for width in kind.inputs(shape)]
     weights, state = kind.weights(shape), torch.randn(2, shape.slot_elements)
     strided = replace(weights, conv=weights.conv.transpose(0, 2).contiguous().transpose(0, 2))
     for given, kept in ((inputs, strided), ([x.double() for x in inputs], doubled(weights))):
         ours, theirs = state.to(given[0].dtype, copy=True), state.to(given[0].dtype, copy=True)
-        want = getattr(reference, kind.name)(*given, kept, shape, theirs, plan)
+        want = getattr(reference, kind.name)(*given, kept, shape, theirs, plan.for_reference())
         assert torch.equal(getattr(ops, kind.name)(*given, kept, shape, ours, plan), want) and torch.equal(ours, theirs)
 
 
@@ -154,6 +154,6 @@ def test_a_nan_stays_with_its_row(ops: NativeRecurrent) -> None:
         inputs = [torch.randn(3, width) for width in kind.inputs(shape)]
         inputs[0][1] = torch.nan
         state = torch.randn(3, shape.slot_elements)
-        plan = reference.plan_recurrent(torch.arange(3), torch.arange(3), [1, 1, 1])
+        plan = ops.plan_recurrent(torch.arange(3), torch.arange(3), [1, 1, 1])
         out = getattr(ops, kind.name)(*inputs, kind.weights(shape), shape, state, plan)
         assert [rows.isfinite().all().item() for rows in (*out, *state)] == [True, False, True] * 2

@@ -86,7 +86,7 @@ class Columns(Structure):
 class RowsDesc(Structure):
     _fields_ = (
         ("state", c_void_p), ("slot_stride", c_int64), ("slots", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("tokens", c_void_p), ("num_rows", c_int64),
+        ("firsts", c_void_p), ("counts", c_void_p), ("num_rows", c_int64), ("num_tokens", c_int64),
     )  # fmt: skip
 
 

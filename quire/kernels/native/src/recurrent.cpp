@@ -1,5 +1,5 @@
-// See recurrent.h. A row's channels are convolved first, shared by pieces; then heads are shared; Mamba2's norm, which is
-// over many heads, comes last, row by row.
+// See recurrent.h. All rows' channels are convolved first, shared by pieces; then heads are shared; Mamba2's norm, which
+// is over many heads, comes last, token by token.
 #include "recurrent.h"
 
 #include <math.h>
@@ -14,8 +14,11 @@ namespace {
 constexpr float kL2Eps = 1e-6f;
 constexpr int64_t kPiece = 512;  // channels
 
-int64_t row_of(const RowsDesc& rows, int64_t i) { return rows.rows ? rows.rows[i] : i; }
-int64_t token_of(const RowsDesc& rows, int64_t i) { return rows.tokens ? rows.tokens[i] : i; }
+int64_t first_of(const RowsDesc& rows, int64_t row) { return rows.firsts ? rows.firsts[row] : row; }
+int64_t end_of(const RowsDesc& rows, int64_t row) {
+    return first_of(rows, row) + (rows.counts ? rows.counts[row] : 1);
+}
+float* state_of(const RowsDesc& rows, int64_t row) { return rows.state + rows.slots[row] * rows.slot_stride; }
 
 float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -49,80 +52,85 @@ void copy_normed(const float* x, int64_t n, float scale, float* out) {
 void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc& rows, Columns mixed, Columns gate,
                    Columns beta, Columns decay, float* out) {
     std::lock_guard<std::mutex> lock(context.busy);
+    const Kernels& kernels = *context.kernels;
     const bool is_delta = layer.skip == nullptr;
     const int64_t heads = layer.num_heads, key_dim = layer.key_dim, value_dim = layer.value_dim;
     const int64_t keys = layer.num_groups * key_dim, values = heads * value_dim, channels = values + 2 * keys;
     const int64_t pieces = (channels + kPiece - 1) / kPiece;
-    std::vector<float> convolved(size_t(rows.num_rows * channels));
+    std::vector<float> convolved(size_t(rows.num_tokens * channels));
     std::vector<float> scratch(size_t(context.pool.size() * (3 * key_dim + value_dim)));
-    auto state_of = [&](int64_t i) { return rows.state + rows.slots[row_of(rows, i)] * rows.slot_stride; };
 
     Run run(context.pool);
     context.pool.share(rows.num_rows * pieces, 4, [&](int64_t begin, int64_t end, int) {
         for (int64_t item = begin; item < end; ++item) {
-            const int64_t i = item / pieces, token = token_of(rows, i);
-            const int64_t first = item % pieces * kPiece, stop = std::min(channels, first + kPiece);
-            float* to = convolved.data() + i * channels;
-            convolve(mixed.x + token * mixed.stride, nullptr, state_of(i) + values * key_dim, channels, first, stop,
-                     rows.positions[token], layer.conv, layer.conv_len, layer.conv_bias, to);
-            context.kernels->activate(Activation::kSilu, to + first, nullptr, stop - first, to + first);
+            const int64_t row = item / pieces, first = item % pieces * kPiece, stop = std::min(channels, first + kPiece);
+            float* ring = state_of(rows, row) + values * key_dim;
+            for (int64_t token = first_of(rows, row); token < end_of(rows, row); ++token) {
+                float* to = convolved.data() + token * channels;
+                convolve(mixed.x + token * mixed.stride, nullptr, ring, channels, first, stop, rows.positions[token],
+                         layer.conv, layer.conv_len, layer.conv_bias, to);
+                kernels.activate(Activation::kSilu, to + first, nullptr, stop - first, to + first);
+            }
         }
     });
     const int64_t q_at = is_delta ? 0 : values + keys, k_at = is_delta ? keys : values, v_at = is_delta ? 2 * keys : 0;
-    context.pool.share(rows.num_rows * heads, 1, [&](int64_t begin, int64_t end, int thread) {
-        float* key = scratch.data() + thread * (3 * key_dim + value_dim);
+    auto step = [&](int64_t row, int64_t h, int64_t token, float* key) {
         float *query = key + key_dim, *fade = query + key_dim, *scaled = fade + key_dim;
+        const int64_t group = h / (heads / layer.num_groups);
+        const float* from = convolved.data() + token * channels;
+        const float *q = from + q_at + group * key_dim, *k = from + k_at + group * key_dim;
+        const float* v = from + v_at + h * value_dim;
+        const float* steps = decay.x + token * decay.stride;
+        const float speed = -expf(layer.a_log[h]);
+        Head head = {state_of(rows, row) + h * value_dim * key_dim, k, q, fade, v, out + token * values + h * value_dim,
+                     key_dim, value_dim, 0.0f, is_delta ? 1 : 0};
+        if (layer.by_channel) {
+            for (int64_t c = 0; c < key_dim; ++c)
+                fade[c] = expf(speed * softplus(steps[h * key_dim + c] + layer.dt_bias[h * key_dim + c]));
+        } else {
+            float length = softplus(steps[h] + layer.dt_bias[h]);
+            if (!is_delta) {
+                length = std::min(std::max(length, layer.dt_low), layer.dt_high);
+                for (int64_t c = 0; c < value_dim; ++c) scaled[c] = v[c] * length;
+                head.value = scaled;
+            }
+            std::fill(fade, fade + key_dim, expf(speed * length));
+        }
+        if (is_delta) {
+            copy_normed(k, key_dim, 1.0f, key);
+            copy_normed(q, key_dim, 1.0f / sqrtf(float(key_dim)), query);
+            head.key = key;
+            head.query = query;
+            head.beta = layer.beta_top * sigmoid(beta.x[token * beta.stride + h]);
+        }
+        kernels.recur(head);
+        const float* bent = gate.x + token * gate.stride + h * value_dim;
+        if (is_delta) {
+            kernels.norm(head.out, layer.norm, layer.eps, value_dim, head.out);
+            const Activation how = layer.by_channel ? Activation::kSigmoid : Activation::kSilu;
+            kernels.activate(how, bent, head.out, value_dim, head.out);
+            return;
+        }
+        for (int64_t c = 0; c < value_dim; ++c) head.out[c] += layer.skip[h] * v[c];
+        if (!layer.norm || layer.gate_first) kernels.activate(Activation::kSilu, bent, head.out, value_dim, head.out);
+    };
+    context.pool.share(rows.num_rows * heads, 1, [&](int64_t begin, int64_t end, int thread) {
+        float* own = scratch.data() + thread * (3 * key_dim + value_dim);
         for (int64_t item = begin; item < end; ++item) {
-            const int64_t i = item / heads, h = item % heads, token = token_of(rows, i);
-            const int64_t group = h / (heads / layer.num_groups);
-            const float* from = convolved.data() + i * channels;
-            const float *q = from + q_at + group * key_dim, *k = from + k_at + group * key_dim;
-            const float* v = from + v_at + h * value_dim;
-            const float* steps = decay.x + token * decay.stride;
-            const float speed = -expf(layer.a_log[h]);
-            Head head = {state_of(i) + h * value_dim * key_dim, k, q, fade, v, out + token * values + h * value_dim,
-                         key_dim, value_dim, 0.0f, is_delta ? 1 : 0};
-            if (layer.by_channel) {
-                for (int64_t c = 0; c < key_dim; ++c)
-                    fade[c] = expf(speed * softplus(steps[h * key_dim + c] + layer.dt_bias[h * key_dim + c]));
-            } else {
-                float step = softplus(steps[h] + layer.dt_bias[h]);
-                if (!is_delta) {
-                    step = std::min(std::max(step, layer.dt_low), layer.dt_high);
-                    for (int64_t c = 0; c < value_dim; ++c) scaled[c] = v[c] * step;
-                    head.value = scaled;
-                }
-                std::fill(fade, fade + key_dim, expf(speed * step));
-            }
-            if (is_delta) {
-                copy_normed(k, key_dim, 1.0f, key);
-                copy_normed(q, key_dim, 1.0f / sqrtf(float(key_dim)), query);
-                head.key = key;
-                head.query = query;
-                head.beta = layer.beta_top * sigmoid(beta.x[token * beta.stride + h]);
-            }
-            context.kernels->recur(head);
-            const float* bent = gate.x + token * gate.stride + h * value_dim;
-            if (is_delta) {
-                context.kernels->norm(head.out, layer.norm, layer.eps, value_dim, head.out);
-                const Activation how = layer.by_channel ? Activation::kSigmoid : Activation::kSilu;
-                context.kernels->activate(how, bent, head.out, value_dim, head.out);
-                continue;
-            }
-            for (int64_t c = 0; c < value_dim; ++c) head.out[c] += layer.skip[h] * v[c];
-            if (!layer.norm || layer.gate_first)
-                context.kernels->activate(Activation::kSilu, bent, head.out, value_dim, head.out);
+            const int64_t row = item / heads;
+            for (int64_t token = first_of(rows, row); token < end_of(rows, row); ++token)
+                step(row, item % heads, token, own);
         }
     });
     if (is_delta || !layer.norm) return;
     const int64_t width = values / layer.norm_groups;
-    context.pool.share(rows.num_rows * layer.norm_groups, 1, [&](int64_t begin, int64_t end, int) {
+    context.pool.share(rows.num_tokens * layer.norm_groups, 4, [&](int64_t begin, int64_t end, int) {
         for (int64_t item = begin; item < end; ++item) {
-            const int64_t token = token_of(rows, item / layer.norm_groups), at = item % layer.norm_groups * width;
+            const int64_t token = item / layer.norm_groups, at = item % layer.norm_groups * width;
             float* part = out + token * values + at;
-            context.kernels->norm(part, layer.norm + at, layer.eps, width, part);
+            kernels.norm(part, layer.norm + at, layer.eps, width, part);
             if (!layer.gate_first)
-                context.kernels->activate(Activation::kSilu, gate.x + token * gate.stride + at, part, width, part);
+                kernels.activate(Activation::kSilu, gate.x + token * gate.stride + at, part, width, part);
         }
     });
 }
@@ -130,15 +138,18 @@ void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc&
 void run_short_conv(Context& context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
                     const RowsDesc& rows, Columns x, float* out) {
     std::lock_guard<std::mutex> lock(context.busy);
+    const int64_t pieces = (channels + kPiece - 1) / kPiece;
     Run run(context.pool);
-    context.pool.share(rows.num_rows, 1, [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t token = token_of(rows, i);
-            const float *in_gate = x.x + token * x.stride, *out_gate = in_gate + channels;
-            float* to = out + token * channels;
-            convolve(out_gate + channels, in_gate, rows.state + rows.slots[row_of(rows, i)] * rows.slot_stride, channels,
-                     0, channels, rows.positions[token], conv, conv_len, bias, to);
-            for (int64_t c = 0; c < channels; ++c) to[c] *= out_gate[c];
+    context.pool.share(rows.num_rows * pieces, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t row = item / pieces, first = item % pieces * kPiece, stop = std::min(channels, first + kPiece);
+            for (int64_t token = first_of(rows, row); token < end_of(rows, row); ++token) {
+                const float *in_gate = x.x + token * x.stride, *out_gate = in_gate + channels;
+                float* to = out + token * channels;
+                convolve(out_gate + channels, in_gate, state_of(rows, row), channels, first, stop, rows.positions[token],
+                         conv, conv_len, bias, to);
+                for (int64_t c = first; c < stop; ++c) to[c] *= out_gate[c];
+            }
         }
     });
 }

@@ -1,5 +1,6 @@
-// Single tokens of rows through recurrent layers: convolution, gates, the matrices' step, norm and gate. The structs are
-// filled in by `quire/kernels/native/library.py`, field by field in this order.
+// Recurrent layers, token by token: convolution, gates, the matrices' step, norm and gate. A head's matrix stays in the
+// nearest cache while its tokens pass, so that a prompt needs no other way than a single token. The structs are filled in
+// by `quire/kernels/native/library.py`, field by field in this order.
 #pragma once
 
 #include "stack.h"
@@ -24,14 +25,14 @@ struct Columns {  // of some projection, [tokens, stride]
     int64_t stride;
 };
 
-struct RowsDesc {  // the rows of a step that compute one token
+struct RowsDesc {  // of a step
     float* state;         // [slots, slot_stride]: matrices, then the ring
     int64_t slot_stride;
     const int64_t* slots;      // [rows of the step]
     const int64_t* positions;  // [tokens of the step]
-    const int64_t* rows;       // [num_rows], or null: all, in order
-    const int64_t* tokens;     // likewise
-    int64_t num_rows;
+    const int64_t* firsts;     // [rows]: each one's first token; or null: each has one, in order
+    const int64_t* counts;     // [rows]: how many it has; or null
+    int64_t num_rows, num_tokens;
 };
 
 // `mixed`: what is convolved, `decay` and `beta`: what these come from (beta's may be null). out [tokens, values].

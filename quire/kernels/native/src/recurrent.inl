@@ -2,40 +2,59 @@
 
 namespace {
 
-void recur(const Head& head) {
-    const int64_t n = head.key_dim;
-    const Floats zero = splat(0);
-    for (int64_t v = 0; v < head.value_dim; ++v) {
-        float* row = head.matrix + v * n;
-        float update = head.value[v];
-        if (head.is_delta) {  // what the matrix has for this key already is not written again
-            Floats sum = zero;
-            int64_t k = 0;
-            for (; k + W <= n; k += W) sum = fma(mul(load(row + k), load(head.fade + k)), load(head.key + k), sum);
-            if (k < n) {
-                const int rest = int(n - k);
-                const Floats faded = mul(load_some(row + k, rest), load_some(head.fade + k, rest));
-                sum = fma(faded, load_some(head.key + k, rest), sum);
-            }
-            update = head.beta * (update - total(sum));
-        }
-        const Floats u = splat(update);
-        Floats sum = zero;
-        int64_t k = 0;
-        for (; k + W <= n; k += W) {
-            const Floats s = fma(u, load(head.key + k), mul(load(row + k), load(head.fade + k)));
-            store(row + k, s);
-            sum = fma(s, load(head.query + k), sum);
-        }
-        if (k < n) {
-            const int rest = int(n - k);
-            const Floats faded = mul(load_some(row + k, rest), load_some(head.fade + k, rest));
-            const Floats s = fma(u, load_some(head.key + k, rest), faded);
-            store_some(row + k, s, rest);
-            sum = fma(s, load_some(head.query + k, rest), sum);
-        }
-        head.out[v] = total(sum);
+// The parts of R vectors from k on, `lanes` of them.
+template <bool kWhole>
+inline Floats part(const float* p, int lanes) {
+    if constexpr (kWhole) return load(p);
+    return load_some(p, lanes);
+}
+
+// What R rows of the matrix have for this key, faded.
+template <int R, bool kWhole>
+inline void ask(const Head& head, const float* rows, int64_t k, int lanes, Floats* sums) {
+    const Floats fade = part<kWhole>(head.fade + k, lanes), key = part<kWhole>(head.key + k, lanes);
+    for (int r = 0; r < R; ++r)
+        sums[r] = fma(mul(part<kWhole>(rows + r * head.key_dim + k, lanes), fade), key, sums[r]);
+}
+
+template <int R, bool kWhole>
+inline void write_and_read(const Head& head, float* rows, int64_t k, int lanes, const Floats* updates, Floats* sums) {
+    const Floats fade = part<kWhole>(head.fade + k, lanes), key = part<kWhole>(head.key + k, lanes);
+    const Floats query = part<kWhole>(head.query + k, lanes);
+    for (int r = 0; r < R; ++r) {
+        float* row = rows + r * head.key_dim + k;
+        const Floats s = fma(updates[r], key, mul(part<kWhole>(row, lanes), fade));
+        if constexpr (kWhole) store(row, s);
+        else store_some(row, s, lanes);
+        sums[r] = fma(s, query, sums[r]);
     }
+}
+
+// R values at a time: they share what is loaded of key, query and fading, and none waits for another's sum.
+template <int R>
+void recur_rows(const Head& head, int64_t v) {
+    const int64_t n = head.key_dim, whole = n - n % W;
+    float* rows = head.matrix + v * n;
+    Floats updates[R], sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = splat(0);
+    if (head.is_delta) {  // what the matrix has for this key already is not written again
+        for (int64_t k = 0; k < whole; k += W) ask<R, true>(head, rows, k, W, sums);
+        if (whole < n) ask<R, false>(head, rows, whole, int(n - whole), sums);
+    }
+    for (int r = 0; r < R; ++r) {
+        const float value = head.value[v + r];
+        updates[r] = splat(head.is_delta ? head.beta * (value - total(sums[r])) : value);
+        sums[r] = splat(0);
+    }
+    for (int64_t k = 0; k < whole; k += W) write_and_read<R, true>(head, rows, k, W, updates, sums);
+    if (whole < n) write_and_read<R, false>(head, rows, whole, int(n - whole), updates, sums);
+    for (int r = 0; r < R; ++r) head.out[v + r] = total(sums[r]);
+}
+
+void recur(const Head& head) {
+    int64_t v = 0;
+    for (; v + 4 <= head.value_dim; v += 4) recur_rows<4>(head, v);
+    for (; v < head.value_dim; ++v) recur_rows<1>(head, v);
 }
 
 }  // namespace

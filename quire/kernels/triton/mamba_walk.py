@@ -22,7 +22,7 @@ from quire.kernels.triton.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent_conv import by_tap, convolve_keys
 from quire.kernels.triton.recurrent_scan import fits_mamba_walk
 from quire.kernels.triton.recurrent_step import softplus
-from quire.kernels.triton.recurrent_walk import boxes, strip
+from quire.kernels.triton.recurrent_walk import boxes, lies_for_copies, strip
 
 GATES = 8  # heads whose gates a program works out
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -71,15 +71,8 @@ def _mamba_gates_kernel(
 
 
 def supports(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernel can do it; `recurrent` does the rest. The copy engine reads x where it lies: by 16 bytes."""
-    return (
-        fits_mamba_walk(shape, x.dtype)
-        and x.stride(1) == 1
-        and x.stride(0) * x.element_size() % 16 == 0
-        and x.data_ptr() % 16 == 0
-        and state.stride(1) == 1
-        and weights.conv.dtype == x.dtype
-    )
+    """Whether the kernel can do it; `recurrent` does the rest."""
+    return fits_mamba_walk(shape, x.dtype) and lies_for_copies(x, state) and weights.conv.dtype == x.dtype
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,

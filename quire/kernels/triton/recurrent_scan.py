@@ -258,26 +258,22 @@ def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
 
 
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's delta nets are for `recurrent_walk`. Rows of x must be whole units of 16 bytes, which
-    channels and gates are in any case, and each head adds two elements. A thread of the convolution has four taps of a
-    channel. Its kernels know no beta above 1."""
-    return (
-        (shape.key_dim, shape.value_dim) == (128, 128)
-        and shape.num_heads % 4 == 0
-        and shape.num_heads % shape.num_groups == 0
-        and 2 <= shape.conv_len <= 4
-        and dtype in (torch.bfloat16, torch.float16)
-        and chunk_tokens(shape, dtype) == CHUNK
-        and shape.beta_top == 1.0
-    )
+    """Whether such a model's delta nets are for `recurrent_walk`: each head adds two elements to a row of x. Its kernels
+    know no beta above 1."""
+    return _fits_hopper(shape, dtype, (128, 128), 4) and shape.beta_top == 1.0
 
 
 def fits_mamba_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's Mamba2 layers are for `mamba_walk`. Rows of x must be whole units of 16 bytes, which all
-    but the heads' steps are in any case. A thread of the convolution has four taps of a channel."""
+    """Whether such a model's Mamba2 layers are for `mamba_walk`: each head adds one element to a row of x."""
+    return _fits_hopper(shape, dtype, (128, 64), 8)
+
+
+def _fits_hopper(shape: RecurrentShape, dtype: torch.dtype, dims: tuple[int, int], multiple: int) -> bool:
+    """Rows of x must be whole units of 16 bytes, which all but what heads add are in any case: so many heads make one.
+    A thread of the convolution has four taps of a channel."""
     return (
-        (shape.key_dim, shape.value_dim) == (128, 64)
-        and shape.num_heads % 8 == 0
+        (shape.key_dim, shape.value_dim) == dims
+        and shape.num_heads % multiple == 0
         and shape.num_heads % shape.num_groups == 0
         and 2 <= shape.conv_len <= 4
         and dtype in (torch.bfloat16, torch.float16)

@@ -39,14 +39,14 @@ class ReadyChunks:
 
 
 def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernels can do it; `recurrent` does the rest. The copy engine reads x where it lies: by 16 bytes."""
-    return (
-        fits_walk(shape, x.dtype)
-        and x.stride(1) == 1
-        and x.stride(0) * x.element_size() % 16 == 0
-        and x.data_ptr() % 16 == 0
-        and state.stride(1) == 1
-    )
+    """Whether the kernels can do it; `recurrent` does the rest."""
+    return fits_walk(shape, x.dtype) and lies_for_copies(x, state)
+
+
+def lies_for_copies(x: Tensor, state: Tensor) -> bool:
+    """The copy engine reads x where it lies: by 16 bytes."""
+    rows = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return rows and state.stride(1) == 1
 
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,

@@ -258,8 +258,8 @@ def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
 
 
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's delta nets are for `recurrent_walk`: each head adds two elements to a row of x. Its kernels
-    know no beta above 1."""
+    """Whether such a model's delta nets are for `recurrent_walk`: each head adds two elements to a row of x. Its
+    kernels know no beta above 1."""
     return _fits_hopper(shape, dtype, (128, 128), 4) and shape.beta_top == 1.0
 
 

@@ -70,7 +70,7 @@ class BambaConfig:
         )
         return cls(
             shape=shape,
-            options=FIELDS.options(config, eps, norm_groups=1),
+            options=FIELDS.options(config, eps),
             rope=rope,
             inner_width=whole(config, "intermediate_size", 14336),
             attention_bias=flag(config, "attention_bias", False),

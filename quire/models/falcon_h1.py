@@ -99,7 +99,7 @@ class FalconH1Config:
             logit_scale=number(config, "lm_head_multiplier", 1.0),
         )
         options = replace(
-            FIELDS.options(config, eps, recurrent.num_groups),
+            FIELDS.options(config, eps),
             norm=flag(config, "mamba_rms_norm", False),
             gate_first=not flag(config, "mamba_norm_before_gate", True),
             out_bias=flag(config, "projectors_bias", False),

@@ -77,7 +77,7 @@ class GraniteHybridConfig:
         )
         return cls(
             shape=shape,
-            options=FIELDS.options(config, eps, norm_groups=1),
+            options=FIELDS.options(config, eps),
             rope=rope,
             turning=turning,
             attention_bias=flag(config, "attention_bias", False),

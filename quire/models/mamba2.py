@@ -66,10 +66,11 @@ class MambaFields:
         check_recurrent(shape, expanded)
         return shape
 
-    def options(self, config: Mapping[str, Any], eps: float, norm_groups: int) -> MambaOptions:
+    def options(self, config: Mapping[str, Any], eps: float) -> MambaOptions:
+        """The output is normed in as many parts as there are groups; transformers before 5.23 took it for one part."""
         return MambaOptions(
             eps=eps,
-            norm_groups=norm_groups,
+            norm_groups=whole(config, self.num_groups, 8),
             conv_bias=flag(config, self.conv_bias, True),
             bias=flag(config, self.bias, False),
             dt_limits=_limits(config.get("time_step_limit")),
@@ -122,7 +123,7 @@ class Mamba2Config:
             recurrent=FIELDS.shape(config),
             blocks=tuple(blocks),
         )
-        return cls(shape, FIELDS.options(config, eps, norm_groups=1))
+        return cls(shape, FIELDS.options(config, eps))
 
 
 class Mamba2Model(HybridModel):

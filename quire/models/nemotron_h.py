@@ -83,7 +83,7 @@ class NemotronHConfig:
         )
         # `time_step_limit` bounds steps, as in NVIDIA's own code. transformers keeps them above `time_step_min`,
         # with which weights are drawn before training: heads that learned shorter steps say something else there.
-        options = FIELDS.options(config, eps, recurrent.num_groups)
+        options = FIELDS.options(config, eps)
         activation = check_activation(config.get("mlp_hidden_act") or "relu2")
         moe_layers = frozenset(place for place, kind in enumerate(_layer_types(config)) if kind == "moe")
         return cls(

@@ -270,7 +270,7 @@ def test_other_numbers_are_rounded_to_fp8() -> None:
     {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
     {"hidden_activation": "silu", "hidden_size_per_layer_input": 0},
     {"top_k_experts": 8, "hidden_size_per_layer_input": 0},
-    {"attention_bias": True, "attention_k_eq_v": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0},
+    {"attention_bias": True, "attention_k_eq_v": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
 ], ids=["shared keys, inputs per layer", "silu", "all experts", "biases"])  # fmt: skip
 def test_gemma_4_has_experts_beside_all_else(fields: dict[str, Any], tmp_path: Path) -> None:
     assert_equal(tmp_path, save_checkpoint(Family("", lambda: gemma4(**fields), draw_routed), tmp_path))

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
+# Before 5.23 transformers norms the output of some as one part, whatever their groups, which is another model.
+GROUPS = 2 if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23) else 1
+
 
 def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     """Decays from slow to fast."""
@@ -23,7 +26,7 @@ def draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
 def mamba2() -> Any:
     fields = {name: TINY[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     return transformers.Mamba2Config(**fields, pad_token_id=0, num_hidden_layers=2, state_size=16, num_heads=8,
-                                     head_dim=16, expand=2, n_groups=2, chunk_size=16)  # fmt: skip
+                                     head_dim=16, expand=2, n_groups=GROUPS, chunk_size=16)  # fmt: skip
 
 
 def nemotron_h() -> Any:
@@ -46,7 +49,7 @@ def nemotron_h_moe() -> Any:
 
 def bamba() -> Any:
     return transformers.BambaConfig(**{**TINY, "num_hidden_layers": 2, "pad_token_id": 0}, attn_layer_indices=[1],
-                                    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16,
+                                    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=GROUPS, mamba_d_state=16,
                                     mamba_chunk_size=16)  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def granite() -> Any:
     return transformers.GraniteMoeHybridConfig(
         **{**TINY, "tie_word_embeddings": True}, layer_types=["linear_attention", "full_attention"],
         num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40, mamba_n_heads=8, mamba_d_head=16,
-        mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=16, embedding_multiplier=3.0, logits_scaling=0.5,
+        mamba_n_groups=GROUPS, mamba_d_state=16, mamba_chunk_size=16, embedding_multiplier=3.0, logits_scaling=0.5,
         residual_multiplier=0.6, attention_multiplier=0.2,
     )  # fmt: skip
 

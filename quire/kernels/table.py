@@ -95,7 +95,7 @@ REFERENCE = Ops(
 
 
 # Same bits whatever surrounds a row; the loader knows for which models all they do is in these rows.
-_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin of that kind
+_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin of that kind, or one for float32 alone
     "norm_route": fixed_experts.norm_route,
     "run_experts": fixed_experts.run_experts,
     "plan_recurrent": fixed_recurrent.plan_recurrent,

@@ -19,7 +19,8 @@ from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaW
 
 SEED = int(os.environ.get("TEST_SEED", "6"))
 STEPS = [[1] * 5, [1, 40, 1, 3, 1], [1] * 5, [7, 1, 1, 1, 33], [2, 3, 4, 5, 6]]  # tokens of each row
-SHAPES = [RecurrentShape(1, 1, 8, 8, 2), RecurrentShape(2, 6, 13, 21, 4), RecurrentShape(3, 3, 64, 40, 3)]
+SHAPES = [RecurrentShape(1, 1, 8, 8, 2), RecurrentShape(2, 6, 13, 21, 4), RecurrentShape(3, 3, 64, 40, 3),
+          RecurrentShape(1, 20, 70, 33, 4)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +43,21 @@ class Kind:
     weights: Callable[[Any], Any]
 
 
+def far(bias: Tensor) -> Tensor:
+    """One where softplus is as good as straight."""
+    bias[-1] += 25.0
+    return bias
+
+
 def delta_weights(shape: RecurrentShape, by_channel: bool = False) -> DeltaWeights:
     heads, bias = shape.num_heads, shape.keys if by_channel else shape.num_heads
     conv = 0.5 * torch.randn(shape.channels, 1, shape.conv_len)
-    return DeltaWeights(conv, torch.randn(heads) - 1, torch.randn(bias), torch.randn(shape.value_dim) + 1, 1e-5)
+    return DeltaWeights(conv, torch.randn(heads) - 1, far(torch.randn(bias)), torch.randn(shape.value_dim) + 1, 1e-5)
 
 
 def mamba_weights(shape: RecurrentShape, **changes: Any) -> MambaWeights:
     heads, conv = shape.num_heads, 0.5 * torch.randn(shape.channels, 1, shape.conv_len)
-    weights = MambaWeights(conv, torch.randn(shape.channels), torch.randn(heads) - 1, torch.randn(heads),
+    weights = MambaWeights(conv, torch.randn(shape.channels), torch.randn(heads) - 1, far(torch.randn(heads)),
                            torch.randn(heads), torch.randn(shape.values) + 1, 1e-5, shape.num_groups, 0.2,
                            2.0)  # fmt: skip
     return replace(weights, **changes)
@@ -146,6 +153,15 @@ def test_what_the_library_does_not_take_goes_to_the_reference(ops: NativeRecurre
         ours, theirs = state.to(given[0].dtype, copy=True), state.to(given[0].dtype, copy=True)
         want = getattr(reference, kind.name)(*given, kept, shape, theirs, plan.for_reference())
         assert torch.equal(getattr(ops, kind.name)(*given, kept, shape, ours, plan), want) and torch.equal(ours, theirs)
+
+
+def test_a_plan_of_other_tokens_is_refused(ops: NativeRecurrent) -> None:
+    plan = ops.plan_recurrent(torch.arange(2), torch.arange(2), [1, 1])
+    for kind in KINDS[:3]:
+        shape = shapes_for(kind)[1]
+        with pytest.raises(AssertionError):
+            inputs = [torch.randn(3, width) for width in kind.inputs(shape)]
+            getattr(ops, kind.name)(*inputs, kind.weights(shape), shape, torch.randn(2, shape.slot_elements), plan)
 
 
 def test_a_nan_stays_with_its_row(ops: NativeRecurrent) -> None:

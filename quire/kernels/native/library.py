@@ -118,14 +118,15 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
                   POINTER(Columns), POINTER(Columns), _PLACE),
     ),
     "quire_short_conv": (
-        None, (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
+        c_int32, (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
     ),
     "quire_choose": (
         c_int32, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
 }  # fmt: skip
 # For lack of memory.
-_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_recurrent", "quire_choose")
+_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_recurrent", "quire_short_conv",
+             "quire_choose")  # fmt: skip
 
 
 def _check(code: int, function: object, arguments: object) -> None:

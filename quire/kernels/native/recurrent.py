@@ -21,7 +21,7 @@ from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaW
 from quire.kernels.reference_recurrent import RecurrentPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NativeRecurrentPlan:
     """What all recurrent layers share in one step; the tensors are kept so that their memory is."""
 
@@ -29,9 +29,12 @@ class NativeRecurrentPlan:
     positions: Tensor  # [tokens] int64
     starts: Tensor | None  # [2, rows] int64: first tokens, then counts; None: each row has one token
     counts: list[int]
+    slow: RecurrentPlan | None = None  # made when a layer wants it
 
     def for_reference(self) -> RecurrentPlan:
-        return reference.plan_recurrent(self.slots, self.positions, self.counts)
+        if self.slow is None:
+            self.slow = reference.plan_recurrent(self.slots, self.positions, self.counts)
+        return self.slow
 
 
 class NativeRecurrent:
@@ -42,6 +45,7 @@ class NativeRecurrent:
     @staticmethod
     def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> NativeRecurrentPlan:
         """As `reference_recurrent.plan_recurrent`."""
+        assert slots.dtype == positions.dtype == torch.int64 and sum(counts) == len(positions)
         starts = None
         if any(count != 1 for count in counts):
             starts = torch.tensor([[0, *accumulate(counts[:-1])], counts], dtype=torch.int64)
@@ -77,6 +81,7 @@ class NativeRecurrent:
                    plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
         if not _is_plain(weights, x, state):
             return reference.short_conv(x, weights, shape, state, plan.for_reference())
+        assert x.shape == (len(plan.positions), 3 * shape.channels)
         out = x.new_empty(len(x), shape.channels)
         self._library.quire_short_conv(
             self._context, _place(weights.conv), _place(weights.bias), shape.channels, shape.conv_len,
@@ -86,7 +91,11 @@ class NativeRecurrent:
 
     def _run(self, desc: RecurrentDesc, mixed: Tensor, gate: Tensor, beta: Tensor | None, decay: Tensor,
              shape: RecurrentShape, state: Tensor, plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
-        out = mixed.new_empty(len(mixed), shape.values)
+        num_tokens = len(plan.positions)
+        assert mixed.shape == (num_tokens, shape.channels) and gate.shape == (num_tokens, shape.values)
+        assert decay.shape == (num_tokens, shape.keys if desc.by_channel else shape.num_heads)
+        assert shape.num_heads % shape.num_groups == 0 and shape.values % desc.norm_groups == 0
+        out = mixed.new_empty(num_tokens, shape.values)
         self._library.quire_recurrent(
             self._context, byref(desc), byref(_rows(state, plan)), byref(_columns(mixed)), byref(_columns(gate)),
             byref(_columns(beta)), byref(_columns(decay)), out.data_ptr(),

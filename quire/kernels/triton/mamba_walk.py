@@ -80,7 +80,9 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     """Like `reference_recurrent.mamba2`."""
     if not supports(x, weights, shape, state):
         return recurrent.mamba2(x, weights, shape, state, plan)
-    return recurrent.run_mamba(x, weights, shape, state, plan, scan, gated=weights.gated_early)
+    # Before a norm, what is gated may be beyond float16's range.
+    gated = weights.gated_early and (weights.norm is None or x.dtype == torch.bfloat16)
+    return recurrent.run_mamba(x, weights, shape, state, plan, scan, gated=gated)
 
 
 def scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,

@@ -135,7 +135,7 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, num_tokens, x_stride, eps, width, VALUES: tl.constexpr,
                         BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr,
                         PDL: tl.constexpr):  # fmt: skip

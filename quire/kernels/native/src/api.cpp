@@ -141,9 +141,9 @@ int32_t quire_recurrent(Context* context, const RecurrentDesc* layer, const Rows
     return attempt([&] { run_recurrent(*context, *layer, *rows, *mixed, *gate, *beta, *decay, out); });
 }
 
-void quire_short_conv(Context* context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
-                      const RowsDesc* rows, const Columns* x, float* out) {
-    run_short_conv(*context, conv, bias, channels, conv_len, *rows, *x, out);
+int32_t quire_short_conv(Context* context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
+                         const RowsDesc* rows, const Columns* x, float* out) {
+    return attempt([&] { run_short_conv(*context, conv, bias, channels, conv_len, *rows, *x, out); });
 }
 
 // A token for each row of logits: greedy where inv_temperature is 0, else by noise of (key, position).

@@ -5,7 +5,6 @@
 #include <math.h>
 
 #include <algorithm>
-#include <vector>
 
 namespace quire {
 
@@ -13,6 +12,7 @@ namespace {
 
 constexpr float kL2Eps = 1e-6f;
 constexpr int64_t kPiece = 512;  // channels
+constexpr int64_t kFew = 4;      // pieces of single tokens that are not worth another thread
 
 int64_t first_of(const RowsDesc& rows, int64_t row) { return rows.firsts ? rows.firsts[row] : row; }
 int64_t end_of(const RowsDesc& rows, int64_t row) {
@@ -26,6 +26,7 @@ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 // out[c] = the channel's taps times its last inputs, of which x is the youngest and takes its place in the ring.
 void convolve(const float* x, const float* gate, float* ring, int64_t channels, int64_t first, int64_t stop,
               int64_t position, const float* conv, int64_t conv_len, const float* bias, float* out) {
+    position = std::max<int64_t>(position, 0);  // of a row that stands for nobody
     float* own = ring + position % conv_len * channels;
     for (int64_t c = first; c < stop; ++c) {
         const float input = gate ? x[c] * gate[c] : x[c];
@@ -57,16 +58,17 @@ void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc&
     const int64_t heads = layer.num_heads, key_dim = layer.key_dim, value_dim = layer.value_dim;
     const int64_t keys = layer.num_groups * key_dim, values = heads * value_dim, channels = values + 2 * keys;
     const int64_t pieces = (channels + kPiece - 1) / kPiece;
-    std::vector<float> convolved(size_t(rows.num_tokens * channels));
-    std::vector<float> scratch(size_t(context.pool.size() * (3 * key_dim + value_dim)));
+    float* convolved = context.convolved.take_as<float>(rows.num_tokens * channels);
+    const int64_t each = (3 * key_dim + value_dim + 15) / 16 * 16;  // of a thread, in lines of the cache of its own
+    float* scratch = context.heads.take_as<float>(context.pool.size() * each);
 
     Run run(context.pool);
-    context.pool.share(rows.num_rows * pieces, 4, [&](int64_t begin, int64_t end, int) {
+    context.pool.share(rows.num_rows * pieces, rows.counts ? 1 : kFew, [&](int64_t begin, int64_t end, int) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t row = item / pieces, first = item % pieces * kPiece, stop = std::min(channels, first + kPiece);
             float* ring = state_of(rows, row) + values * key_dim;
             for (int64_t token = first_of(rows, row); token < end_of(rows, row); ++token) {
-                float* to = convolved.data() + token * channels;
+                float* to = convolved + token * channels;
                 convolve(mixed.x + token * mixed.stride, nullptr, ring, channels, first, stop, rows.positions[token],
                          layer.conv, layer.conv_len, layer.conv_bias, to);
                 kernels.activate(Activation::kSilu, to + first, nullptr, stop - first, to + first);
@@ -77,7 +79,7 @@ void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc&
     auto step = [&](int64_t row, int64_t h, int64_t token, float* key) {
         float *query = key + key_dim, *fade = query + key_dim, *scaled = fade + key_dim;
         const int64_t group = h / (heads / layer.num_groups);
-        const float* from = convolved.data() + token * channels;
+        const float* from = convolved + token * channels;
         const float *q = from + q_at + group * key_dim, *k = from + k_at + group * key_dim;
         const float* v = from + v_at + h * value_dim;
         const float* steps = decay.x + token * decay.stride;
@@ -115,7 +117,7 @@ void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc&
         if (!layer.norm || layer.gate_first) kernels.activate(Activation::kSilu, bent, head.out, value_dim, head.out);
     };
     context.pool.share(rows.num_rows * heads, 1, [&](int64_t begin, int64_t end, int thread) {
-        float* own = scratch.data() + thread * (3 * key_dim + value_dim);
+        float* own = scratch + thread * each;
         for (int64_t item = begin; item < end; ++item) {
             const int64_t row = item / heads;
             for (int64_t token = first_of(rows, row); token < end_of(rows, row); ++token)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -95,14 +96,9 @@ REFERENCE = Ops(
 
 
 # Same bits whatever surrounds a row; the loader knows for which models all they do is in these rows.
-_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin of that kind, or one for float32 alone
+_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
     "norm_route": fixed_experts.norm_route,
     "run_experts": fixed_experts.run_experts,
-    "plan_recurrent": fixed_recurrent.plan_recurrent,
-    "gated_delta_net": fixed_recurrent.gated_delta_net,
-    "channel_delta_net": fixed_recurrent.channel_delta_net,
-    "mamba2": fixed_recurrent.mamba2,
-    "short_conv": fixed_recurrent.short_conv,
     "elementwise": fixed.elementwise,
     "fused_linear": fixed.TiledLinear(),
 }
@@ -117,6 +113,11 @@ FIXED = replace(
     latent_write=fixed_latent.latent_write,
     latent_attention=fixed_latent.latent_attention,
     head_product=fixed_latent.head_product,
+    plan_recurrent=fixed_recurrent.plan_recurrent,
+    gated_delta_net=fixed_recurrent.gated_delta_net,
+    channel_delta_net=fixed_recurrent.channel_delta_net,
+    mamba2=fixed_recurrent.mamba2,
+    short_conv=fixed_recurrent.short_conv,
     **_FIXED_LAYERS,
 )
 
@@ -133,7 +134,9 @@ def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
         )
         raise QuireError("invalid_parameter", what, "Leave --kernels or --deterministic out.", param="kernels")
     native = _open_native(kernels)
-    return FIXED if native is None else replace(_native_ops(native), **_FIXED_LAYERS)
+    if native is None:
+        return FIXED
+    return replace(_native_ops(native), **_FIXED_LAYERS, **_native_recurrent(native, fixed_recurrent))
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
@@ -175,9 +178,8 @@ def _open_native(kernels: str) -> Native | None:
 
 def _native_ops(native: Native) -> Ops:
     from quire.kernels.native.ops import NativeOps
-    from quire.kernels.native.recurrent import NativeRecurrent
 
-    ops, recurrent = NativeOps(native), NativeRecurrent(native)
+    ops = NativeOps(native)
     return replace(
         REFERENCE,
         rms_norm=ops.rms_norm,
@@ -189,13 +191,17 @@ def _native_ops(native: Native) -> Ops:
         run_experts=ops.run_experts,
         latent_write=ops.latent_write,
         latent_attention=ops.latent_attention,
-        plan_recurrent=recurrent.plan_recurrent,
-        gated_delta_net=recurrent.gated_delta_net,
-        channel_delta_net=recurrent.channel_delta_net,
-        mamba2=recurrent.mamba2,
-        short_conv=recurrent.short_conv,
         native=native,
+        **_native_recurrent(native, reference_recurrent),
     )
+
+
+def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
+    """Rows of the table. `torch_ops`: who does what the library does not take."""
+    from quire.kernels.native.recurrent import NativeRecurrent
+
+    names = ("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
+    return {name: getattr(NativeRecurrent(native, torch_ops), name) for name in names}
 
 
 def _triton_ops(strict: bool) -> Ops:

@@ -2,7 +2,9 @@
 puts these into the library's row. In torch a token of such a layer is some fifty small ops, which cost more than its
 bytes, and a prompt's chunks are products of matrices that have to be made first.
 
-What the library does not take (see `_is_plain`) goes to the reference.
+What the library does not take (see `_is_plain`) goes to torch: to the reference, or to what the deterministic mode has
+in its place. The library's own numbers are of that mode's kind anyway: a token has the same bits alone, in a prompt and
+in any company.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ from __future__ import annotations
 from ctypes import byref
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels import reference_recurrent as reference
+from quire.kernels import reference_recurrent
 from quire.kernels.native.library import Columns, Native, RecurrentDesc, RowsDesc
 from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
-from quire.kernels.reference_recurrent import RecurrentPlan
 
 
 @dataclass(slots=True)
@@ -29,18 +31,16 @@ class NativeRecurrentPlan:
     positions: Tensor  # [tokens] int64
     starts: Tensor | None  # [2, rows] int64: first tokens, then counts; None: each row has one token
     counts: list[int]
-    slow: RecurrentPlan | None = None  # made when a layer wants it
-
-    def for_reference(self) -> RecurrentPlan:
-        if self.slow is None:
-            self.slow = reference.plan_recurrent(self.slots, self.positions, self.counts)
-        return self.slow
+    in_torch: Any = None  # what goes there goes by this; made when a layer wants it
 
 
 class NativeRecurrent:
-    def __init__(self, native: Native):
+    """`torch_ops`: the module with these functions in torch."""
+
+    def __init__(self, native: Native, torch_ops: ModuleType = reference_recurrent):
         self._library = native.library
         self._context = native.context
+        self._torch_ops: Any = torch_ops
 
     @staticmethod
     def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> NativeRecurrentPlan:
@@ -54,21 +54,22 @@ class NativeRecurrent:
     def gated_delta_net(self, x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
                         plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
         if not _is_plain(weights, x, state):
-            return reference.gated_delta_net(x, weights, shape, state, plan.for_reference())
+            return self._torch_ops.gated_delta_net(x, weights, shape, state, self._plan_in_torch(plan))
         mixed, gate, beta, a = x.split((shape.channels, shape.values, shape.num_heads, shape.num_heads), dim=1)
         return self._run(_delta_desc(weights, shape), mixed, gate, beta, a, shape, state, plan)
 
     def channel_delta_net(self, x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
                           state: Tensor, plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
         if not _is_plain(weights, x, forget, gate, state):
-            return reference.channel_delta_net(x, forget, gate, weights, shape, state, plan.for_reference())
+            in_torch = self._plan_in_torch(plan)
+            return self._torch_ops.channel_delta_net(x, forget, gate, weights, shape, state, in_torch)
         mixed, beta = x.split((shape.channels, shape.num_heads), dim=1)
         return self._run(_delta_desc(weights, shape, by_channel=True), mixed, gate, beta, forget, shape, state, plan)
 
     def mamba2(self, x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
                plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
         if not _is_plain(weights, x, state):
-            return reference.mamba2(x, weights, shape, state, plan.for_reference())
+            return self._torch_ops.mamba2(x, weights, shape, state, self._plan_in_torch(plan))
         gate, mixed, dt = x.split((shape.values, shape.channels, shape.num_heads), dim=1)
         desc = RecurrentDesc(
             *map(_place, (weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip)),
@@ -80,7 +81,7 @@ class NativeRecurrent:
     def short_conv(self, x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
                    plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
         if not _is_plain(weights, x, state):
-            return reference.short_conv(x, weights, shape, state, plan.for_reference())
+            return self._torch_ops.short_conv(x, weights, shape, state, self._plan_in_torch(plan))
         assert x.shape == (len(plan.positions), 3 * shape.channels)
         out = x.new_empty(len(x), shape.channels)
         self._library.quire_short_conv(
@@ -88,6 +89,11 @@ class NativeRecurrent:
             byref(_rows(state, plan)), byref(_columns(x)), out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def _plan_in_torch(self, plan: NativeRecurrentPlan) -> Any:
+        if plan.in_torch is None:
+            plan.in_torch = self._torch_ops.plan_recurrent(plan.slots, plan.positions, plan.counts)
+        return plan.in_torch
 
     def _run(self, desc: RecurrentDesc, mixed: Tensor, gate: Tensor, beta: Tensor | None, decay: Tensor,
              shape: RecurrentShape, state: Tensor, plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip

@@ -200,8 +200,9 @@ def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
     """Rows of the table. `torch_ops`: who does what the library does not take."""
     from quire.kernels.native.recurrent import NativeRecurrent
 
+    ops = NativeRecurrent(native, torch_ops)
     names = ("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
-    return {name: getattr(NativeRecurrent(native, torch_ops), name) for name in names}
+    return {name: getattr(ops, name) for name in names}
 
 
 def _triton_ops(strict: bool) -> Ops:

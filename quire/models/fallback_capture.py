@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from quire.kernels.capture import capture
 
 
 def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], most: float) -> bool:
@@ -31,7 +33,7 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
             restore()
             with _no_waiting():
                 wanted = compute().clone()
-            graph, out = _capture(compute)
+            graph, out = capture(compute)
             out.fill_(torch.nan)
             restore()
             graph.replay()
@@ -45,7 +47,7 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Whoever waits for the device in here fails. To find out by a capture that fails costs more: see below."""
+    """Whoever waits for the device in here fails. To find out by a capture that fails costs more: see `capture`."""
     usual = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype, torch says
@@ -54,22 +56,3 @@ def _no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(usual)
-
-
-def _capture(compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A capture that fails leaves torch's random numbers in the belief that it is still on, and whoever draws some
-    later would fail: they get their state of before."""
-    random = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = random.clone_state()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        try:
-            out = compute()
-        finally:
-            graph.capture_end()
-    except Exception:
-        with suppress(Exception):
-            random.graphsafe_set_state(state)
-        raise
-    return graph, out

@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.kernels.capture import Outputs, capture
 from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.models.registry import Model
@@ -157,20 +158,12 @@ def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
     return Sampled(host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None)
 
 
-Outputs = TypeVar("Outputs")
-
-
 def capture_graph(
     stream: torch.cuda.Stream, pool: Any, compute: Callable[[], Outputs]
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """What `compute` launches as a graph, and what it returned: the memory that every replay fills anew."""
-    graph = torch.cuda.CUDAGraph()
+    """What `compute` launches, captured on `stream`; see `capture`."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            outputs = compute()
-        finally:
-            graph.capture_end()
+        captured = capture(compute, pool)
     torch.cuda.current_stream().wait_stream(stream)
-    return graph, outputs
+    return captured

@@ -41,7 +41,7 @@ class Graph:
     def __init__(self, device: Device):
         self.device = device
 
-    def capture_begin(self, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         self.device.capturing = True
 
     def capture_end(self) -> None:

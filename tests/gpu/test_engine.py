@@ -10,11 +10,13 @@ import functools
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quire.kernels.capture import capture
 from quire.types import SamplingParams
 from tests.cpu.rig import load, make_engine, ragged_prompts, run, run_deltas
 from tests.cpu.tiny_models import make_tiny
@@ -197,6 +199,21 @@ def test_memory_that_really_runs_out_shrinks_steps() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     print(f"steps went from 4096 to at most {engine.scheduler.step_cap} tokens")
     assert engine.scheduler.step_cap < 4096 and again == plenty
+
+
+def test_who_draws_behind_a_capture_that_failed_gets_numbers() -> None:
+    if not ON_GPU:
+        return
+    stream = torch.cuda.Stream(DEVICE)
+
+    def fail() -> None:
+        torch.zeros(3, device=DEVICE)
+        raise ValueError("in the middle of it")
+
+    with torch.cuda.stream(stream), suppress(ValueError):
+        capture(fail)
+        raise AssertionError("it did not fail")
+    assert torch.rand(3, device=DEVICE).lt(1).all()
 
 
 def test_an_error_for_good_ends_the_engine_with_its_code() -> None:

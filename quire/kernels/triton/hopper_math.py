@@ -70,3 +70,24 @@ def doubled_silu(x):
     The tangent is off by 2^-11 of itself at most; rounding to bfloat16 is off by 2^-9."""
     tangent = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     return gl.fma(x, tangent, x)
+
+
+@gluon.jit
+def sigmoid(x):
+    """By an exponential and a quotient: where it is small, a tangent's error would be as large as itself."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 t;
+        mul.ftz.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.ftz.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }
+        """,
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )

@@ -7,6 +7,8 @@ between a chunk's tokens are taken by halves, with no exponent above 0: see `ref
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor, float32
@@ -166,22 +168,27 @@ def _channel_walk_kernel(
 
 def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
                       state: Tensor, plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    return run_channel_delta(x, forget, gate, weights, shape, state, plan, scan)
+
+
+def run_channel_delta(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: TritonRecurrentPlan, scan: Callable[..., None]) -> Tensor:  # fmt: skip
+    """`scan`: what does the rows that catch up."""
     assert shape.num_groups == shape.num_heads
     work = prepare(plan, chunk_tokens(shape, x.dtype))
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
-        _scan(x, forget, weights, *where, work.rows, work.tiles, out, work.chunk)
-        norm_tiles(out, gate, 0, weights, shape, work.tiles, work.chunk, curved=False)
+        scan(x, forget, gate, weights, *where, work.rows, work.tiles, out, work.chunk)
     if work.num_singles:
         channel_step(x, forget, gate, weights, *where, work.singles, work.single_tokens, out)
     return out
 
 
-def _scan(x: Tensor, forget: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-          positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+         slots: Tensor, positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
     """The rows of `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks `tiles` [tiles, 4] int32
-    lists (row, first token, offset, count), into `out` [tokens, values], before norm and gate."""
+    lists (row, first token, offset, count), into `out` [tokens, values], norm and gate included."""
     heads, num_tiles, precision = shape.num_heads, len(tiles), dot_precision(x.dtype)
     keys, values = convolve_channels(x, weights.conv, None, shape, state, slots, positions, tiles, chunk, delta=True)
     key_block, all_values = keys.shape[-1], values.shape[-1]
@@ -206,3 +213,4 @@ def _scan(x: Tensor, forget: Tensor, weights: DeltaWeights, shape: RecurrentShap
         VALUES=all_values, VALUE_BLOCK=value_block, PRECISION=precision,
         **launch_options(x.device, num_warps, num_stages),
     )  # fmt: skip
+    norm_tiles(out, gate, 0, weights, shape, tiles, chunk, curved=False)

@@ -1,5 +1,5 @@
-"""What comes behind the delta rule's walk for Hopper: the norm and gate of each chunk's output, and the rings. Written
-in Gluon; `recurrent_hopper` gives it groups of warps of its own programs.
+"""What comes behind the delta rule's walks for Hopper: the norm and gate of each chunk's output, and the rings. Written
+in Gluon; `recurrent_hopper` and `channel_hopper` give it groups of warps of their own programs.
 
 Where two programs share a head, each has half of what a token's norm is of. They tell each other the sums of their
 squares through global memory, in lines that `recurrent_ready` has filled with `UNTOLD`: whoever reads anything else has
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.triton.hopper_math import doubled_silu, halved, joined, wide
+from quire.kernels.triton.hopper_math import doubled_silu, halved, joined, sigmoid, wide
 
 UNTOLD = gl.constexpr(-1)  # as an integer; as a float it is a NaN that no sum is: the card makes only one other
 ROWS = gl.constexpr(16)  # tokens at a time: four times that is a chunk
@@ -109,10 +109,10 @@ def _share_sums(sums, line_ptr, half):
 @gluon.jit
 def finish(results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps,
            FIRST: gl.constexpr, EACH: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-           TAPS: gl.constexpr):  # fmt: skip
+           TAPS: gl.constexpr, CURVED: gl.constexpr = True):  # fmt: skip
     """Norm and gate of every EACHth chunk from the FIRST on; the first group also sees to the rings, if it has the
     head's first half. HALVES: how many halves of the head are here, from `half` on. out begins at the row's first
-    token, sums at the head's lines for the row's first chunk."""
+    token, sums at the head's lines for the row's first chunk. CURVED: the gate is a SiLU, else a sigmoid."""
     _first_full, _second_full, _empty, result_full, result_empty, gate_full = barriers
     RING: gl.constexpr = result_full.shape[0]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
@@ -144,7 +144,11 @@ def finish(results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chu
             inside = (rows < count - i * 64 - piece * ROWS)[:, None] & (columns < 64)[None, :]
             for part in gl.static_range(HALVES):
                 normed = wide(_piece(results, turn * HALVES + part, piece)) * scale
-                gate = doubled_silu(halved(_piece(gates, turn * HALVES + part, piece)))
+                gate = _piece(gates, turn * HALVES + part, piece)
+                if CURVED:
+                    gate = doubled_silu(halved(gate))
+                else:
+                    gate = sigmoid(wide(gate))
                 normed = normed * (gate * weights[part][None, :])
                 gl.store(target + part * 64, normed.to(out_ptr.dtype.element_ty), mask=inside)
             target += ROWS * HEADS * 128

@@ -42,7 +42,7 @@ from quire.kernels.triton.recurrent_finish import finish
 
 
 @gluon.jit
-def _tell(results, result_full, result_empty, i, result, X: gl.constexpr, HALVES: gl.constexpr):
+def tell(results, result_full, result_empty, i, result, X: gl.constexpr, HALVES: gl.constexpr):
     """What came out of the chunk before this one, for those who finish."""
     RING: gl.constexpr = result_full.shape[0]
     mbarrier.wait(result_empty.index(i % RING), (i // RING & 1) ^ 1)
@@ -92,7 +92,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
         # begins them behind T's, and works out what the matrix needs meanwhile.
         if ALONE:
             v = v_tile.index(stage).permute((1, 0)).load(MMA)
-            _tell(results, result_full, result_empty, i, result, X, HALVES)
+            tell(results, result_full, result_empty, i, result, X, HALVES)
             matrix = matrix * fade
             mbarrier.wait(second_full.index(stage), full)
             growth = lines.index(stage * 2).load(TOKEN)
@@ -100,7 +100,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
         else:
             mbarrier.wait(second_full.index(stage), full)
             out = warpgroup_mma(old, q_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            _tell(results, result_full, result_empty, i, result, X, HALVES)
+            tell(results, result_full, result_empty, i, result, X, HALVES)
             matrix = matrix * fade
             v = v_tile.index(stage * HALVES + X).permute((1, 0)).load(MMA)
             change, out, old = warpgroup_mma_wait(0, deps=[change, out, old])
@@ -126,7 +126,7 @@ def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: 
         old = gl.convert_layout(matrix.to(dtype), A)
         out, update = warpgroup_mma_wait(0, deps=[out, update])
         result = out.to(dtype)
-    _tell(results, result_full, result_empty, num_chunks, result, X, HALVES)
+    tell(results, result_full, result_empty, num_chunks, result, X, HALVES)
     gl.store(in_matrix, matrix)
 
 
@@ -144,21 +144,21 @@ def copy_tile(desc, row, into, full, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_halves(desc, row, column, into, place, full, HALVES: gl.constexpr):
+def copy_halves(desc, row, column, into, place, full, HALVES: gl.constexpr):
     """64 rows of 64 columns for each half that is here, by themselves."""
     for part in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(desc, [row, column + part * 64], full, into.index(place * HALVES + part))
 
 
 @gluon.jit
-def _fetch_gate(x_desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
+def fetch_gate(x_desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
     """Of chunk i's output, where that of an earlier one was."""
     _first_full, _second_full, _empty, _result_full, result_empty, gate_full = barriers
     RING: gl.constexpr = result_empty.shape[0]
     turn = (i + 1) % RING
     mbarrier.wait(result_empty.index(turn), ((i + 1) // RING & 1) ^ 1)
     mbarrier.expect(gate_full.index(turn), 64 * 128 * HALVES)
-    _copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn), HALVES)
+    copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn), HALVES)
 
 
 @gluon.jit
@@ -182,7 +182,7 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
         full = first_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 128 * HALVES)
         copy_tile(keys_desc, q_row + GROUPS * 64, k_tile.index(stage), full, 2)
-        _copy_halves(values_desc, place * 64, half * 64, v_tile, stage, full, HALVES)
+        copy_halves(values_desc, place * 64, half * 64, v_tile, stage, full, HALVES)
         full = second_full.index(stage)
         mbarrier.expect(full, 64 * 256 + 64 * 128 + 64 * 128 + 2 * 256)
         copy_tile(keys_desc, q_row, q_tile.index(stage), full, 2)
@@ -190,8 +190,8 @@ def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, 
         copy_tile(t_desc, place * 64, t_tile.index(stage), full, 1)
         copy_tile(scores_desc, place * 64, scores_tile.index(stage), full, 1)
         if i > 0:
-            _fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column, HALVES)
-    _fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column, HALVES)
+            fetch_gate(x_desc, gates, barriers, i - 1, first, gate_column, HALVES)
+    fetch_gate(x_desc, gates, barriers, num_chunks - 1, first, gate_column, HALVES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -56,14 +55,12 @@ from quire.kernels.triton.recurrent_ready_conv import (
     store_normed,
     store_values,
 )
-from quire.kernels.triton.recurrent_ready_solve import MMA, invert_blocks, join_blocks
+from quire.kernels.triton.recurrent_ready_solve import MMA, on_diagonal, solve
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # two in 32 bits
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # these four: as it lies
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # these: as it lies
 PLANE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-ALL_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
 
 @gluon.jit
@@ -108,16 +105,6 @@ def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
 
 
 @gluon.jit
-def _on_diagonal(x):
-    """Of [64, 64] the blocks of 16 on the diagonal, below each other: [64, 16]. Each warp has the rows of one."""
-    even, odd = gl.split(x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
-    zeroth, second = gl.split(even)
-    first, third = gl.split(odd)
-    block = gl.arange(0, 64, gl.SliceLayout(1, first.type.layout))[:, None] >> 4
-    return gl.where(block < 2, gl.where(block == 0, zeroth, first), gl.where(block == 2, second, third))
-
-
-@gluon.jit
 def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr):
     """Of the products of keys with keys and of queries with keys, [64, 64] each: scores, -L, and its diagonal blocks by
     themselves, in float32."""
@@ -133,7 +120,7 @@ def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr
         scores.index(h).store((asked * between).to(scores.dtype))
         lower = alike * (between * beta)  # its diagonal is not nothing, but nobody looks there
         lowers.index(h).store(lower.to(gl.float16))
-        diagonals.index(h).store(_on_diagonal(lower).reshape([4, 16, 16]).permute((1, 0, 2)))
+        diagonals.index(h).store(on_diagonal(lower).reshape([4, 16, 16]).permute((1, 0, 2)))
 
 
 @gluon.jit
@@ -148,29 +135,11 @@ def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place,
     thread_barrier()  # 2
     scores = k_tile._reinterpret(dtype, [2, 64, 64], SHARED)
     _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING)
-    thread_barrier()  # 3
-    blocks = invert_blocks(diagonals._reinterpret(gl.float32, [SHARING, 16, 4, 16], ALL_BLOCKS), SHARING)
-    thread_barrier()  # 3
-    q_tile._reinterpret(gl.int32, [128, 32], SHARED_PAIRS).slice(0, 64 * SHARING).store(blocks)
-    fence_async_shared()
-    thread_barrier()  # 4
-    place = place.to(gl.int32)
-    for h in range(SHARING):
-        tma.async_copy_shared_to_global(scores_desc, [(place + h) * 64, 0], scores.index(h))
-        inverse = q_tile._reinterpret(gl.float16, [2, 64, 64], SHARED).index(h)
-        whole = join_blocks(inverse, lowers.index(h))  # 5 is within
-        beta = lines.index(SHARING + h).load(gl.SliceLayout(0, MMA))[None, :]
-        thread_barrier()  # 6
-        t = inverse._reinterpret(dtype, [64, 64], SHARED)
-        t.store((whole * beta).to(dtype))
-        fence_async_shared()
-        thread_barrier()  # 6
-        tma.async_copy_shared_to_global(t_desc, [(place + h) * 64, 0], t)
-    tma.store_wait(0)
+    solve(scores, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place, SHARING, SHARING)
 
 
 @gluon.jit
-def _channel(part, head, group, GROUPS: gl.constexpr, SHARING: gl.constexpr):
+def channel_of(part, head, group, GROUPS: gl.constexpr, SHARING: gl.constexpr):
     """The first of a part's: values of the heads, key, query."""
     return gl.where(part < SHARING, 2 * GROUPS + head + part, GROUPS * (SHARING + 1 - part) + group) * 128
 
@@ -206,13 +175,13 @@ def _ready_kernel(
     thread_barrier()
     x_row = first.to(gl.int32) + start
     for part in gl.static_range(3):
-        fetch(x_desc, before_desc, x_row, _channel(part, head, group, GROUPS, SHARING), slots, part * UNITS,
+        fetch(x_desc, before_desc, x_row, channel_of(part, head, group, GROUPS, SHARING), slots, part * UNITS,
               fulls[part])  # fmt: skip
     thread_barrier()  # or the compiler asks for some of it only when it has made gates
     x_stride = x_units * 8
     loaded = _load_gates(x_ptr + (first + start) * x_stride, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head,
                          CHANNELS + HEADS * 128, HEADS, SHARING)  # fmt: skip
-    taps = by_age(load_taps(conv_ptr, _channel(0, head, group, GROUPS, SHARING), TAPS), TAPS)
+    taps = by_age(load_taps(conv_ptr, channel_of(0, head, group, GROUPS, SHARING), TAPS), TAPS)
     ring = (state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride)
     place = tile.to(gl.int64) * HEADS + head
     _make_gates(loaded, num_tokens, gates_ptr + place * 256, lines, SHARING)
@@ -220,8 +189,8 @@ def _ready_kernel(
     keys_ptr += (tile.to(gl.int64) * (2 * GROUPS) + group) * (64 * 128)
     mine = (head % (HEADS // GROUPS) == 0).to(gl.int32)  # the others that share them work out the same
     for part in range(PARTS):  # its taps are asked for before the part before it is worked on
-        channel = _channel(part, head, group, GROUPS, SHARING)
-        taps_ahead = load_taps(conv_ptr, _channel(gl.minimum(part + 1, QUERY), head, group, GROUPS, SHARING), TAPS)
+        channel = channel_of(part, head, group, GROUPS, SHARING)
+        taps_ahead = load_taps(conv_ptr, channel_of(gl.minimum(part + 1, QUERY), head, group, GROUPS, SHARING), TAPS)
         thread_barrier()  # 0
         if SHARING == 2 and part == 1:  # four parts for three places
             fetch(x_desc, before_desc, x_row, group * 128, slots, 0, fulls[QUERY])

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import joined
+from quire.kernels.triton.recurrent_ready_conv import SHARED
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # two in 32 bits
+ALL_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_width=2))
 
 
@@ -84,7 +92,7 @@ def _columns(x):
 
 
 @gluon.jit
-def _pair(low, high):
+def pair(low, high):
     """Two in float16, side by side in 32 bits."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
@@ -94,8 +102,8 @@ def _pair(low, high):
 @gluon.jit
 def _row_of(c):
     """The other way round: 16 tensors of one shape side by side, two in float16 as one int32."""
-    a = gl.join(gl.join(_pair(c[0], c[1]), _pair(c[8], c[9])), gl.join(_pair(c[4], c[5]), _pair(c[12], c[13])))
-    b = gl.join(gl.join(_pair(c[2], c[3]), _pair(c[10], c[11])), gl.join(_pair(c[6], c[7]), _pair(c[14], c[15])))
+    a = gl.join(gl.join(pair(c[0], c[1]), pair(c[8], c[9])), gl.join(pair(c[4], c[5]), pair(c[12], c[13])))
+    b = gl.join(gl.join(pair(c[2], c[3]), pair(c[10], c[11])), gl.join(pair(c[6], c[7]), pair(c[14], c[15])))
     return gl.join(a, b).reshape([c[0].shape[0], 16, 8])
 
 
@@ -162,3 +170,45 @@ def join_blocks(inverse, negative):
     whole = warpgroup_mma(left, inverse, nothing, use_acc=False, is_async=True)
     whole, left = warpgroup_mma_wait(0, deps=[whole, left])
     return whole
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of it
+
+
+@gluon.jit
+def on_diagonal(x):
+    """Of [64, 64] the blocks of 16 on the diagonal, below each other: [64, 16]. Each warp has the rows of one."""
+    even, odd = gl.split(x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
+    zeroth, second = gl.split(even)
+    first, third = gl.split(odd)
+    block = gl.arange(0, 64, gl.SliceLayout(1, first.type.layout))[:, None] >> 4
+    return gl.where(block < 2, gl.where(block == 0, zeroth, first), gl.where(block == 2, second, third))
+
+
+@gluon.jit
+def solve(scores, inverses, lowers, diagonals, lines, t_desc, scores_desc, place, BETA: gl.constexpr,
+          HEADS: gl.constexpr):  # fmt: skip
+    """T of each head, its columns times beta, and its scores, into global memory, from what threads have just written
+    into shared memory: `scores`, -L (`lowers`) and the diagonal blocks of that, whose place inverses take.
+    `lines`: from BETA on, each head's beta. See `recurrent_ready` for the barriers."""
+    dtype: gl.constexpr = scores.dtype
+    thread_barrier()  # 3
+    blocks = invert_blocks(diagonals._reinterpret(gl.float32, [HEADS, 16, 4, 16], ALL_BLOCKS), HEADS)
+    thread_barrier()  # 3
+    inverses._reinterpret(gl.int32, [128, 32], SHARED_PAIRS).slice(0, 64 * HEADS).store(blocks)
+    fence_async_shared()
+    thread_barrier()  # 4
+    place = place.to(gl.int32)
+    for h in range(HEADS):
+        tma.async_copy_shared_to_global(scores_desc, [(place + h) * 64, 0], scores.index(h))
+        inverse = inverses._reinterpret(gl.float16, [2, 64, 64], SHARED).index(h)
+        whole = join_blocks(inverse, lowers.index(h))  # 5 is within
+        beta = lines.index(BETA + h).load(gl.SliceLayout(0, MMA))[None, :]
+        thread_barrier()  # 6
+        t = inverse._reinterpret(dtype, [64, 64], SHARED)
+        t.store((whole * beta).to(dtype))
+        fence_async_shared()
+        thread_barrier()  # 6
+        tma.async_copy_shared_to_global(t_desc, [(place + h) * 64, 0], t)
+    tma.store_wait(0)

@@ -263,6 +263,11 @@ def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
     return _fits_hopper(shape, dtype, (128, 128), 4) and shape.beta_top == 1.0
 
 
+def fits_channel_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
+    """Whether such a model's layers of Kimi Delta Attention are for `channel_walk`."""
+    return _fits_hopper(shape, dtype, (128, 128), 1) and shape.num_groups == shape.num_heads
+
+
 def fits_mamba_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
     """Whether such a model's Mamba2 layers are for `mamba_walk`: each head adds one element to a row of x."""
     return _fits_hopper(shape, dtype, (128, 64), 8)

@@ -91,7 +91,7 @@ def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
     halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
         x, boxes(x), boxes(chunks.keys), boxes(chunks.values), boxes(chunks.t), boxes(chunks.scores),
-        _lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
+        lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
         state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups,
         TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -116,7 +116,7 @@ def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, channels], layout)
 
 
-def _lines(gates: Tensor) -> TensorDescriptor:
+def lines(gates: Tensor) -> TensorDescriptor:
     """Both lines of a head's chunk at a time."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

@@ -79,9 +79,10 @@ def _by_channel(shape: RecurrentShape, device: torch.device) -> _Layer:
 
     from quire.kernels.recurrent import DeltaWeights
     from quire.kernels.table import select_ops
-    from quire.kernels.trial_recurrent import of_one_tensor
+    from quire.kernels.trial_recurrent import of_one_tensor, settle_channel_delta
 
-    bf16, ops = torch.bfloat16, select_ops("cuda")
+    bf16 = torch.bfloat16
+    ops = settle_channel_delta(select_ops("cuda"), shape, bf16, device, strict=False)
     conv = torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=bf16)
     weights = DeltaWeights(conv, torch.randn(shape.num_heads, device=device), torch.randn(shape.keys, device=device),
                            torch.ones(shape.value_dim, device=device, dtype=bf16), 1e-6)  # fmt: skip

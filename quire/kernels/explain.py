@@ -15,7 +15,7 @@ from quire.kernels.trial import TrialShape, dense_rows, failure
 from quire.kernels.trial_gated import GatedTrialShape, settle_gated
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent
 from quire.kernels.trial_prompts import settle_prompts
-from quire.kernels.trial_recurrent import MambaTrialShape, settle_delta_net, settle_mamba
+from quire.kernels.trial_recurrent import MambaTrialShape, settle_channel_delta, settle_delta_net, settle_mamba
 from quire.types import QuireError
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
@@ -60,6 +60,13 @@ HOPPER = (
         "heads of 128 × 128, a multiple of four of them, in bf16 or fp16",
         lambda ops, device: settle_delta_net(
             ops, RecurrentShape(16, 32, 128, 128, 4), torch.bfloat16, device, strict=True
+        ),
+    ),
+    HopperKernel(
+        "Kimi delta net, catch-ups",
+        "heads of 128 × 128 in bf16 or fp16",
+        lambda ops, device: settle_channel_delta(
+            ops, RecurrentShape(32, 32, 128, 128, 4), torch.bfloat16, device, strict=True
         ),
     ),
     HopperKernel(

@@ -1,5 +1,6 @@
-"""Tries recurrent layers on their own shape, and gives gated delta nets and Mamba2 Hopper's walks over chunks
-(`triton/recurrent_walk.py`, `triton/mamba_walk.py`), if they are right here; see `trial` and `trial_hopper`.
+"""Tries recurrent layers on their own shape, and gives delta nets and Mamba2 Hopper's walks over chunks
+(`triton/recurrent_walk.py`, `channel_walk.py`, `mamba_walk.py`), if they are right here; see `trial` and
+`trial_hopper`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from quire.kernels.trial import NUM_TOKENS, Row, compare, finish_writes, referen
 from quire.kernels.trial_hopper import runs_on_hopper, settle_row
 
 NAME = "delta net's walk for Hopper"
+CHANNEL_NAME = "Kimi delta net's walk for Hopper"
 MAMBA_NAME = "Mamba2's walk for Hopper"
 Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
 # Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
@@ -45,12 +47,33 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
         return replace(ops, gated_delta_net=recurrent_walk.gated_delta_net)
 
     def attempt(faster: Ops) -> None:
-        from quire.kernels.triton.launch import num_multiprocessors
-
-        for steps in walk_steps(shape.num_heads, num_multiprocessors(device.index)):
+        for steps in _all_walks(shape, device):
             try_delta_net(faster, shape, dtype, device, steps)
 
     return settle_row(ops, NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def settle_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
+                         strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+    """As `settle_delta_net`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton import recurrent_channel
+    from quire.kernels.triton.recurrent_scan import fits_channel_walk
+
+    if ops.channel_delta_net is not recurrent_channel.channel_delta_net or not fits_channel_walk(shape, dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton import channel_walk
+
+        return replace(ops, channel_delta_net=channel_walk.channel_delta_net)
+
+    def attempt(faster: Ops) -> None:
+        for steps in _all_walks(shape, device):
+            try_channel_delta(faster, shape, dtype, device, steps)
+
+    return settle_row(ops, CHANNEL_NAME, exchange, attempt, strict=strict, findings=findings)
 
 
 def settle_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool,
@@ -74,6 +97,12 @@ def settle_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, *, stri
             try_mamba(faster, shape, device, steps)
 
     return settle_row(ops, MAMBA_NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def _all_walks(shape: RecurrentShape, device: torch.device) -> list[Steps]:
+    from quire.kernels.triton.launch import num_multiprocessors
+
+    return walk_steps(shape.num_heads, num_multiprocessors(device.index))
 
 
 def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:

@@ -44,6 +44,7 @@ from quire.kernels.trial_recurrent import (
     channel_delta_row,
     delta_net_row,
     mamba_row,
+    settle_channel_delta,
     settle_delta_net,
     settle_mamba,
     short_conv_row,
@@ -91,7 +92,7 @@ class Trials:
             yield from latent_rows(latent, self.device)
         if (net := self.delta_net()) is not None:
             yield delta_net_row(net.shape, self.dtype, self.device)
-        if (by_channel := self._first(ChannelDeltaNet)) is not None:
+        if (by_channel := self.channel_delta()) is not None:
             yield channel_delta_row(by_channel.shape, self.dtype, self.device)
         if (mamba := self.mamba()) is not None:
             yield mamba_row(mamba, self.device)
@@ -124,6 +125,9 @@ class Trials:
 
     def delta_net(self) -> GatedDeltaNet | None:
         return self._first(GatedDeltaNet)
+
+    def channel_delta(self) -> ChannelDeltaNet | None:
+        return self._first(ChannelDeltaNet)
 
     def largest_gate_up(self) -> GatedTrialShape | None:
         """Of those with plain weights and no bias."""
@@ -286,12 +290,15 @@ def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, dete
 
 
 def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
-    latent, net, mamba, device = trials.latent(), trials.delta_net(), trials.mamba(), trials.device
+    latent, net, by_channel, mamba = trials.latent(), trials.delta_net(), trials.channel_delta(), trials.mamba()
+    device = trials.device
     ops = settle_prompts(ops, trials.attention(), device, strict=strict, findings=findings)
     if latent is not None:
         ops = settle_latent(ops, latent, device, strict=strict, findings=findings)
     if net is not None:
         ops = settle_delta_net(ops, net.shape, trials.dtype, device, strict=strict, findings=findings)
+    if by_channel is not None:
+        ops = settle_channel_delta(ops, by_channel.shape, trials.dtype, device, strict=strict, findings=findings)
     if mamba is not None:
         ops = settle_mamba(ops, mamba, device, strict=strict, findings=findings)
     return ops

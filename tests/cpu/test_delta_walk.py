@@ -1,4 +1,4 @@
-"""Which catch-ups of gated delta nets and of Mamba2 are for Hopper's own kernels, and who does the others. No GPU is
+"""Which catch-ups of delta nets and of Mamba2 are for Hopper's own kernels, and who does the others. No GPU is
 needed to decide that."""
 
 from __future__ import annotations
@@ -64,6 +64,43 @@ def test_what_does_not_fit_goes_to_the_kernels_for_all_cards(x: Tensor, shape: R
     recurrent_walk.gated_delta_net(x, None, shape, state, None)  # type: ignore[arg-type]
     assert called == [recurrent_walk.scan if supported else recurrent._scan_and_norm]
     assert recurrent_walk.supports(x, shape, state) is supported
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kimi delta nets
+
+CHANNELS = RecurrentShape(3, 3, 128, 128, 4)
+INPUTS = (CHANNELS.channels + CHANNELS.num_heads, CHANNELS.keys, CHANNELS.values)  # x, decays, gate
+CHANNEL_STATE = torch.zeros(2, CHANNELS.slot_elements)
+
+
+def apart(pad: int = 5, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Three tokens. Each head adds one element to a row of x: with five more these three make whole units."""
+    sizes = (INPUTS[0] + pad, *INPUTS[1:])
+    return [torch.zeros(3, size, dtype=dtype)[:, :width] for size, width in zip(sizes, INPUTS, strict=True)]
+
+
+@pytest.mark.parametrize(("inputs", "shape", "state", "supported"), [
+    (apart(), CHANNELS, CHANNEL_STATE, True),
+    (apart(13), CHANNELS, CHANNEL_STATE, True),
+    (apart(dtype=torch.float16), replace(CHANNELS, beta_top=2.0, conv_len=2), CHANNEL_STATE, True),
+    (apart(0), CHANNELS, CHANNEL_STATE, False),  # rows that do not begin at 16 bytes
+    ([*apart()[:2], torch.zeros(3, INPUTS[2] + 1, dtype=torch.bfloat16)[:, 1:]], CHANNELS, CHANNEL_STATE, False),
+    ([apart()[0], apart()[1].t().contiguous().t(), apart()[2]], CHANNELS, CHANNEL_STATE, False),
+    ([apart()[0], apart()[1].half(), apart()[2]], CHANNELS, CHANNEL_STATE, False),
+    (apart(dtype=torch.float32), CHANNELS, CHANNEL_STATE, False),
+    (apart(), replace(CHANNELS, conv_len=5), CHANNEL_STATE, False),
+    (apart(), CHANNELS, torch.zeros(CHANNELS.slot_elements, 2).t(), False),
+], ids=range(10))  # fmt: skip
+def test_what_of_channels_does_not_fit_goes_to_the_kernels_for_all_cards(
+    inputs: list[Tensor], shape: RecurrentShape, state: Tensor, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels.triton import channel_walk, recurrent_channel
+
+    called: list[Any] = []
+    monkeypatch.setattr(recurrent_channel, "run_channel_delta", lambda *args: called.append(args[-1]))
+    channel_walk.channel_delta_net(*inputs, None, shape, state, None)  # type: ignore[call-arg, arg-type]
+    assert called == [channel_walk.scan if supported else recurrent_channel.scan]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

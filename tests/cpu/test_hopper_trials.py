@@ -1,4 +1,4 @@
-"""Which kernel prompts, latents, gated delta nets and Mamba2 get: Hopper's own if it is right there, else the one for
+"""Which kernel prompts, latents, delta nets and Mamba2 get: Hopper's own if it is right there, else the one for
 all cards, in one line. No GPU is needed to decide that."""
 
 from __future__ import annotations
@@ -21,28 +21,42 @@ from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
 from quire.kernels.trial import TrialShape, try_attention
 from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
 from quire.kernels.trial_prompts import settle_prompts, try_prompts
-from quire.kernels.trial_recurrent import MambaTrialShape, settle_delta_net, settle_mamba, try_delta_net, walk_steps
+from quire.kernels.trial_recurrent import (
+    MambaTrialShape,
+    settle_channel_delta,
+    settle_delta_net,
+    settle_mamba,
+    try_delta_net,
+    walk_steps,
+)
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 LATENTS = LatentTrialShape(128, 512, 64, 16, torch.bfloat16, torch.bfloat16)
 DELTA_NET = RecurrentShape(16, 32, 128, 128, 4)
+CHANNELS = RecurrentShape(32, 32, 128, 128, 4)
 MAMBA = MambaTrialShape(RecurrentShape(8, 128, 128, 64, 4), 8, True, (0.0, float("inf")), torch.bfloat16)
 
 
 def table() -> Ops:
     """The reference, in the clothes of Triton's table."""
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton import recurrent, recurrent_channel
 
     return replace(
         REFERENCE, captures=True, plan_attention=lambda *args, row_index=None: REFERENCE.plan_attention(*args),
-        gated_delta_net=recurrent.gated_delta_net, mamba2=recurrent.mamba2,
+        gated_delta_net=recurrent.gated_delta_net, channel_delta_net=recurrent_channel.channel_delta_net,
+        mamba2=recurrent.mamba2,
     )  # fmt: skip
 
 
 def settle_net(ops: Ops, shape: tuple[RecurrentShape, torch.dtype], device: torch.device, *, strict: bool) -> Ops:
     return settle_delta_net(ops, *shape, device, strict=strict)
+
+
+def settle_channels(ops: Ops, shape: tuple[RecurrentShape, torch.dtype], device: torch.device, *,
+                    strict: bool) -> Ops:  # fmt: skip
+    return settle_channel_delta(ops, *shape, device, strict=strict)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,12 @@ KERNELS = (
            ((DELTA_NET, torch.float32), *((replace(DELTA_NET, **change), torch.bfloat16) for change in (
                {"key_dim": 64}, {"value_dim": 64}, {"num_heads": 6, "num_groups": 2}, {"conv_len": 5},
                {"conv_len": 1}, {"beta_top": 2.0})))),
+    Kernel("channel_delta_net", "Kimi delta net's walk", trial_recurrent, "try_channel_delta", settle_channels,
+           (CHANNELS, torch.bfloat16),
+           ((replace(CHANNELS, num_groups=3, num_heads=3, conv_len=3), torch.float16),
+            (replace(CHANNELS, beta_top=2.0, conv_len=2), torch.bfloat16)),
+           ((CHANNELS, torch.float32), *((replace(CHANNELS, **change), torch.bfloat16) for change in (
+               {"key_dim": 64}, {"value_dim": 64}, {"num_groups": 16}, {"conv_len": 5}, {"conv_len": 1})))),
     Kernel("mamba2", "Mamba2's walk", trial_recurrent, "try_mamba", settle_mamba, MAMBA,
            (replace(MAMBA, dtype=torch.float16, state=replace(MAMBA.state, num_heads=24, num_groups=1, conv_len=2)),
             replace(MAMBA, norm=False, conv_bias=False), replace(MAMBA, gate_first=False)),
@@ -284,8 +304,8 @@ def test_the_doctor_lists_them_with_what_each_needs(
 
     from quire.kernels import explain, trial_gated, trial_recurrent
 
-    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_mamba": trial_recurrent,
-             "try_prompts": trial_prompts}  # fmt: skip
+    right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_channel_delta": trial_recurrent,
+             "try_mamba": trial_recurrent, "try_prompts": trial_prompts}  # fmt: skip
     for name, module in right.items():
         monkeypatch.setattr(module, name, lambda *args: None)
     monkeypatch.setattr(trial_gated, "is_quicker", lambda *args: False)
@@ -296,7 +316,7 @@ def test_the_doctor_lists_them_with_what_each_needs(
         return {str(entry["op"]).partition(",")[0]: (entry["implementation"], entry["why"]) for entry in entries}
 
     found = told()
-    assert [where for where, _ in found.values()] == ["hopper", "triton", "hopper", "hopper", "hopper"]
+    assert [where for where, _ in found.values()] == ["hopper", "triton", *["hopper"] * 4]
     assert "heads of 128 × 128" in found["gated delta net"][1] and "no quicker" in found["gate and up"][1]
     hopper(lambda *args: (_ for _ in ()).throw(RuntimeError("PassManager::run failed")))
     assert "PassManager::run failed" in told()["latents"][1]

@@ -22,6 +22,7 @@ from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import (
     attention,
+    channel_walk,
     decode,
     experts,
     experts_few,
@@ -84,9 +85,9 @@ def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
-    for module in (launch, attention, decode, fixed_linear, fixed_tiles, gated_hopper, latent, latent_many,
-                   mamba_walk, prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step, recurrent_walk,
-                   sample):  # fmt: skip
+    for module in (launch, attention, channel_walk, decode, fixed_linear, fixed_tiles, gated_hopper, latent,
+                   latent_many, mamba_walk, prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step,
+                   recurrent_walk, sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("takes_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
@@ -261,10 +262,15 @@ def compile_channel_delta() -> None:
     x = torch.zeros(130, shape.channels + shape.num_heads, dtype=bf16)
     forget, gate = torch.zeros(130, shape.keys, dtype=bf16), torch.zeros(130, shape.values, dtype=bf16)
     state = torch.zeros(2, shape.slot_elements)
-    for counts in ([129, 1], [1] * 130):
+    assert channel_walk.supports(x, forget, gate, shape, state)
+    for counts in ([129, 1], [1] * 130, [10] * 13):
         slots = torch.zeros(len(counts), dtype=torch.int64)
         plan = recurrent.plan_recurrent(slots, torch.arange(130), counts)
         recurrent_channel.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+        if GLUON:
+            channel_walk.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+    for name, num in (("_channel_ready_kernel", 1), ("_channel_hopper_kernel", 2)) if GLUON else ():
+        assert len(variants[name]) == num, "a step has to wait for a kernel that no start compiled"
     walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])
     fixed_recurrent.channel_delta_net(x[:4], forget[:4], gate[:4], weights, shape, state, walk)
 

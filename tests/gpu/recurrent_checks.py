@@ -46,9 +46,13 @@ def check_recurrent(where: Where, op: Callable[..., Tensor], shapes: list[Recurr
     plain = reference.gated_delta_net if delta else reference.mamba2
     for dtype, shape in product(dtypes, shapes):
         weights = replace(weights_of(where, shape, dtype, delta), **changes)
-        width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
+        width = plain_width(shape, delta)
         name = f"{'delta' if delta else 'mamba'} {shape.num_heads}/{shape.num_groups} heads"
         follow(where, op, plain, weights, shape, width, steps, dtype, name, pad)
+
+
+def plain_width(shape: RecurrentShape, delta: bool) -> int:
+    return shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
 
 
 def follow(where: Where, op: Callable[..., Tensor], plain: Callable[..., Tensor], weights: Any, shape: RecurrentShape,
@@ -78,21 +82,35 @@ def follow(where: Where, op: Callable[..., Tensor], plain: Callable[..., Tensor]
 
 
 def check_channel_delta_net(where: Where) -> None:
-    """Also where some channels keep nothing of the token before, beside others that keep nearly all."""
     from quire.kernels.triton import recurrent_channel
 
     large = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(4, 4, 64, 64, 4), RecurrentShape(3, 3, 20, 12, 3)]
     shapes = large if where.large else [RecurrentShape(2, 2, 20, 40, 4)]
-    op, plain = of_one_tensor(recurrent_channel.channel_delta_net), of_one_tensor(reference.channel_delta_net)
-    spreads = [(dtype, spread) for dtype in where.dtypes for spread in (6.0, 1.0)]
+    spreads = [(dtype, spread) for dtype in where.dtypes for spread in SPREADS]
     for (dtype, spread), shape in product(spreads if where.large else spreads[::3], shapes):
-        dt_bias = where.normal(shape.keys) * spread
-        weights = replace(weights_of(where, shape, dtype, True), dt_bias=dt_bias)
-        weights = replace(weights, a_log=weights.a_log + (0.0 if spread == 1.0 else 3.0))
-        width = shape.channels + shape.num_heads + shape.keys + shape.values
-        name = f"channels' delta, {shape.num_heads} heads, decays spread by {spread}"
         steps = STEPS if where.large else STEPS_SMALL
-        follow(where, op, plain, weights, shape, width, steps, dtype, name, pad=5)
+        follow_channels(where, recurrent_channel.channel_delta_net, shape, dtype, spread, steps, pad=5)
+
+
+SPREADS = (6.0, 1.0)  # of channels' decays: some keep nothing of the token before, beside others that keep nearly all
+
+
+def channel_weights(where: Where, shape: RecurrentShape, dtype: torch.dtype, spread: float = 1.0) -> DeltaWeights:
+    weights = weights_of(where, shape, dtype, True)
+    a_log = weights.a_log + (0.0 if spread == 1.0 else 3.0)
+    return replace(weights, dt_bias=where.normal(shape.keys) * spread, a_log=a_log)
+
+
+def channel_width(shape: RecurrentShape) -> int:
+    return shape.channels + shape.num_heads + shape.keys + shape.values
+
+
+def follow_channels(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, dtype: torch.dtype, spread: float,
+                    steps: list[list[int]], pad: int) -> None:  # fmt: skip
+    op, plain = of_one_tensor(op), of_one_tensor(reference.channel_delta_net)
+    name = f"channels' delta, {shape.num_heads} heads, decays spread by {spread}"
+    weights = channel_weights(where, shape, dtype, spread)
+    follow(where, op, plain, weights, shape, channel_width(shape), steps, dtype, name, pad)
 
 
 def check_gated_delta_net(where: Where) -> None:
@@ -202,10 +220,9 @@ def walk_dtypes(where: Where) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in where.dtypes if dtype != torch.float32)
 
 
-def walk_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int], delta: bool = True
+def walk_inputs(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int], width: int
                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x, positions and a state, for rows that go on from position 5."""
-    width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
     x = where.normal(sum(counts), width, dtype=dtype)
     positions = torch.cat([torch.arange(5, 5 + count, device=where.device) for count in counts])
     return x, positions, where.normal(len(counts), shape.slot_elements) * 0.1
@@ -223,7 +240,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
 
     heads, groups = shape.num_heads, shape.num_groups
     weights = weights_of(where, shape, dtype, True)
-    x, positions, state = walk_inputs(where, shape, dtype, counts)
+    x, positions, state = walk_inputs(where, shape, dtype, counts, plain_width(shape, True))
     x[:, shape.keys : 2 * shape.keys] += 3.0 * where.normal(shape.keys, dtype=dtype)
     slots = torch.randperm(len(counts), device=where.device)
     firsts = [sum(counts[:row]) for row in range(len(counts))]
@@ -264,14 +281,16 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
 @contextmanager
 def forced_halves(halves: int) -> Iterator[None]:
     """Of a head to a program: either is right for any step."""
-    from quire.kernels.triton import recurrent_walk
+    from quire.kernels.triton import channel_walk, recurrent_walk
 
     chosen = recurrent_walk.halves_to_a_program
-    recurrent_walk.halves_to_a_program = lambda *_: halves
+    for module in (recurrent_walk, channel_walk):
+        module.halves_to_a_program = lambda *_: halves
     try:
         yield
     finally:
-        recurrent_walk.halves_to_a_program = chosen
+        for module in (recurrent_walk, channel_walk):
+            module.halves_to_a_program = chosen
 
 
 def check_delta_walk(where: Where) -> None:
@@ -299,16 +318,32 @@ def check_delta_walk_keeps_rows_apart(where: Where) -> None:
 
     for halves in (1, 2):
         with forced_halves(halves):
-            _check_rows_apart(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], True)
+            _check_rows_apart(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], delta_layer)
 
 
-def _check_rows_apart(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, delta: bool) -> None:
+# A layer to check: its weights, and how wide its x is.
+Layer = Callable[[Where, RecurrentShape, torch.dtype], tuple[Any, int]]
+
+
+def delta_layer(where: Where, shape: RecurrentShape, dtype: torch.dtype) -> tuple[Any, int]:
+    return weights_of(where, shape, dtype, True), plain_width(shape, True)
+
+
+def mamba_layer(where: Where, shape: RecurrentShape, dtype: torch.dtype) -> tuple[Any, int]:
+    return weights_of(where, shape, dtype, False), plain_width(shape, False)
+
+
+def channel_layer(where: Where, shape: RecurrentShape, dtype: torch.dtype) -> tuple[Any, int]:
+    return channel_weights(where, shape, dtype), channel_width(shape)
+
+
+def _check_rows_apart(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, layer: Layer) -> None:
     dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent
 
     dtype, counts = dtypes[-1], [70, 64, 65]
-    weights = weights_of(where, shape, dtype, delta)
-    x, positions, state = walk_inputs(where, shape, dtype, counts, delta)
+    weights, width = layer(where, shape, dtype)
+    x, positions, state = walk_inputs(where, shape, dtype, counts, width)
     x[70:134] = torch.nan
     plan = recurrent.plan_recurrent(torch.arange(3, device=where.device), positions, counts)
     where.settle()
@@ -325,16 +360,16 @@ def check_delta_walk_repeats(where: Where) -> None:
 
     for halves in (1, 2):
         with forced_halves(halves):
-            _check_repeats(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], True)
+            _check_repeats(where, recurrent_walk.gated_delta_net, WALK_SHAPES[0], delta_layer)
 
 
-def _check_repeats(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, delta: bool) -> None:
+def _check_repeats(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, layer: Layer) -> None:
     dtypes = walk_dtypes(where)
     from quire.kernels.triton import recurrent
 
     dtype, counts = dtypes[-1], [1000, 1, 1024, 65, 700]
-    weights = weights_of(where, shape, dtype, delta)
-    x, positions, state = walk_inputs(where, shape, dtype, counts, delta)
+    weights, width = layer(where, shape, dtype)
+    x, positions, state = walk_inputs(where, shape, dtype, counts, width)
     plan = recurrent.plan_recurrent(torch.arange(len(counts), device=where.device), positions, counts)
     where.settle()
     found = []
@@ -368,14 +403,57 @@ def check_mamba_walk_keeps_rows_apart(where: Where) -> None:
     need_hopper(where)
     from quire.kernels.triton import mamba_walk
 
-    _check_rows_apart(where, mamba_walk.mamba2, MAMBA_SHAPES[0], False)
+    _check_rows_apart(where, mamba_walk.mamba2, MAMBA_SHAPES[0], mamba_layer)
 
 
 def check_mamba_walk_repeats(where: Where) -> None:
     need_hopper(where)
     from quire.kernels.triton import mamba_walk
 
-    _check_repeats(where, mamba_walk.mamba2, MAMBA_SHAPES[0], False)
+    _check_repeats(where, mamba_walk.mamba2, MAMBA_SHAPES[0], mamba_layer)
+
+
+CHANNEL_SHAPES = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(8, 8, 128, 128, 3, beta_top=2.0)]
+
+
+def check_channel_walk(where: Where) -> None:
+    """As `check_delta_walk`."""
+    dtypes = walk_dtypes(where)
+    from quire.kernels.triton import channel_walk
+
+    for pad, shapes, supported in (
+        (0, CHANNEL_SHAPES, True),
+        (8, CHANNEL_SHAPES[:1], True),
+        (5, CHANNEL_SHAPES[:1], False),
+    ):
+
+        def op(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+               plan: Any, supported: bool = supported) -> Tensor:  # fmt: skip
+            assert channel_walk.supports(x, forget, gate, shape, state) == supported
+            return channel_walk.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+
+        for halves, dtype, shape in product((1, 2) if supported else (2,), dtypes, shapes):
+            with forced_halves(halves):
+                for spread in SPREADS if supported and not pad else SPREADS[:1]:
+                    follow_channels(where, op, shape, dtype, spread, WALK_STEPS if supported else WALK_STEPS[:1], pad)
+
+
+def check_channel_walk_keeps_rows_apart(where: Where) -> None:
+    need_hopper(where)
+    from quire.kernels.triton import channel_walk
+
+    for halves in (1, 2):
+        with forced_halves(halves):
+            _check_rows_apart(where, of_one_tensor(channel_walk.channel_delta_net), CHANNEL_SHAPES[0], channel_layer)
+
+
+def check_channel_walk_repeats(where: Where) -> None:
+    need_hopper(where)
+    from quire.kernels.triton import channel_walk
+
+    for halves in (1, 2):
+        with forced_halves(halves):
+            _check_repeats(where, of_one_tensor(channel_walk.channel_delta_net), CHANNEL_SHAPES[0], channel_layer)
 
 
 CHECKS: dict[str, Callable[[Where], None]] = {
@@ -388,6 +466,9 @@ CHECKS: dict[str, Callable[[Where], None]] = {
     "delta_walk": check_delta_walk,
     "delta_walk_keeps_rows_apart": check_delta_walk_keeps_rows_apart,
     "delta_walk_repeats": check_delta_walk_repeats,
+    "channel_walk": check_channel_walk,
+    "channel_walk_keeps_rows_apart": check_channel_walk_keeps_rows_apart,
+    "channel_walk_repeats": check_channel_walk_repeats,
     "mamba_walk": check_mamba_walk,
     "mamba_walk_keeps_rows_apart": check_mamba_walk_keeps_rows_apart,
     "mamba_walk_repeats": check_mamba_walk_repeats,

@@ -24,16 +24,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 
 def save_wide_heads(kind: str, folder: Path) -> None:
-    """A small Qwen3.5 or Nemotron-H whose recurrent layers have the heads that published ones have."""
-    from transformers import NemotronHConfig, Qwen3_5TextConfig
+    """A small Qwen3.5, Kimi Linear or Nemotron-H whose recurrent layers have the heads that published ones have."""
+    from transformers import KimiLinearConfig, NemotronHConfig, Qwen3_5TextConfig
 
     from tests.cpu.families.harness import TINY, Family, save_checkpoint
+    from tests.cpu.families.kimi_linear import SIZES
     from tests.cpu.families.mamba_hybrid import draw as draw_mamba
     from tests.cpu.families.qwen_hybrid import RECURRENT, draw
 
     if kind == "delta net":
         heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
         family = Family("qwen3_5_text", lambda: Qwen3_5TextConfig(**{**TINY, **RECURRENT, **heads}), draw)
+    elif kind == "Kimi delta net":
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        wide = {"num_hidden_layers": 3, "linear_head_dim": 128, "layer_types": kinds}
+        family = Family("kimi_linear", lambda: KimiLinearConfig(**{**SIZES, **wide}), draw_mamba)
     else:
         fields = {name: value for name, value in TINY.items() if name != "num_hidden_layers"} | {"pad_token_id": 0}
         kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
@@ -61,6 +66,7 @@ def logits_of(model: loader.Model) -> Tensor:
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
 @pytest.mark.parametrize(("kind", "op", "module", "settle"), [
     ("delta net", "gated_delta_net", "recurrent_walk", "settle_delta_net"),
+    ("Kimi delta net", "channel_delta_net", "channel_walk", "settle_channel_delta"),
     ("Mamba2", "mamba2", "mamba_walk", "settle_mamba"),
 ])  # fmt: skip
 def test_wide_heads_get_their_walk(
@@ -83,6 +89,9 @@ def test_wide_heads_get_their_walk(
     assert graphs is not None and graphs._graphs, "decode steps were captured"
     monkeypatch.setattr(trials, settle, lambda ops, *args, **options: ops)
     plain = load_wide_heads(tmp_path)
-    assert getattr(plain.ops, op).__module__ == "quire.kernels.triton.recurrent"
+    assert getattr(plain.ops, op).__module__ in (
+        "quire.kernels.triton.recurrent",
+        "quire.kernels.triton.recurrent_channel",
+    )
     want = (logits_of(plain) - exact).norm() / exact.norm()
     assert got <= 1.3 * want, f"off by {got:.1e} from float32, the kernels for all cards by {want:.1e}"

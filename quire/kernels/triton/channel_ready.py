@@ -118,7 +118,7 @@ def _as_pair(low, high, dtype: gl.constexpr):
 @gluon.jit
 def _apart(x):
     """[64, 64] as the 32 tokens of each half, [2, 64] each."""
-    parts = (x.reshape([2, 32, 64]),)
+    parts = joined((), (x.reshape([2, 32, 64]),))
     for level in gl.static_range(5):
         finer = ()
         for i in gl.static_range(1 << level):
@@ -143,14 +143,14 @@ def _together(tokens):
             both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 3, 1, 2))
             larger = joined(larger, (both.reshape([2, 2 << level, 64]),))
         parts = larger
-    return gl.convert_layout(parts[0].reshape([64, 64]), PAIRS, assert_trivial=True)
+    return gl.convert_layout(parts[len(parts) - 1].reshape([64, 64]), PAIRS, assert_trivial=True)
 
 
 @gluon.jit
 def _running_sums(steps):
     """Within each half."""
     total = steps[0]
-    sums = (total,)
+    sums = joined((), (total,))
     for i in gl.static_range(1, 32):
         total = total + steps[i]
         sums = joined(sums, (total,))
@@ -355,7 +355,9 @@ def _channel_ready_kernel(
 ):  # fmt: skip
     """One head of one chunk. A row of x is `x_units` times 8 elements. A model needs this compiled once, whatever the
     step."""
-    KEY: gl.constexpr = 1  # of the three parts: values, key, query
+    KEY: gl.constexpr = 1  # of the three parts that are convolved: values, key, query
+    DECAYS: gl.constexpr = 3
+    LAST: gl.constexpr = 31
     CHANNELS: gl.constexpr = 3 * HEADS * 128
     dtype: gl.constexpr = values_ptr.dtype.element_ty
     head = gl.program_id(0)
@@ -380,8 +382,8 @@ def _channel_ready_kernel(
     x_row = first.to(gl.int32) + start
     for part in gl.static_range(3):
         fetch(x_desc, before_desc, x_row, channel_of(part, head, head, HEADS, 1), slots, part * UNITS, fulls[part])
-    mbarrier.expect(fulls[3], 64 * 256)
-    tma.async_copy_global_to_shared(forget_desc, [x_row, head * 128], fulls[3], forget)
+    mbarrier.expect(fulls[DECAYS], 64 * 256)
+    tma.async_copy_global_to_shared(forget_desc, [x_row, head * 128], fulls[DECAYS], forget)
     x_stride = x_units * 8
     _make_beta(x_ptr + (first + start) * x_stride + CHANNELS + head, x_stride, num_tokens, lines, BETA_TOP)
     taps = by_age(load_taps(conv_ptr, channel_of(0, head, head, HEADS, 1), TAPS), TAPS)
@@ -407,13 +409,13 @@ def _channel_ready_kernel(
     q_tile = slots.index(UNITS)._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # B
     faded_keys = slots.index(2 * UNITS)._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # C
     faded_queries = forget._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # D
-    mbarrier.wait(fulls[3], 0)
+    mbarrier.wait(fulls[DECAYS], 0)
     even, odd = _make_decays(forget._reinterpret(gl.int32, [64, 64], PLANE), num_tokens, a_log_ptr, dt_bias_ptr, head,
                              dtype)  # fmt: skip
     fades = _apart(pair(exp2(even), exp2(odd)))
     even, odd = _running_sums(_apart(even)), _running_sums(_apart(odd))
-    ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(0, 1, dim=1).store(even[31].reshape([2, 1, 64]))
-    ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(1, 1, dim=1).store(odd[31].reshape([2, 1, 64]))
+    ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(0, 1, dim=1).store(even[LAST].reshape([2, 1, 64]))
+    ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(1, 1, dim=1).store(odd[LAST].reshape([2, 1, 64]))
     fence_async_shared()
     thread_barrier()  # key, query and ends are written, the decays read
     keys_ptr += (tile.to(gl.int64) * (2 * HEADS) + head) * (64 * 128)

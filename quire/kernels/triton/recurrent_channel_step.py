@@ -47,6 +47,11 @@ def _channel_step_kernel(
     ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
     q_past, q_tap = older(ring_ptr, conv_ptr, None, q_channels, in_key, position, CHANNELS, TAPS, False)
     k_past, k_tap = older(ring_ptr, conv_ptr, None, k_channels, in_key, position, CHANNELS, TAPS, False)
+    v_channels = 2 * HEADS * KEY + head * VALUE + first_values
+    WHOLE: tl.constexpr = NUM_BLOCKS == 1
+    if WHOLE:
+        v_past, v_tap = older(ring_ptr, conv_ptr, None, v_channels, first_values < VALUE, position, CHANNELS, TAPS,
+                              False)  # fmt: skip
     wait_for_inputs(PDL)
     beta = BETA_TOP * tl.sigmoid(tl.load(x_ptr + CHANNELS + head).to(tl.float32))
     forget = tl.load(forget_ptr + token * forget_stride + head * KEY + keys, mask=in_key, other=0.0).to(tl.float32)
@@ -61,11 +66,11 @@ def _channel_step_kernel(
         values = block * VALUE_BLOCK + first_values
         in_value = values < VALUE
         matrix = ahead * decay[None, :]
-        if NUM_BLOCKS > 1:  # the next rows are asked for before the last are done with
+        if not WHOLE:  # the next rows are asked for before the last are done with
             ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, other=0.0,
                             mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :])  # fmt: skip
-        v_channels = 2 * HEADS * KEY + head * VALUE + values
-        v_past, v_tap = older(ring_ptr, conv_ptr, None, v_channels, in_value, position, CHANNELS, TAPS, False)
+            v_channels = 2 * HEADS * KEY + head * VALUE + values
+            v_past, v_tap = older(ring_ptr, conv_ptr, None, v_channels, in_value, position, CHANNELS, TAPS, False)
         v = conv_now(x_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
         update = (v - tl.sum(matrix * k[None, :], 1)) * beta
         matrix += update[:, None] * k[None, :]

@@ -260,10 +260,11 @@ def _store_faded(even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, al
     offsets = n[:, None] * 64 + channels[None, :]
     keys_ptr = keys_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     w_ptr = w_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    if always:
+    first, second = always
+    if first:
         k = _faded(k_tile.load(PAIRS), all_even[None, :] - even, all_odd[None, :] - odd, dtype)
         gl.store(keys_ptr + HEADS * 64 * 64 + offsets, k)
-    if always:
+    if second:
         gl.store(w_ptr + offsets, _faded(k_tile.load(PAIRS), even, odd, dtype))
         gl.store(keys_ptr + offsets, _faded(q_tile.load(PAIRS), even, odd, dtype))
     untold = gl.full([64], UNTOLD, gl.int32, gl.SliceLayout(0, PAIRS)).to(gl.float32, bitcast=True)
@@ -324,8 +325,8 @@ def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
     lower = between * 0
     for level in gl.static_range(LEVELS):
         fades = _pick_fades(before, after, level)
+        faded_queries.store(_times(q_tile.load(PAIRS), fades))  # first: an allocation that nobody reads here
         faded_keys.store(_times(k_tile.load(PAIRS), fades))
-        faded_queries.store(_times(q_tile.load(PAIRS), fades))
         parted = gl.where(between >> level == 1, 0xFFFF if level == 0 else -1, 0)
         if always:
             lower, scores = _multiply(_numbers(faded_keys), _numbers(faded_queries), parted, lower, scores)
@@ -421,7 +422,7 @@ def _channel_ready_kernel(
     keys_ptr += (tile.to(gl.int64) * (2 * HEADS) + head) * (64 * 128)
     always = num_tokens > 0  # but the assembler does not know, and leaves the order of things as it is
     _store_faded(_together(even), _together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 128),
-                 fades_ptr + place * 256, always, HEADS)  # fmt: skip
+                 fades_ptr + place * 256, (always, start >= 0), HEADS)  # fmt: skip
     lower, asked = _products(fades, k_tile, q_tile, faded_keys, faded_queries, always)
     gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there
     scores = slots.index(0)._reinterpret(dtype, [1, 64, 64], SHARED)

@@ -243,11 +243,11 @@ def _faded(x, even, odd, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store_faded(even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, always, HEADS: gl.constexpr):
+def _store_faded(even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, always, ever,
+                 dtype: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     """What the walk multiplies with its matrix: queries and keys (`w`) that fade as what they find there has since the
     chunk began, and keys that fade as what they leave there will have when it ends. And how the matrix itself fades,
     and lines for the sums that the walk's programs tell each other. `even`, `odd`: running sums of each half."""
-    dtype: gl.constexpr = keys_ptr.dtype.element_ty
     n = gl.arange(0, 64, gl.SliceLayout(1, PAIRS))
     channels = gl.arange(0, 64, gl.SliceLayout(0, PAIRS))
     late = (n >= 32)[:, None]
@@ -258,13 +258,10 @@ def _store_faded(even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, al
     even += gl.where(late, first_even[None, :], 0.0)
     odd += gl.where(late, first_odd[None, :], 0.0)
     offsets = n[:, None] * 64 + channels[None, :]
-    keys_ptr = keys_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    w_ptr = w_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    first, second = always
-    if first:
+    if always:
         k = _faded(k_tile.load(PAIRS), all_even[None, :] - even, all_odd[None, :] - odd, dtype)
         gl.store(keys_ptr + HEADS * 64 * 64 + offsets, k)
-    if second:
+    if ever:
         gl.store(w_ptr + offsets, _faded(k_tile.load(PAIRS), even, odd, dtype))
         gl.store(keys_ptr + offsets, _faded(q_tile.load(PAIRS), even, odd, dtype))
     untold = gl.full([64], UNTOLD, gl.int32, gl.SliceLayout(0, PAIRS)).to(gl.float32, bitcast=True)
@@ -309,8 +306,7 @@ def _multiply(faded_keys, faded_queries, parted, lower, scores):
 
 @gluon.jit
 def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
-    """Those of keys with keys before them, and of queries with keys, [64, 64]. `always`: true, but the assembler does
-    not know: it would put off what is done with a level's products, and keep all of them until then."""
+    """Those of keys with keys before them, and of queries with keys, [64, 64]."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
     between, _odd = _columns(gl.where(rows > columns, rows ^ columns, 0))
@@ -354,8 +350,8 @@ def _channel_ready_kernel(
     fades_ptr, t_desc, scores_desc, slots_ptr, positions_ptr, tiles_ptr, x_units, slot_stride, query_scale,
     HEADS: gl.constexpr, TAPS: gl.constexpr, BETA_TOP: gl.constexpr,
 ):  # fmt: skip
-    """One head of one chunk. A row of x is `x_units` times 8 elements. A model needs this compiled once, whatever the
-    step."""
+    """One head of one chunk. A row of x is `x_units` times 8 elements; keys and `w` are pairs. A model needs this
+    compiled once, whatever the step."""
     KEY: gl.constexpr = 1  # of the three parts that are convolved: values, key, query
     DECAYS: gl.constexpr = 3
     LAST: gl.constexpr = 31
@@ -419,10 +415,12 @@ def _channel_ready_kernel(
     ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(1, 1, dim=1).store(odd[LAST].reshape([2, 1, 64]))
     fence_async_shared()
     thread_barrier()  # key, query and ends are written, the decays read
-    keys_ptr += (tile.to(gl.int64) * (2 * HEADS) + head) * (64 * 128)
-    always = num_tokens > 0  # but the assembler does not know, and leaves the order of things as it is
-    _store_faded(_together(even), _together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 128),
-                 fades_ptr + place * 256, (always, start >= 0), HEADS)  # fmt: skip
+    keys_ptr += (tile.to(gl.int64) * (2 * HEADS) + head) * (64 * 64)
+    # Both are true, but the assembler does not know. Else it would mix what each of them guards with what comes behind,
+    # put off what is done with products, and keep more at a time than there are registers.
+    always, ever = num_tokens > 0, start >= 0
+    _store_faded(_together(even), _together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 64),
+                 fades_ptr + place * 256, always, ever, dtype, HEADS)  # fmt: skip
     lower, asked = _products(fades, k_tile, q_tile, faded_keys, faded_queries, always)
     gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there
     scores = slots.index(0)._reinterpret(dtype, [1, 64, 64], SHARED)

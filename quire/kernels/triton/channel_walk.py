@@ -4,7 +4,7 @@ goes to `recurrent_channel`, and rows of one token in any case."""
 
 from __future__ import annotations
 
-from torch import Tensor, float32
+from torch import Tensor, float32, int32
 
 from quire.kernels.recurrent import DeltaWeights, RecurrentShape
 from quire.kernels.triton import recurrent_channel
@@ -40,10 +40,10 @@ def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: 
     t, scores = x.new_empty(num_tiles, heads, 64, 64), x.new_empty(num_tiles, heads, 64, 64)
     fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # and, behind, sums of the walk's for its norm
     _channel_ready_kernel[(heads, num_tiles)](
-        x, strip(x, 64), strip(x, 4), strip(forget, 64), weights.conv, weights.a_log, weights.dt_bias, state, keys, w,
-        values, fades, boxes(t), boxes(scores), slots, positions, tiles, x.stride(0) // 8, state.stride(0),
-        shape.key_dim**-0.5, HEADS=heads, TAPS=shape.conv_len, BETA_TOP=shape.beta_top, num_warps=4,
-        maxnreg=READY_REGISTERS,
+        x, strip(x, 64), strip(x, 4), strip(forget, 64), weights.conv, weights.a_log, weights.dt_bias, state,
+        keys.view(int32), w.view(int32), values, fades, boxes(t), boxes(scores), slots, positions, tiles,
+        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, TAPS=shape.conv_len,
+        BETA_TOP=shape.beta_top, num_warps=4, maxnreg=READY_REGISTERS,
     )  # fmt: skip
     halves = halves_to_a_program(heads * len(rows), num_multiprocessors(x.device.index))
     _channel_hopper_kernel[(heads * 2 // halves, len(rows))](

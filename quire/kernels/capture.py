@@ -14,8 +14,9 @@ Outputs = TypeVar("Outputs")
 def capture(compute: Callable[[], Outputs], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """The graph, and what `compute` returned: the memory that every replay fills anew. `pool`: whose memory it takes.
 
-    A capture that fails leaves torch's random numbers in the belief that it is still on, and whoever draws some later
-    in that process (a trial of the next model's kernels, say) would fail: they get their state of before."""
+    A capture that fails leaves torch's random numbers and its pool in the belief that it is still on, and whoever draws
+    some later in that process (a trial of the next model's kernels, say), or captures into that pool, would fail. So
+    random numbers get their state of before, and the pool is told."""
     random = torch.cuda.default_generators[torch.cuda.current_device()]
     state = random.clone_state()
     graph = torch.cuda.CUDAGraph()
@@ -28,5 +29,8 @@ def capture(compute: Callable[[], Outputs], pool: Any = None) -> tuple[torch.cud
     except Exception:
         with suppress(Exception):
             random.graphsafe_set_state(state)
+        if pool is not None:
+            with suppress(Exception):  # it has ended in order
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
     return graph, outputs

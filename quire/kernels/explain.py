@@ -64,7 +64,7 @@ HOPPER = (
     ),
     HopperKernel(
         "Kimi delta net, catch-ups",
-        "heads of 128 × 128 in bf16 or fp16",
+        "heads of 128 × 128, a multiple of eight of them, in bf16 or fp16",
         lambda ops, device: settle_channel_delta(
             ops, RecurrentShape(32, 32, 128, 128, 4), torch.bfloat16, device, strict=True
         ),

@@ -69,29 +69,31 @@ def test_what_does_not_fit_goes_to_the_kernels_for_all_cards(x: Tensor, shape: R
 # ---------------------------------------------------------------------------------------------------------------------
 # Kimi delta nets
 
-CHANNELS = RecurrentShape(3, 3, 128, 128, 4)
+CHANNELS = RecurrentShape(8, 8, 128, 128, 4)
 INPUTS = (CHANNELS.channels + CHANNELS.num_heads, CHANNELS.keys, CHANNELS.values)  # x, decays, gate
 CHANNEL_STATE = torch.zeros(2, CHANNELS.slot_elements)
 
 
-def apart(pad: int = 5, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Three tokens. Each head adds one element to a row of x: with five more these three make whole units."""
+def apart(pad: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Three tokens, with columns that nobody reads behind those of x."""
     sizes = (INPUTS[0] + pad, *INPUTS[1:])
     return [torch.zeros(3, size, dtype=dtype)[:, :width] for size, width in zip(sizes, INPUTS, strict=True)]
 
 
 @pytest.mark.parametrize(("inputs", "shape", "state", "supported"), [
     (apart(), CHANNELS, CHANNEL_STATE, True),
-    (apart(13), CHANNELS, CHANNEL_STATE, True),
+    (apart(8), CHANNELS, CHANNEL_STATE, True),
     (apart(dtype=torch.float16), replace(CHANNELS, beta_top=2.0, conv_len=2), CHANNEL_STATE, True),
-    (apart(0), CHANNELS, CHANNEL_STATE, False),  # rows that do not begin at 16 bytes
+    (apart(4), CHANNELS, CHANNEL_STATE, False),  # rows that do not begin at 16 bytes
     ([*apart()[:2], torch.zeros(3, INPUTS[2] + 1, dtype=torch.bfloat16)[:, 1:]], CHANNELS, CHANNEL_STATE, False),
     ([apart()[0], apart()[1].t().contiguous().t(), apart()[2]], CHANNELS, CHANNEL_STATE, False),
     ([apart()[0], apart()[1].half(), apart()[2]], CHANNELS, CHANNEL_STATE, False),
+    ([*apart()[:2], apart()[2].half()], CHANNELS, CHANNEL_STATE, False),
+    (apart(), replace(CHANNELS, num_groups=4, num_heads=4), CHANNEL_STATE, False),
     (apart(dtype=torch.float32), CHANNELS, CHANNEL_STATE, False),
     (apart(), replace(CHANNELS, conv_len=5), CHANNEL_STATE, False),
     (apart(), CHANNELS, torch.zeros(CHANNELS.slot_elements, 2).t(), False),
-], ids=range(10))  # fmt: skip
+], ids=range(12))  # fmt: skip
 def test_what_of_channels_does_not_fit_goes_to_the_kernels_for_all_cards(
     inputs: list[Tensor], shape: RecurrentShape, state: Tensor, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

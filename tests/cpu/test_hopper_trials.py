@@ -86,10 +86,11 @@ KERNELS = (
                {"conv_len": 1}, {"beta_top": 2.0})))),
     Kernel("channel_delta_net", "Kimi delta net's walk", trial_recurrent, "try_channel_delta", settle_channels,
            (CHANNELS, torch.bfloat16),
-           ((replace(CHANNELS, num_groups=3, num_heads=3, conv_len=3), torch.float16),
+           ((replace(CHANNELS, num_groups=8, num_heads=8, conv_len=3), torch.float16),
             (replace(CHANNELS, beta_top=2.0, conv_len=2), torch.bfloat16)),
            ((CHANNELS, torch.float32), *((replace(CHANNELS, **change), torch.bfloat16) for change in (
-               {"key_dim": 64}, {"value_dim": 64}, {"num_groups": 16}, {"conv_len": 5}, {"conv_len": 1})))),
+               {"key_dim": 64}, {"value_dim": 64}, {"num_groups": 16}, {"num_groups": 12, "num_heads": 12},
+               {"conv_len": 5}, {"conv_len": 1})))),
     Kernel("mamba2", "Mamba2's walk", trial_recurrent, "try_mamba", settle_mamba, MAMBA,
            (replace(MAMBA, dtype=torch.float16, state=replace(MAMBA.state, num_heads=24, num_groups=1, conv_len=2)),
             replace(MAMBA, norm=False, conv_bias=False), replace(MAMBA, gate_first=False)),

@@ -262,13 +262,14 @@ def compile_channel_delta() -> None:
     x = torch.zeros(130, shape.channels + shape.num_heads, dtype=bf16)
     forget, gate = torch.zeros(130, shape.keys, dtype=bf16), torch.zeros(130, shape.values, dtype=bf16)
     state = torch.zeros(2, shape.slot_elements)
+    rank = torch.zeros(130, x.shape[1] + 256, dtype=bf16)[:, : x.shape[1]]  # as a layer has it: other columns behind
     assert channel_walk.supports(x, forget, gate, shape, state)
-    for counts in ([129, 1], [1] * 130, [10] * 13):
-        slots = torch.zeros(len(counts), dtype=torch.int64)
-        plan = recurrent.plan_recurrent(slots, torch.arange(130), counts)
-        recurrent_channel.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+    for counts, shift, each in (([129, 1], 0, x), ([1] * 130, 0, x), ([10] * 13, 0, x), ([129, 1], 1, rank)):
+        slots = torch.zeros(len(counts) + 1, dtype=torch.int64)[shift:][: len(counts)]
+        plan = recurrent.plan_recurrent(slots, torch.arange(131)[shift:][:130], counts)
+        recurrent_channel.channel_delta_net(each, forget, gate, weights, shape, state, plan)
         if GLUON:
-            channel_walk.channel_delta_net(x, forget, gate, weights, shape, state, plan)
+            channel_walk.channel_delta_net(each, forget, gate, weights, shape, state, plan)
     for name, num in (("_channel_ready_kernel", 1), ("_channel_hopper_kernel", 2)) if GLUON else ():
         assert len(variants[name]) == num, "a step has to wait for a kernel that no start compiled"
     walk = fixed_recurrent.plan_recurrent(torch.arange(2), torch.arange(4), [3, 1])

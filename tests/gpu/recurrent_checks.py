@@ -413,7 +413,19 @@ def check_mamba_walk_repeats(where: Where) -> None:
     _check_repeats(where, mamba_walk.mamba2, MAMBA_SHAPES[0], mamba_layer)
 
 
-CHANNEL_SHAPES = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(8, 8, 128, 128, 3, beta_top=2.0)]
+CHANNEL_SHAPES = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(8, 8, 128, 128, 2, beta_top=2.0)]
+
+
+def steady(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """All tokens decay alike and slowly, and their keys resemble each other: what roundings have in common adds up."""
+
+    def run(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+            plan: Any) -> Tensor:  # fmt: skip
+        x = x.clone()
+        x[:, shape.keys : 2 * shape.keys] = 0.3 * x[:, shape.keys : 2 * shape.keys] + 2.0
+        return op(x, torch.full_like(forget, -1.25), gate, weights, shape, state, plan)
+
+    return run
 
 
 def check_channel_walk(where: Where) -> None:
@@ -436,6 +448,15 @@ def check_channel_walk(where: Where) -> None:
             with forced_halves(halves):
                 for spread in SPREADS if supported and not pad else SPREADS[:1]:
                     follow_channels(where, op, shape, dtype, spread, WALK_STEPS if supported else WALK_STEPS[:1], pad)
+                if supported and not pad:
+                    _check_steady(where, op, shape, dtype)
+
+
+def _check_steady(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, dtype: torch.dtype) -> None:
+    weights = channel_weights(where, shape, dtype)
+    weights = replace(weights, dt_bias=torch.zeros_like(weights.dt_bias), a_log=torch.full_like(weights.a_log, -6.5))
+    both = of_one_tensor(steady(op)), of_one_tensor(steady(reference.channel_delta_net))
+    follow(where, *both, weights, shape, channel_width(shape), WALK_STEPS, dtype, "channels that decay alike", 0)
 
 
 def check_channel_walk_keeps_rows_apart(where: Where) -> None:

@@ -2,9 +2,9 @@
 
 Written in Gluon. All is as in `recurrent_hopper`, whose groups of warps, places and barriers these are, but that every
 channel of a key decays by itself. Decays are in the keys and queries that come in, so tokens need no factors of their
-own: one key that fades as queries do for what a chunk finds in the matrix, another one for what it leaves there; and a
-chunk's fade is a line of 128. `recurrent_channel` makes what the chunks are of, `channel_walk` launches it,
-`trial_recurrent` decides whether it is used.
+own: one key that fades as queries do (`w`) for what a chunk finds in the matrix, another one for what it leaves there;
+and a chunk's fade is a line of 128. `first_full` tells of w, values and fades, `second_full` of the rest.
+`channel_ready` makes what the chunks are of, `channel_walk` launches it, `trial_recurrent` decides whether it is used.
 """
 
 from __future__ import annotations

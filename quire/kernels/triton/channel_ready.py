@@ -7,7 +7,7 @@ goes through global memory. `channel_walk` launches it. Convolution and T are th
 A channel's decay can't be taken out of a sum over channels, so the products between a chunk's tokens are taken by
 halves (see `reference_recurrent.faded_products`): tokens of two neighbouring blocks of 1, 2, ... 32 with each other,
 faded from or to where these meet. A thread has two channels of 32 tokens in a row, so what a block leaves of them is
-known to it when it comes to larger ones. Shared memory, in places of 17 kB, so that three programs fit on a
+known to it when it comes to larger ones. Shared memory, in places of 17 and 16 kB, so that three programs fit on a
 multiprocessor:
 
     place  inputs of   holds then
@@ -35,7 +35,6 @@ from quire.kernels.triton.hopper_math import exp2, joined, sigmoid
 from quire.kernels.triton.recurrent_finish import UNTOLD
 from quire.kernels.triton.recurrent_ready import BLOCKS, LINE, LOG2_E, PLANE, channel_of
 from quire.kernels.triton.recurrent_ready_conv import (
-    L2_EPS,
     SHARED,
     UNITS,
     await_part,
@@ -44,6 +43,7 @@ from quire.kernels.triton.recurrent_ready_conv import (
     convolve,
     fetch,
     load_taps,
+    norm_tokens,
     side_by_side,
     store_values,
 )
@@ -158,6 +158,48 @@ def _running_sums(steps):
 
 
 @gluon.jit
+def _carry(fade, carried):
+    """A pair of fades in float16, times what rounding took from those before or gave them: `carried`, which is close to
+    1. So what is left after many tokens is off by one rounding, however alike they are."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 a, b;
+        .reg .b16 low, high;
+        mul.f32 $1, $3, $5;
+        mul.f32 $2, $4, $6;
+        cvt.rn.f16x2.f32 $0, $2, $1;
+        mov.b32 {low, high}, $0;
+        cvt.f32.f16 a, low;
+        cvt.f32.f16 b, high;
+        sub.f32 $1, $1, a;
+        sub.f32 $2, $2, b;
+        add.f32 $1, $1, 0f3F800000;
+        add.f32 $2, $2, 0f3F800000;
+        }
+        """,
+        "=&r,=&f,=&f,f,f,f,f",
+        [fade[0], fade[1], carried[0], carried[1]],
+        dtype=(gl.int32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _tokens_fades(even, odd):
+    """How much each token's decays leave, as pairs in float16."""
+    one = gl.full([2, 64], 1.0, gl.float32, ONE)
+    carried = (one, one)
+    fades = ()
+    for i in gl.static_range(32):
+        fade, low, high = _carry((exp2(even[i]), exp2(odd[i])), carried)
+        carried = (low, high)
+        fades = joined(fades, (fade,))
+    return fades
+
+
+@gluon.jit
 def _join_fades(before, after, level: gl.constexpr):
     """What is left of each token since its block began, its own decay included (`before`), and when its block ends
     (`after`), for blocks twice as large."""
@@ -222,17 +264,6 @@ def _make_beta(x_ptr, x_stride, num_tokens, lines, BETA_TOP: gl.constexpr):
     n = gl.arange(0, 64, FLAT)
     beta = gl.load(x_ptr + gl.minimum(n, num_tokens - 1) * x_stride).to(gl.float32)
     lines.index(0).store(gl.where(n < num_tokens, BETA_TOP * sigmoid(beta), 0.0))
-
-
-@gluon.jit
-def _store_normed(mixed, scale, tile, half):
-    """A half of a key or a query, normed and scaled, in float16."""
-    normed = ()
-    for token in gl.static_range(4):
-        total = mixed[token]
-        total = total * (gl.rsqrt(gl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
-        normed = joined(normed, (total.to(gl.float16),))
-    tile.slice(0, 32).store(side_by_side(normed))
 
 
 @gluon.jit
@@ -352,6 +383,7 @@ def _channel_ready_kernel(
 ):  # fmt: skip
     """One head of one chunk. A row of x is `x_units` times 8 elements; keys and `w` are pairs. A model needs this
     compiled once, whatever the step."""
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
     KEY: gl.constexpr = 1  # of the three parts that are convolved: values, key, query
     DECAYS: gl.constexpr = 3
     LAST: gl.constexpr = 31
@@ -364,9 +396,7 @@ def _channel_ready_kernel(
     start = gl.load(tiles_ptr + 4 * tile + 2)
     num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # more than 64: others follow
     slots = gl.allocate_shared_memory(dtype, [3 * UNITS, 8, 64], SHARED)
-    forget = gl.allocate_shared_memory(
-        dtype, [64, 128], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-    )
+    forget = gl.allocate_shared_memory(dtype, [64, 128], SHARED)  # D
     ends = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of each half, its even and odd channels
     lines = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     fulls = ()
@@ -380,7 +410,8 @@ def _channel_ready_kernel(
     for part in gl.static_range(3):
         fetch(x_desc, before_desc, x_row, channel_of(part, head, head, HEADS, 1), slots, part * UNITS, fulls[part])
     mbarrier.expect(fulls[DECAYS], 64 * 256)
-    tma.async_copy_global_to_shared(forget_desc, [x_row, head * 128], fulls[DECAYS], forget)
+    tma.async_copy_global_to_shared(forget_desc, [x_row, head * 128], fulls[DECAYS],
+                                    forget._reinterpret(dtype, [64, 128], PLAIN))  # fmt: skip
     x_stride = x_units * 8
     _make_beta(x_ptr + (first + start) * x_stride + CHANNELS + head, x_stride, num_tokens, lines, BETA_TOP)
     taps = by_age(load_taps(conv_ptr, channel_of(0, head, head, HEADS, 1), TAPS), TAPS)
@@ -400,7 +431,8 @@ def _channel_ready_kernel(
             else:
                 # 32 tokens of a tile are four units.
                 into = slots.index((part - 1) * UNITS + 4 * half)._reinterpret(gl.float16, [64, 128], SHARED)
-                _store_normed(mixed, gl.where(part == KEY, 1.0, query_scale), into, half)
+                normed = norm_tokens(mixed, gl.where(part == KEY, 1.0, query_scale), gl.float16)
+                into.slice(0, 32).store(side_by_side(normed))
         taps = by_age(taps_ahead, TAPS)
     k_tile = slots.index(0)._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # A
     q_tile = slots.index(UNITS)._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # B
@@ -409,8 +441,9 @@ def _channel_ready_kernel(
     mbarrier.wait(fulls[DECAYS], 0)
     even, odd = _make_decays(forget._reinterpret(gl.int32, [64, 64], PLANE), num_tokens, a_log_ptr, dt_bias_ptr, head,
                              dtype)  # fmt: skip
-    fades = _apart(pair(exp2(even), exp2(odd)))
-    even, odd = _running_sums(_apart(even)), _running_sums(_apart(odd))
+    even, odd = _apart(even), _apart(odd)
+    fades = _tokens_fades(even, odd)
+    even, odd = _running_sums(even), _running_sums(odd)
     ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(0, 1, dim=1).store(even[LAST].reshape([2, 1, 64]))
     ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(1, 1, dim=1).store(odd[LAST].reshape([2, 1, 64]))
     fence_async_shared()

@@ -20,8 +20,9 @@ READY_REGISTERS = 168  # of a thread: three programs of the ready kernel fit on 
 
 def supports(x: Tensor, forget: Tensor, gate: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernels can do it; `recurrent_channel` does the rest."""
-    copied = all(lies_for_copies(each, state) for each in (x, forget, gate))
-    return fits_channel_walk(shape, x.dtype) and copied and forget.dtype == x.dtype
+    inputs = (x, forget, gate)
+    copied = all(lies_for_copies(each, state) and each.dtype == x.dtype for each in inputs)
+    return fits_channel_walk(shape, x.dtype) and copied
 
 
 def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,

@@ -1,6 +1,5 @@
-"""What the delta net's kernels for Hopper do element by element, in as few instructions as the card has for it: in
-these kernels the units that issue instructions are what is short. Written in Gluon; `recurrent_ready` and its parts,
-`recurrent_hopper` and `recurrent_finish` call it.
+"""What recurrent layers' kernels for Hopper do element by element, in as few instructions as the card has for it: in
+these kernels the units that issue instructions are what is short. Written in Gluon.
 """
 
 from __future__ import annotations

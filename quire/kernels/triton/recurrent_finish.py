@@ -2,9 +2,9 @@
 in Gluon; `recurrent_hopper` and `channel_hopper` give it groups of warps of their own programs.
 
 Where two programs share a head, each has half of what a token's norm is of. They tell each other the sums of their
-squares through global memory, in lines that `recurrent_ready` has filled with `UNTOLD`: whoever reads anything else has
-read the sum, so nothing has to be ordered around it. Both programs are at work at the same time, or the other one is
-the next to start: programs start in their order, and no earlier one waits for a later pair.
+squares through global memory, in lines that whoever made the chunks ready has filled with `UNTOLD`: who reads anything
+else has read the sum, so nothing has to be ordered around it. Both programs are at work at the same time, or the other
+one is the next to start: programs start in their order, and no earlier one waits for a later pair.
 """
 
 from __future__ import annotations

@@ -151,14 +151,14 @@ def copy_halves(desc, row, column, into, place, full, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_gate(x_desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
+def fetch_gate(desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
     """Of chunk i's output, where that of an earlier one was."""
     _first_full, _second_full, _empty, _result_full, result_empty, gate_full = barriers
     RING: gl.constexpr = result_empty.shape[0]
     turn = (i + 1) % RING
     mbarrier.wait(result_empty.index(turn), ((i + 1) // RING & 1) ^ 1)
     mbarrier.expect(gate_full.index(turn), 64 * 128 * HALVES)
-    copy_halves(x_desc, first + i * 64, column, gates, turn, gate_full.index(turn), HALVES)
+    copy_halves(desc, first + i * 64, column, gates, turn, gate_full.index(turn), HALVES)
 
 
 @gluon.jit

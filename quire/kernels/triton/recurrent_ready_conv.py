@@ -1,6 +1,6 @@
 """The convolution of one chunk for Hopper's recurrent layers: 128 channels (a head's values, a key or a query; two of
-Mamba2's heads), or 64, of 64 tokens, with SiLU and, of the delta net's keys and queries, norm. Written in Gluon;
-`recurrent_ready` calls it for each of its parts, `mamba_hopper` for a program's values.
+Mamba2's heads), or 64, of 64 tokens, with SiLU and, of the delta nets' keys and queries, norm. Written in Gluon;
+`recurrent_ready` and `channel_ready` call it for each of their parts, `mamba_hopper` for a program's values.
 
 The copy engine fetches a part as it lies: 4 tokens before the chunk, of which the last three at most are read, then its
 own 64, in all 17 kB of shared memory for 128 channels. Those are worked on by halves: half as many results in
@@ -188,18 +188,26 @@ def store_values(mixed, values_ptr, half):
 
 
 @gluon.jit
+def norm_tokens(mixed, scale, dtype: gl.constexpr):
+    """The same four tokens of each block, normed and scaled."""
+    normed = ()
+    for token in gl.static_range(4):
+        total = mixed[token]
+        total = total * (gl.rsqrt(gl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
+        normed = joined(normed, (total.to(dtype),))
+    return normed
+
+
+@gluon.jit
 def store_normed(mixed, scale, slots, slot, keys_ptr, mine, half):
     """The same of a key or a query, normed and scaled, and in a place of shared memory, too."""
     n = 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
     columns = gl.arange(0, 128, gl.SliceLayout(0, CONV))
     target = keys_ptr + (32 * half + n)[:, None] * 128 + columns[None, :]
     stored = (n < 32 * mine)[:, None] & (columns >= 0)[None, :]
-    normed = ()
+    normed = norm_tokens(mixed, scale, slots.dtype)
     for token in gl.static_range(4):
-        total = mixed[token]
-        total = total * (gl.rsqrt(gl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
-        gl.store(target + token * 128, total.to(slots.dtype), mask=stored)
-        normed = joined(normed, (total.to(slots.dtype),))
+        gl.store(target + token * 128, normed[token], mask=stored)
     tile = slots.index(slot * UNITS + 4 * half)._reinterpret(slots.dtype, [64, 128], SHARED)
     tile.slice(0, 32).store(side_by_side(normed))
 

@@ -1,6 +1,7 @@
-"""T of a chunk for Hopper's delta net: the inverse of I + L, where L is strictly lower triangular (see
-`recurrent_scan`). Written in Gluon; `recurrent_ready` calls it for the heads that share a key: the small blocks of all
-at once, the rest head by head, because registers do not suffice for two, and other programs fill the pauses.
+"""T of a chunk for Hopper's delta nets: the inverse of I + L, where L is strictly lower triangular (see
+`recurrent_scan`). Written in Gluon; `recurrent_ready` calls it for the heads that share a key, `channel_ready` for one:
+the small blocks of all at once, the rest head by head, because registers do not suffice for two, and other programs
+fill the pauses.
 
 Blocks of 16 on the diagonal are inverted first, each row of a block by one thread in its registers. Then by halves:
 with D the inverses of blocks of some size, those of blocks twice as large are (I - D N) D, with N what L has below the

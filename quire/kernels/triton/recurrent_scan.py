@@ -264,8 +264,9 @@ def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
 
 
 def fits_channel_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's layers of Kimi Delta Attention are for `channel_walk`."""
-    return _fits_hopper(shape, dtype, (128, 128), 1) and shape.num_groups == shape.num_heads
+    """Whether such a model's layers of Kimi Delta Attention are for `channel_walk`: each head adds one element to a row
+    of x."""
+    return _fits_hopper(shape, dtype, (128, 128), 8) and shape.num_groups == shape.num_heads
 
 
 def fits_mamba_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:

@@ -117,6 +117,6 @@ def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
 
 
 def lines(gates: Tensor) -> TensorDescriptor:
-    """Both lines of a head's chunk at a time."""
+    """The first two of a head's lines for a chunk at a time."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

@@ -12,12 +12,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels.capture import Outputs, capture
+from quire.kernels.capture import CapturePool, Outputs, capture
 from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.models.registry import Model
@@ -63,7 +62,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
         self._uses = {(size, choose): 0 for size in self._sizes for choose in (True, False)}
         self.stream = torch.cuda.Stream(rows.device)  # to capture on, and the memory graphs share; for mixed steps too
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = CapturePool()
 
     def run(self, host_rows: list[int], choose: bool) -> Decoded:
         """Captures, replays or runs eagerly, whichever is next. `choose`: every row is plain, so sample too."""
@@ -159,7 +158,7 @@ def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
 
 
 def capture_graph(
-    stream: torch.cuda.Stream, pool: Any, compute: Callable[[], Outputs]
+    stream: torch.cuda.Stream, pool: CapturePool, compute: Callable[[], Outputs]
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """What `compute` launches, captured on `stream`; see `capture`."""
     stream.wait_stream(torch.cuda.current_stream())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.pacing import STEP_SIZES
+from quire.kernels.capture import CapturePool
 from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
@@ -71,7 +72,8 @@ class _Graph:
 
 class MixedGraphs:
     def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps,
-                 captured_work: Callable[[int, int, int], Any], max_rows: int, pool: Any, stream: Any):  # fmt: skip
+                 captured_work: Callable[[int, int, int], Any], max_rows: int, pool: CapturePool,
+                 stream: Any):  # fmt: skip
         self._model, self._caches, self._rows, self._ops = model, caches, rows, ops
         self._captured_work = captured_work
         self._pool, self._stream = pool, stream

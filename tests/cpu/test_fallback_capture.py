@@ -4,6 +4,7 @@ On a real one: `tests/gpu/test_families.py`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.capture import CapturePool, capture
 from quire.models.fallback_capture import can_capture
 
 
@@ -27,10 +29,12 @@ class Device:
         stream = SimpleNamespace(wait_stream=lambda other: None)
         self.random = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=self.put_back)
         self.put: list[str] = []
+        numbers = itertools.count(1)
         self.cuda = SimpleNamespace(
             Stream=lambda: stream, current_stream=lambda: stream, stream=lambda chosen: nullcontext(),
             CUDAGraph=lambda: Graph(self), current_device=lambda: 0, default_generators=[self.random],
-            get_sync_debug_mode=lambda: self.mode, set_sync_debug_mode=lambda mode: setattr(self, "mode", mode),
+            graph_pool_handle=lambda: (0, next(numbers)), get_sync_debug_mode=lambda: self.mode,
+            set_sync_debug_mode=lambda mode: setattr(self, "mode", mode),
         )  # fmt: skip
 
     def put_back(self, state: str) -> None:
@@ -120,3 +124,13 @@ def test_a_replay_that_computes_nothing_is_found(device: Device) -> None:
     compute = step(device, cache)
     device.compute = lambda: cache
     assert not can_capture(compute, {"it": cache}, 1e-3)
+
+
+def test_graphs_go_on_in_another_pool_behind_one_that_failed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *pool: ended.append(pool), raising=False)
+    pool = CapturePool()
+    assert capture(lambda: "outputs", pool)[1] == "outputs" and pool.handle == (0, 1) and not ended
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 // 0, pool)
+    assert pool.handle == (0, 2) and ended == [(0, (0, 1))] and device.put == ["before"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -20,10 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import wide
 from quire.kernels.triton.recurrent_finish import finish
-from quire.kernels.triton.recurrent_hopper import copy_halves, copy_tile, fetch_gate, make_barriers, tell
+from quire.kernels.triton.recurrent_hopper import (
+    copy_halves,
+    copy_tile,
+    fetch_gate,
+    row_of_program,
+    tell,
+    walk_barriers,
+)
 
 
 @gluon.jit
@@ -137,14 +142,9 @@ def _channel_hopper_kernel(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     head = gl.program_id(0) * HALVES // 2
     half = gl.program_id(0) % (3 - HALVES)
-    item = gl.program_id(1)
-    row = gl.load(rows_ptr + 4 * item)
-    first = gl.load(rows_ptr + 4 * item + 1)
-    count = gl.load(rows_ptr + 4 * item + 2)
-    first_tile = gl.load(rows_ptr + 4 * item + 3)
+    slot, position, first, count, first_tile = row_of_program(rows_ptr, slots_ptr, positions_ptr)
     num_chunks = gl.cdiv(count, 64)
-    state_ptr += gl.load(slots_ptr + row) * slot_stride
-    position = gl.load(positions_ptr + first)
+    state_ptr += slot * slot_stride
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     w_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
@@ -154,11 +154,7 @@ def _channel_hopper_kernel(
     results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     gates = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     fades = gl.allocate_shared_memory(gl.float32, [2, 128], LINE)
-    # first_full, second_full, empty, result_full, result_empty, gate_full
-    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, HALVES), make_barriers(RING, HALVES),
-                make_barriers(RING, 1), make_barriers(RING, 1))  # fmt: skip
-    fence_async_shared()
-    thread_barrier()
+    barriers = walk_barriers(RING, HALVES)
     descs = (keys_desc, w_desc, values_desc, t_desc, scores_desc, fades_desc, gate_desc)
     tiles = (q_tile, k_tile, w_tile, v_tile, t_tile, scores_tile)
     matrix_ptr = state_ptr + head * (128 * 128) + half * (64 * 128)

@@ -2,7 +2,8 @@
 scores.
 
 Written in Gluon: a program has a chunk of 64 tokens of one head, and nothing between its inputs and what the walk reads
-goes through global memory. `channel_walk` launches it. Convolution and T are those of `recurrent_ready`.
+goes through global memory. `channel_walk` launches it. Convolution and T are those of `recurrent_ready`, what is left
+of tokens from block to block is `channel_fades`.
 
 A channel's decay can't be taken out of a sum over channels, so the products between a chunk's tokens are taken by
 halves (see `reference_recurrent.faded_products`): tokens of two neighbouring blocks of 1, 2, ... 32 with each other,
@@ -30,6 +31,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from quire.kernels.triton.channel_fades import (
+    ONE,
+    PAIRS,
+    apart,
+    as_pair,
+    fades_of_tokens,
+    join_fades,
+    pick_fades,
+    running_sums,
+    split_pair,
+    times,
+    together,
+)
 from quire.kernels.triton.gluon_names import thread_barrier
 from quire.kernels.triton.hopper_math import exp2, joined, sigmoid
 from quire.kernels.triton.recurrent_finish import UNTOLD
@@ -50,185 +64,6 @@ from quire.kernels.triton.recurrent_ready_conv import (
 from quire.kernels.triton.recurrent_ready_solve import MMA, SHARED_PAIRS, on_diagonal, pair, solve
 
 LEVELS = gl.constexpr(6)
-# [64 tokens, 64 pairs of channels]: what is 16 bits wide is worked on by pairs, in 32 bits.
-PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
-        lane_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
-ONE = gl.constexpr(  # [2, 64]: one token of each half of them
-    gl.DistributedLinearLayout(
-        reg_bases=[],
-        lane_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [1, 0]],
-        block_bases=[],
-        shape=[2, 64],
-    )
-)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs
-
-
-@gluon.jit
-def _split(x, dtype: gl.constexpr):
-    """Both of a pair in float32."""
-    if dtype == gl.bfloat16:
-        return (x << 16).to(gl.float32, bitcast=True), (x & -65536).to(gl.float32, bitcast=True)
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 a, b;
-        mov.b32 {a, b}, $2;
-        cvt.f32.f16 $0, a;
-        cvt.f32.f16 $1, b;
-        }
-        """,
-        "=f,=f,r",
-        [x],
-        dtype=(gl.float32, gl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _times(a, b):
-    """Of pairs in float16."""
-    return gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _as_pair(low, high, dtype: gl.constexpr):
-    if dtype == gl.float16:
-        return pair(low, high)
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens of a thread, one by one
-
-
-@gluon.jit
-def _apart(x):
-    """[64, 64] as the 32 tokens of each half, [2, 64] each."""
-    parts = joined((), (x.reshape([2, 32, 64]),))
-    for level in gl.static_range(5):
-        finer = ()
-        for i in gl.static_range(1 << level):
-            first, second = gl.split(parts[i].reshape([2, 2, 16 >> level, 64]).permute((0, 2, 3, 1)))
-            finer = joined(finer, (first, second))
-        parts = finer
-    tokens = ()
-    for i in gl.static_range(32):
-        tokens = joined(tokens, (gl.convert_layout(parts[i].reshape([2, 64]), ONE, assert_trivial=True),))
-    return tokens
-
-
-@gluon.jit
-def _together(tokens):
-    """The other way round."""
-    parts = ()
-    for i in gl.static_range(32):
-        parts = joined(parts, (tokens[i].reshape([2, 1, 64]),))
-    for level in gl.static_range(5):
-        larger = ()
-        for i in gl.static_range(16 >> level):
-            both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 3, 1, 2))
-            larger = joined(larger, (both.reshape([2, 2 << level, 64]),))
-        parts = larger
-    return gl.convert_layout(parts[len(parts) - 1].reshape([64, 64]), PAIRS, assert_trivial=True)
-
-
-@gluon.jit
-def _running_sums(steps):
-    """Within each half."""
-    total = steps[0]
-    sums = joined((), (total,))
-    for i in gl.static_range(1, 32):
-        total = total + steps[i]
-        sums = joined(sums, (total,))
-    return sums
-
-
-@gluon.jit
-def _carry(fade, carried):
-    """A pair of fades in float16, times what rounding took from those before or gave them: `carried`, which is close to
-    1. So what is left after many tokens is off by one rounding, however alike they are."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 a, b;
-        .reg .b16 low, high;
-        mul.f32 $1, $3, $5;
-        mul.f32 $2, $4, $6;
-        cvt.rn.f16x2.f32 $0, $2, $1;
-        mov.b32 {low, high}, $0;
-        cvt.f32.f16 a, low;
-        cvt.f32.f16 b, high;
-        sub.f32 $1, $1, a;
-        sub.f32 $2, $2, b;
-        add.f32 $1, $1, 0f3F800000;
-        add.f32 $2, $2, 0f3F800000;
-        }
-        """,
-        "=&r,=&f,=&f,f,f,f,f",
-        [fade[0], fade[1], carried[0], carried[1]],
-        dtype=(gl.int32, gl.float32, gl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _tokens_fades(even, odd):
-    """How much each token's decays leave, as pairs in float16."""
-    one = gl.full([2, 64], 1.0, gl.float32, ONE)
-    carried = (one, one)
-    fades = ()
-    for i in gl.static_range(32):
-        fade, low, high = _carry((exp2(even[i]), exp2(odd[i])), carried)
-        carried = (low, high)
-        fades = joined(fades, (fade,))
-    return fades
-
-
-@gluon.jit
-def _join_fades(before, after, level: gl.constexpr):
-    """What is left of each token since its block began, its own decay included (`before`), and when its block ends
-    (`after`), for blocks twice as large."""
-    new_before = ()
-    new_after = ()
-    for i in gl.static_range(32):
-        if (i >> level) & 1:
-            new_before = joined(new_before, (_times(before[i], before[(i >> level << level) - 1]),))
-            new_after = joined(new_after, (after[i],))
-        else:
-            new_before = joined(new_before, (before[i],))
-            new_after = joined(new_after, (_times(after[i], before[(i | (2 << level) - 1)]),))
-    return new_before, new_after
-
-
-@gluon.jit
-def _pick_fades(before, after, level: gl.constexpr):
-    """Of each token that from or to where the two blocks meet one of which it is in; [64, 64]."""
-    halves = gl.arange(0, 2, gl.SliceLayout(1, ONE))[:, None]
-    picked = ()
-    for i in gl.static_range(32):
-        if level == 5:
-            picked = joined(picked, (gl.where(halves == 0, after[i], before[i]),))
-        elif (i >> level) & 1:
-            picked = joined(picked, (before[i],))
-        else:
-            picked = joined(picked, (after[i],))
-    return _together(picked)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of the program
@@ -252,7 +87,7 @@ def _make_decays(forget, num_tokens, a_log_ptr, dt_bias_ptr, head, dtype: gl.con
     there = (gl.arange(0, 64, gl.SliceLayout(1, PAIRS)) < num_tokens)[:, None]
     bias_ptr = dt_bias_ptr + head * 128 + 2 * gl.arange(0, 64, gl.SliceLayout(0, PAIRS))[None, :]
     rate = -gl.exp(gl.load(a_log_ptr + head).to(gl.float32))
-    even, odd = _split(forget.load(PAIRS), dtype)
+    even, odd = split_pair(forget.load(PAIRS), dtype)
     even = _decays(even, gl.load(bias_ptr).to(gl.float32) * LOG2_E, rate, there)
     return even, _decays(odd, gl.load(bias_ptr + 1).to(gl.float32) * LOG2_E, rate, there)
 
@@ -269,8 +104,8 @@ def _make_beta(x_ptr, x_stride, num_tokens, lines, BETA_TOP: gl.constexpr):
 @gluon.jit
 def _faded(x, even, odd, dtype: gl.constexpr):
     """A pair in float16 times two powers of 2, as a pair of another type."""
-    low, high = _split(x, gl.float16)
-    return _as_pair(low * exp2(even), high * exp2(odd), dtype)
+    low, high = split_pair(x, gl.float16)
+    return as_pair(low * exp2(even), high * exp2(odd), dtype)
 
 
 @gluon.jit
@@ -351,14 +186,14 @@ def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
     scores = pair(low, high)
     lower = between * 0
     for level in gl.static_range(LEVELS):
-        fades = _pick_fades(before, after, level)
-        faded_queries.store(_times(q_tile.load(PAIRS), fades))  # first: an allocation that nobody reads here
-        faded_keys.store(_times(k_tile.load(PAIRS), fades))
+        fades = pick_fades(before, after, level)
+        faded_queries.store(times(q_tile.load(PAIRS), fades))  # first: an allocation that nobody reads here
+        faded_keys.store(times(k_tile.load(PAIRS), fades))
         parted = gl.where(between >> level == 1, 0xFFFF if level == 0 else -1, 0)
         if always:
             lower, scores = _multiply(_numbers(faded_keys), _numbers(faded_queries), parted, lower, scores)
         if level < LEVELS - 1:
-            before, after = _join_fades(before, after, level)
+            before, after = join_fades(before, after, level)
     return _whole(lower), _whole(scores)
 
 
@@ -371,7 +206,7 @@ def _numbers(tile):
 @gluon.jit
 def _whole(x):
     """Pairs of columns as [64, 64] in float32."""
-    low, high = _split(x, gl.float16)
+    low, high = split_pair(x, gl.float16)
     return gl.convert_layout(gl.join(low, high).reshape([64, 64]), MMA, assert_trivial=True)
 
 
@@ -441,9 +276,9 @@ def _channel_ready_kernel(
     mbarrier.wait(fulls[DECAYS], 0)
     even, odd = _make_decays(forget._reinterpret(gl.int32, [64, 64], PLANE), num_tokens, a_log_ptr, dt_bias_ptr, head,
                              dtype)  # fmt: skip
-    even, odd = _apart(even), _apart(odd)
-    fades = _tokens_fades(even, odd)
-    even, odd = _running_sums(even), _running_sums(odd)
+    even, odd = apart(even), apart(odd)
+    fades = fades_of_tokens(even, odd)
+    even, odd = running_sums(even), running_sums(odd)
     ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(0, 1, dim=1).store(even[LAST].reshape([2, 1, 64]))
     ends._reinterpret(gl.float32, [2, 2, 64], BLOCKS).slice(1, 1, dim=1).store(odd[LAST].reshape([2, 1, 64]))
     fence_async_shared()
@@ -452,7 +287,7 @@ def _channel_ready_kernel(
     # Both are true, but the assembler does not know. Else it would mix what each of them guards with what comes behind,
     # put off what is done with products, and keep more at a time than there are registers.
     always, ever = num_tokens > 0, start >= 0
-    _store_faded(_together(even), _together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 64),
+    _store_faded(together(even), together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 64),
                  fades_ptr + place * 256, always, ever, dtype, HEADS)  # fmt: skip
     lower, asked = _products(fades, k_tile, q_tile, faded_keys, faded_queries, always)
     gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there

@@ -18,7 +18,7 @@ from quire.kernels.triton.launch import dot_precision, launch_options, let_next_
 from quire.kernels.triton.recurrent import TritonRecurrentPlan, norm_tiles, prepare
 from quire.kernels.triton.recurrent_channel_step import channel_step
 from quire.kernels.triton.recurrent_conv import convolve_channels
-from quire.kernels.triton.recurrent_scan import chunk_tokens, invert_lower, processors, tune_walk, write_ring
+from quire.kernels.triton.recurrent_scan import chunk_tokens, invert_lower, load_row, processors, tune_walk, write_ring
 from quire.kernels.triton.recurrent_step import softplus
 
 GATE_WARPS = 4
@@ -123,9 +123,8 @@ def _channel_walk_kernel(
     in_values = n[:, None] * VALUES + values[None, :]
     in_scores = n[:, None] * CHUNK + n[None, :]
     wait_for_inputs(PDL)
-    row, first = tl.load(rows_ptr + 4 * item), tl.load(rows_ptr + 4 * item + 1).to(tl.int64)
-    count, first_tile = tl.load(rows_ptr + 4 * item + 2), tl.load(rows_ptr + 4 * item + 3).to(tl.int64)
-    state_ptr += tl.load(slots_ptr + row) * slot_stride
+    slot, first, count, first_tile = load_row(rows_ptr, slots_ptr, item)
+    state_ptr += slot * slot_stride
     matrix_ptr = state_ptr + head * (VALUE * KEY) + values[:, None] * KEY + keys[None, :]
     in_matrix = (values < VALUE)[:, None] & (keys < KEY)[None, :]
     matrix = tl.load(matrix_ptr, mask=in_matrix, other=0.0)  # [value, key]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.recurrent import DeltaWeights, RecurrentShape
 from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
-from quire.kernels.triton.recurrent_step import L2_EPS, StepTuning, conv_now, older, softplus, tune
+from quire.kernels.triton.recurrent_step import L2_EPS, StepTuning, conv_now, find_token, older, softplus, tune
 
 
 @triton.jit
@@ -31,13 +31,7 @@ def _channel_step_kernel(
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head * KEY + keys, mask=in_key, other=0.0).to(tl.float32)
     # What is older than this step is asked for while the kernel before is still at work: see `recurrent_step`.
-    row = place
-    token = place.to(tl.int64)
-    if INDEXED:
-        row = tl.load(rows_ptr + place)
-        token = tl.load(tokens_ptr + place).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+    slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
     state_ptr += slot * slot_stride
     ring_ptr = state_ptr + HEADS * VALUE * KEY
     x_ptr += token * x_stride

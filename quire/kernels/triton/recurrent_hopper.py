@@ -206,6 +206,28 @@ def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
+@gluon.jit
+def walk_barriers(RING: gl.constexpr, HALVES: gl.constexpr):
+    """first_full, second_full, empty, result_full, result_empty, gate_full, for all to see."""
+    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, HALVES), make_barriers(RING, HALVES),
+                make_barriers(RING, 1), make_barriers(RING, 1))  # fmt: skip
+    fence_async_shared()
+    thread_barrier()
+    return barriers
+
+
+@gluon.jit
+def row_of_program(rows_ptr, slots_ptr, positions_ptr):
+    """Of the row that a program walks over: its slot, the position of its first token, which token that is and how many
+    there are, and its first chunk."""
+    item = gl.program_id(1)
+    row = gl.load(rows_ptr + 4 * item)
+    first = gl.load(rows_ptr + 4 * item + 1)
+    count = gl.load(rows_ptr + 4 * item + 2)
+    first_tile = gl.load(rows_ptr + 4 * item + 3)
+    return gl.load(slots_ptr + row), gl.load(positions_ptr + first), first, count, first_tile
+
+
 @gluon.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _walk_hopper_kernel(
     x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_desc, gates_ptr, norm_ptr, state_ptr, out_ptr,
@@ -220,14 +242,9 @@ def _walk_hopper_kernel(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     head = gl.program_id(0) * HALVES // 2
     half = gl.program_id(0) % (3 - HALVES)
-    item = gl.program_id(1)
-    row = gl.load(rows_ptr + 4 * item)
-    first = gl.load(rows_ptr + 4 * item + 1)
-    count = gl.load(rows_ptr + 4 * item + 2)
-    first_tile = gl.load(rows_ptr + 4 * item + 3)
+    slot, position, first, count, first_tile = row_of_program(rows_ptr, slots_ptr, positions_ptr)
     num_chunks = gl.cdiv(count, 64)
-    state_ptr += gl.load(slots_ptr + row) * slot_stride
-    position = gl.load(positions_ptr + first)
+    state_ptr += slot * slot_stride
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # a chunk's halves side by side
@@ -236,11 +253,7 @@ def _walk_hopper_kernel(
     results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     gates = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of a chunk: growth, decay
-    # first_full, second_full, empty, result_full, result_empty, gate_full
-    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, HALVES), make_barriers(RING, HALVES),
-                make_barriers(RING, 1), make_barriers(RING, 1))  # fmt: skip
-    fence_async_shared()
-    thread_barrier()
+    barriers = walk_barriers(RING, HALVES)
     descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)
     tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
     place = first_tile.to(gl.int64) * HEADS + head

@@ -96,6 +96,14 @@ def _prepare_kernel(
 
 
 @triton.jit
+def load_row(rows_ptr, slots_ptr, item):
+    """Of a row that catches up: its slot, its first token, how many there are, and its first chunk."""
+    row, first = tl.load(rows_ptr + 4 * item), tl.load(rows_ptr + 4 * item + 1).to(tl.int64)
+    count, first_tile = tl.load(rows_ptr + 4 * item + 2), tl.load(rows_ptr + 4 * item + 3).to(tl.int64)
+    return tl.load(slots_ptr + row), first, count, first_tile
+
+
+@triton.jit
 def write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr,
                 TAPS: tl.constexpr):  # fmt: skip
     """The last inputs of these channels, for the next step's convolution."""
@@ -131,9 +139,8 @@ def _walk_kernel(
     if not DELTA:
         skip = tl.load(skip_ptr + head).to(tl.float32)
     wait_for_inputs(PDL)
-    row, first = tl.load(rows_ptr + 4 * item), tl.load(rows_ptr + 4 * item + 1).to(tl.int64)
-    count, first_tile = tl.load(rows_ptr + 4 * item + 2), tl.load(rows_ptr + 4 * item + 3).to(tl.int64)
-    state_ptr += tl.load(slots_ptr + row) * slot_stride
+    slot, first, count, first_tile = load_row(rows_ptr, slots_ptr, item)
+    state_ptr += slot * slot_stride
     matrix_ptr = state_ptr + head * (VALUE * KEY) + values[:, None] * KEY + keys[None, :]
     in_matrix = (values < VALUE)[:, None] & (keys < KEY)[None, :]
     matrix = tl.load(matrix_ptr, mask=in_matrix, other=0.0)  # [value, key]

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.recurrent import ConvShape, ConvWeights
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.recurrent import TritonRecurrentPlan, prepare
+from quire.kernels.triton.recurrent_step import find_token
 
 CHUNK = 64  # tokens of a tile of the step's plan
 TOKENS = 8  # a program's, all asked for before the first is worked on
@@ -70,13 +71,8 @@ def _step_kernel(
     inside = channels < WIDTH
     taps, bias = _load_taps(conv_ptr, bias_ptr, channels, inside, TAPS, BIAS)
     # Where rows stand, and their states, are older than what makes x: see `recurrent_step`.
-    row = place
-    token = place.to(tl.int64)
-    if INDEXED:
-        row = tl.load(rows_ptr + place)
-        token = tl.load(tokens_ptr + place).to(tl.int64)
-    position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
-    ring_ptr = state_ptr + tl.load(slots_ptr + row) * slot_stride + channels
+    slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
+    ring_ptr = state_ptr + slot * slot_stride + channels
     past = ()  # youngest first
     for age in tl.static_range(1, TAPS):
         entry = (position + TAPS - age) % TAPS

@@ -61,6 +61,18 @@ def softplus(x):
 
 
 @triton.jit
+def find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED: tl.constexpr):
+    """A single token's slot, its place in the step, and its position. INDEXED: it is one of some that are listed."""
+    row = place
+    token = place.to(tl.int64)
+    if INDEXED:
+        row = tl.load(rows_ptr + place)
+        token = tl.load(tokens_ptr + place).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    return slot, token, tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+
+
+@triton.jit
 def older(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
           BIAS: tl.constexpr):  # fmt: skip
     """What these channels' convolution at `position` has from before, and what its own input is multiplied with."""
@@ -107,13 +119,7 @@ def _step_kernel(
     # the kernel before, which makes x, is still at work. (Torch's kernel that looks up embeddings has waited for all
     # before it.) The convolution's part of it only where programs are few: registers are worth more to many.
     EARLY: tl.constexpr = NUM_BLOCKS == 1
-    row = place
-    token = place.to(tl.int64)
-    if INDEXED:
-        row = tl.load(rows_ptr + place)
-        token = tl.load(tokens_ptr + place).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+    slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
     state_ptr += slot * slot_stride
     ring_ptr = state_ptr + HEADS * VALUE * KEY
     x_ptr += token * x_stride

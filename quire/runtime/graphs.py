@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels.capture import CapturePool, Outputs, capture
+from quire.kernels.capture import Outputs, capture
 from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.models.registry import Model
@@ -157,12 +158,30 @@ def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
     return Sampled(host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None)
 
 
+class CapturePool:
+    """Memory that graphs share: one that is replayed may write over what another one left."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def begin_anew(self) -> None:
+        """Behind a capture into it that failed: torch takes that one to be still on, and would let no other begin.
+        Graphs that are there keep the memory they have."""
+        with suppress(Exception):  # it has ended in order
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.handle)
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 def capture_graph(
     stream: torch.cuda.Stream, pool: CapturePool, compute: Callable[[], Outputs]
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """What `compute` launches, captured on `stream`; see `capture`."""
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        captured = capture(compute, pool)
+    try:
+        with torch.cuda.stream(stream):
+            captured = capture(compute, pool.handle)
+    except Exception:
+        pool.begin_anew()
+        raise
     torch.cuda.current_stream().wait_stream(stream)
     return captured

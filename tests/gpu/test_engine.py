@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.capture import CapturePool, capture
+from quire.runtime.graphs import CapturePool, capture_graph
 from quire.types import SamplingParams
 from tests.cpu.rig import load, make_engine, ragged_prompts, run, run_deltas
 from tests.cpu.tiny_models import make_tiny
@@ -209,15 +209,15 @@ def test_a_capture_that_failed_leaves_random_numbers_and_its_pool_in_order() -> 
     def wait() -> None:  # which no capture may: it is void from then on
         torch.zeros(3, device=DEVICE).sum().item()
 
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-        for _ in range(2):
-            with suppress(RuntimeError):
-                capture(wait, pool)
-                raise AssertionError("it did not fail")
-        graph, ones = capture(lambda: torch.ones(3, device=DEVICE), pool)
-        ones.zero_()
-        graph.replay()
-        assert ones.eq(1).all()
+    stream = torch.cuda.Stream(DEVICE)
+    for _ in range(2):
+        with suppress(RuntimeError):
+            capture_graph(stream, pool, wait)
+            raise AssertionError("it did not fail")
+    graph, ones = capture_graph(stream, pool, lambda: torch.ones(3, device=DEVICE))
+    ones.zero_()
+    graph.replay()
+    assert ones.eq(1).all()
     assert torch.rand(3, device=DEVICE).lt(1).all()
 
 

@@ -1,6 +1,6 @@
-"""What is asked of a step before it is captured, with a device that only pretends: what waits is found before anything
-is captured, a capture that fails leaves random numbers and caches as they were, and a replay has to come to the same.
-On a real one: `tests/gpu/test_families.py`."""
+"""Captures, with a device that only pretends: one that fails leaves random numbers and caches as they were, and graphs
+go on in another pool; of a step of other people's code what waits is found before anything is captured, and a replay
+has to come to the same. On a real one: `tests/gpu/test_engine.py`, `tests/gpu/test_families.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.capture import CapturePool, capture
 from quire.models.fallback_capture import can_capture
+from quire.runtime.graphs import CapturePool, capture_graph
 
 
 class Device:
@@ -129,8 +129,8 @@ def test_a_replay_that_computes_nothing_is_found(device: Device) -> None:
 def test_graphs_go_on_in_another_pool_behind_one_that_failed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *pool: ended.append(pool), raising=False)
-    pool = CapturePool()
-    assert capture(lambda: "outputs", pool)[1] == "outputs" and pool.handle == (0, 1) and not ended
+    pool, stream = CapturePool(), torch.cuda.Stream()
+    assert capture_graph(stream, pool, lambda: "outputs")[1] == "outputs" and pool.handle == (0, 1) and not ended
     with pytest.raises(ZeroDivisionError):
-        capture(lambda: 1 // 0, pool)
+        capture_graph(stream, pool, lambda: 1 // 0)
     assert pool.handle == (0, 2) and ended == [(0, (0, 1))] and device.put == ["before"]

@@ -47,6 +47,7 @@ from quire.models.fallback import FallbackModel
 from quire.models.loader import (
     LoadedModel,
     build_model,
+    keeps_blocks,
     list_notes,
     load_model,
     read_config,
@@ -341,7 +342,8 @@ def memory_report(config: Config) -> MemoryPlan:
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
     quant = config.model.quant
     smaller = quant == "none" and takes_fp8(model, device, config.engine.kernels, config.engine.deterministic)
-    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller)))
+    in_blocks = keeps_blocks(model, config.model.dtype, hf_config)
+    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
 
 
 def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,

@@ -27,6 +27,7 @@ MAX_NAMES_SHOWN = 12
 FOLDER_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "hf_quant_config.json", "quantize_config.json",
 )  # fmt: skip
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"

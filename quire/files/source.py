@@ -21,6 +21,7 @@ from quire.types import QuireError
 
 MAX_CONFIG_BYTES = 16 << 20
 GGUF_MAGIC = b"GGUF"
+QUANTIZED_ELSEWHERE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # by which method
 _PICKLES = ("*.bin", "*.pth", "*.pt")
 
 
@@ -152,6 +153,8 @@ def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> Mo
         looked_for = "config.json" if random_weights else "config.json with *.safetensors, or one *.gguf"
         raise QuireError("not_a_model", f"{path} is not a model folder: looked for {looked_for}.", param="model")
     config = _read_json(config_path)
+    if not config.get("quantization_config"):
+        config |= _quantized_elsewhere(path)
     generation_path = path / "generation_config.json"
     generation_config = _read_json(generation_path) if generation_path.is_file() else {}
     if not random_weights and not list_shards(path):
@@ -161,6 +164,14 @@ def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> Mo
         what = f"{path} has a config.json but no weights: looked for model.safetensors or *.safetensors with an index."
         raise QuireError("not_a_model", what, "Add them, or use random_weights for a speed measurement.", param="model")
     return ModelFiles("folder", path, name, config, generation_config, source)
+
+
+def _quantized_elsewhere(folder: Path) -> dict[str, Any]:
+    """Quantization that config.json does not speak of: NVIDIA's and GPTQ's tools had files of their own for it."""
+    for name, method in QUANTIZED_ELSEWHERE.items():
+        if (folder / name).is_file():
+            return {"quantization_config": {"quant_method": method, **_read_json(folder / name)}}
+    return {}
 
 
 def named_float(found: dict[str, Any]) -> Any:

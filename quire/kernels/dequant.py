@@ -26,15 +26,7 @@ def dequantize(data: Tensor, type_name: str) -> Tensor:
     return form.decode(data.view(-1, form.num_bytes)).view(-1)
 
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as safetensors keep it: `blocks` [..., n, 16] uint8, two numbers to a byte, the low half first, and the
-    powers of two of each block, `scales` [..., n] uint8, off by 127. Returns [..., 32 * n] float32."""
-    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., n, 32]
-    values = torch.tensor(_FP4, device=blocks.device)[halves.int()]
-    return torch.ldexp(values, scales.unsqueeze(-1).int() - 127).flatten(-2)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
@@ -42,18 +34,9 @@ def mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
     integer. None where a scale is none that a float16 can be."""
     scale, values = _cut(data.view(-1, 17), 1, 16)
     halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
-    doubled = torch.tensor(_FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
+    doubled = torch.tensor(FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
     fits = (halved > 0) & halved.isfinite() | (doubled == 0).all(1, keepdim=True)
     return torch.cat((halved.view(torch.uint8), doubled.view(torch.uint8)), 1).view(-1) if fits.all() else None
-
-
-def dequantize_fp8(rows: Tensor, scales: Tensor, first: int, *, block: tuple[int, int]) -> Tensor:
-    """FP8 as safetensors keep it: `rows` [n, columns] of a matrix, and a scale for each `block` of rows and columns,
-    cut off at the matrix's edges. The first of these rows is the `first` of its block. Returns [n, columns] float32."""
-    num_rows, num_columns = rows.shape
-    of_row = (torch.arange(num_rows, device=rows.device) + first) // block[0]
-    of_column = torch.arange(num_columns, device=rows.device) // block[1]
-    return rows.float().mul_(scales.float()[:, of_column][of_row])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +122,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 def _mxfp4(blocks: Tensor) -> Tensor:
     """The same numbers as in safetensors; here a block's second half lies in the high halves of its bytes."""
     scale, values = _cut(blocks, 1, 16)
-    numbers = torch.tensor(_FP4, device=blocks.device)[_nibbles(values).int()]
+    numbers = torch.tensor(FP4, device=blocks.device)[_nibbles(values).int()]
     return torch.ldexp(numbers, scale.int() - 127)
 
 

@@ -134,7 +134,7 @@ class Attention(nn.Module):
             # undo rope's scale instead.
             order = shape.order if qk_norm is None else replace(shape.order, angle_scale=1.0)
             merged = replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
-            set_forms(self.qkv, (order, order, None) if len(rows) == 3 else (merged,))
+            set_forms(self.qkv, (order.form, order.form, None) if len(rows) == 3 else (merged.form,))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None

@@ -17,7 +17,7 @@ from quire.layers.attention import AttentionPlan, AttentionShape
 from quire.layers.linear import Linear
 from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import set_forms
+from quire.layers.weights import Reorder, set_forms
 
 
 class GatedAttention(nn.Module):
@@ -41,7 +41,7 @@ class GatedAttention(nn.Module):
             q, gate = rows.unflatten(0, (-1, 2 * head_dim)).split(head_dim, dim=1)
             return torch.cat((gate.flatten(0, 1), order(q.flatten(0, 1))))
 
-        set_forms(self.project, (gates_first, order, None))
+        set_forms(self.project, (Reorder(gates_first), order.form, None))
         out = [(f"{prefix}.o_proj", shape.width)]
         self.out = Linear(heads, out, bias=bias, dtype=dtype, scheme=scheme)
         self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=norm_offset, order=shape.order)

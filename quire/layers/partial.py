@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.layers.weights import Form, Reorder
+
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
@@ -23,6 +25,11 @@ class HeadOrder:
     interleaved: bool = False  # the checkpoint turns 2i against 2i + 1, not i against i + turning / 2
     angle_scale: float = 1.0  # rope's; what stays still is not to be scaled, so that is undone here, at no cost
     num_heads: int | None = None  # leading heads of the tensor that are meant (queries and keys without values)
+
+    @property
+    def form(self) -> Form:
+        """As what weights take it: one that only reorders says so."""
+        return Reorder(self) if self.angle_scale == 1.0 else self
 
     def __call__(self, rows: Tensor) -> Tensor:
         heads = rows.unflatten(0, (-1, self.head_dim))  # [heads, head_dim, ...]

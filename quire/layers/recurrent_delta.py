@@ -6,7 +6,6 @@ What lies between the two projections is one op, so that a step of single tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent import RecurrentLayersPlan
 from quire.layers.recurrent_weights import conv_taps, conv_taps_apart, log_decay
-from quire.layers.weights import Form, Part, Weight, set_forms
+from quire.layers.weights import Form, Part, Reorder, Weight, set_forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +131,11 @@ def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | N
             Untiled(groups, shape.value_dim, start=2 * shape.keys))  # fmt: skip
 
 
-def ungroup(num_groups: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def ungroup(num_groups: int, sizes: tuple[int, ...]) -> Reorder:
     """For rows that lie group by group, each with blocks of these sizes: every block of all groups together instead."""
 
     def form(rows: Tensor) -> Tensor:
         blocks = rows.unflatten(0, (num_groups, sum(sizes))).split(sizes, dim=1)
         return torch.cat([block.flatten(0, 1) for block in blocks])
 
-    return form
+    return Reorder(form)

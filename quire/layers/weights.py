@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +24,19 @@ class RowOrder(Protocol):
 
     def order(self, num_rows: int) -> Tensor:
         """[rows] int64: which row of the checkpoint's tensor each of ours is"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reorder:
+    """A form that does nothing but that, made of a function that does it to any tensor's rows."""
+
+    by: Form
+
+    def order(self, num_rows: int) -> Tensor:
+        return self.by(torch.arange(num_rows))
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.by(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Part:
     @property
     def keeps_rows(self) -> bool:
         """The rows are a tensor's own, in whatever order: blocks can stay as they are."""
-        return self.form is None or (isinstance(self.form, RowOrder) and self.index is None)
+        return self.form is None or isinstance(self.form, RowOrder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +84,16 @@ class PartSource:
     def reordered(self, order: Tensor) -> PartSource:
         """The same rows in another order, [rows] int64."""
 
+        @cache
+        def read_all() -> Tensor:
+            return self.read(0, self.shape[0])
+
         def read(first: int, count: int) -> Tensor:
             rows = order[first : first + count]
-            low = int(rows.min())
-            return self.read(low, int(rows.max()) + 1 - low)[rows - low]
+            low, stop = int(rows.min()), int(rows.max()) + 1
+            if stop - low > 4 * count:  # from all over the matrix, which would be read again for each of its pieces
+                return read_all()[rows]
+            return self.read(low, stop - low)[rows - low]
 
         return replace(self, read=read, order=order if self.order is None else self.order[order])
 

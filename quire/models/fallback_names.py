@@ -96,8 +96,8 @@ class OwnNames:
                 entry = target if index is not None or place.entry is None else target[place.entry]
                 self._whole.read(place.name, entry[place.start : place.start + place.size])
 
-    def source(self, name: str) -> PartSource:
-        return self._whole.source(self._names[name])
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        return self._whole.source(self._names[name], index)
 
 
 def _number(name: str, join: Join) -> int | None:

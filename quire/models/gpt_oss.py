@@ -20,7 +20,7 @@ from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.layers.weights import Form, Part, Weight
+from quire.layers.weights import Form, Part, Reorder, Weight
 from quire.models.dense import DenseModel
 from quire.models.dense_config import DenseConfig, read_common
 from quire.models.fields import number, whole
@@ -99,7 +99,7 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
         (num * 2 * inner, width),
         dtype,
         parts("gate_up_proj", (width, 2 * inner), 2 * inner, _columns_in_turn),
-        (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, _rows_in_turn), apart("weight", width)),
+        (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, Reorder(_rows_in_turn)), apart("weight", width)),
     )
     down = Weight(
         (num * width, inner),
@@ -113,7 +113,7 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
     gate_up_bias = Weight(
         (num * 2 * inner,),
         dtype,
-        parts("gate_up_proj_bias", (2 * inner,), 2 * inner, _rows_in_turn),
+        parts("gate_up_proj_bias", (2 * inner,), 2 * inner, Reorder(_rows_in_turn)),
         (apart("bias"),),
     )
     down_bias = Weight(

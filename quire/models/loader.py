@@ -22,13 +22,13 @@ from quire.files.source import ModelFiles
 from quire.kernels.findings import Findings
 from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
-from quire.layers.weights import weights_bytes
+from quire.layers.weights import iter_weights, weights_bytes
 from quire.models import gguf
 from quire.models.fallback import FallbackModel
 from quire.models.fallback_names import OwnNames
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
-from quire.models.packed_tensors import has_mxfp4, read_fp8_block
+from quire.models.packed import read_quantization
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.shards import SafetensorsCheckpoint
 from quire.models.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
@@ -67,11 +67,12 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
         quant=quant, kv_dtype=kv_dtype, kernels=kernels, strict_kernels=strict_kernels, deterministic=deterministic,
         findings=findings,
     )  # fmt: skip
+    in_blocks = keeps_blocks(model, dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
     smaller = quant == "none" and takes_fp8(model, device, kernels, deterministic)
-    for note in list_notes(model, files, hf_config, dtype, quant, smaller):
+    for note in list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks):
         warnings.warn(note, stacklevel=2)
     num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
     progress = progress or QuietProgress()
@@ -83,11 +84,7 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
             checkpoint = GGUFCheckpoint(file, hf_config["head_dim"])
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
-            shards: Checkpoint = SafetensorsCheckpoint(
-                list_shards(files.path), str(files.path), read_fp8_block(hf_config)
-            )
-            if text_part(files.config or {}) is not None:
-                shards = TextPart(shards)
+            shards: Checkpoint = _open_shards(files)
             if isinstance(model, FallbackModel):
                 shards = OwnNames(shards, model.causal)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
@@ -132,18 +129,25 @@ def takes_fp8(model: Any, device: torch.device, kernels: str, deterministic: boo
     return is_own and device.type == "cuda" and kernels != "torch" and not deterministic
 
 
-def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str,
-               smaller: bool) -> list[str]:  # fmt: skip
-    """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so."""
+def keeps_blocks(model: Any, dtype: str, hf_config: Mapping[str, Any]) -> bool:
+    """Whether what a checkpoint keeps packed stays in blocks of a few bits."""
+    types = _tensor_types(dtype, hf_config)
+    return bool(types) and any(weight.packing is not None for _, _, weight in iter_weights(model))
+
+
+def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str, smaller: bool,
+               in_blocks: bool) -> list[str]:  # fmt: skip
+    """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so;
+    `in_blocks`: nothing is decoded."""
     notes = list(getattr(model, "notes", ()))
     if text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
-    if read_fp8_block(hf_config) is not None and quant == "none":
-        keeps = " (`--quant fp8` keeps linear layers and experts so)" if smaller else ""
-        notes.append(f"{files.name} is in FP8; its weights are decoded to {dtype} while they are read{keeps}.")
-    if has_mxfp4(hf_config) and quant == "none":
-        keeps = " (`--quant fp8` keeps them in half of that, as good as exactly)" if smaller else ""
-        notes.append(f"{files.name} has experts in MXFP4; they are decoded to {dtype} while they are read{keeps}.")
+    quantized = read_quantization(hf_config)
+    if quantized is not None and quant == "none" and not in_blocks:
+        keeps = f" (`--quant fp8` {quantized.in_fp8})" if smaller else ""
+        notes.append(
+            f"{files.name} is in {quantized.called}; its weights are decoded to {dtype} while they are read{keeps}."
+        )
     return notes
 
 
@@ -157,7 +161,7 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
                 at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
     """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
     tables of angles are, by default there, too."""
-    read_fp8_block(hf_config)  # or refuse what can't be decoded while loading
+    read_quantization(hf_config)  # or refuse what can't be decoded while loading
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
@@ -205,7 +209,7 @@ def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: 
     Plain floats in layers it does not know are torch's business, whose products of many tokens are faster."""
     if family is FallbackModel:
         return False
-    has_blocks = dtype == "auto" and not set(hf_config.get("tensor_types", {}).values()) <= set(FLOAT_TYPES)
+    has_blocks = not set(_tensor_types(dtype, hf_config).values()) <= set(FLOAT_TYPES)
     return quant != "none" or has_blocks or _fits_native(family, config)
 
 
@@ -217,8 +221,7 @@ def _fits_native(family: Any, config: Any) -> bool:
 def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
                    hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
     """What to compute in, and how linears keep their weights."""
-    # On a CPU nobody who leaves the type open wants blocks decoded: they are smaller and faster as they are.
-    types = hf_config.get("tensor_types", {}) if dtype == "auto" else {}
+    types = _tensor_types(dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
     if quant == "fp8":
         _need_cuda("quant=fp8", device, ops)
@@ -234,6 +237,13 @@ def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)
+
+
+def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Of tensors that stay what they are in the file. On a CPU nobody who leaves the type open wants blocks decoded:
+    they are smaller and faster as they are."""
+    types: Mapping[str, str] = hf_config.get("tensor_types", {})
+    return types if dtype == "auto" else {}
 
 
 def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
@@ -288,7 +298,16 @@ def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
     if file is not None:
         return gguf.read_config(file)
     config = dict(files.config or {})
-    return text_part(config) or config
+    config = text_part(config) or config
+    if config.get("quantization_config") and list_shards(files.path):
+        config["tensor_types"] = _open_shards(files).types
+    return config
+
+
+def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | TextPart:
+    config = files.config or {}
+    shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path), read_quantization(config))
+    return TextPart(shards) if text_part(config) is not None else shards
 
 
 def _resolve_len(requested: int | None, max_positions: int) -> int:

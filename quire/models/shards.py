@@ -1,5 +1,5 @@
 """A checkpoint in any number of safetensors files. They stay mapped, tensors are read one at a time. What is packed
-beside its scales looks like one tensor (`packed_tensors`), and is decoded as it is read, a few rows at a time.
+beside its scales looks like one tensor (`packed`), and is decoded as it is read, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from torch import Tensor
 
 from quire.files.safetensors import check_safetensors
 from quire.layers.weights import PartSource
-from quire.models.packed_tensors import Block, find_packed, is_useless
+from quire.models.packed import Quantization, Stored, find_floats
 from quire.models.sources import NEEDLESS, READ_ELEMENTS, bad_weights
 from quire.types import QuireError
 
 CPU = torch.device("cpu")
 FLOATS = ("F64", "F32", "F16", "BF16")
+# Of activations and caches, which are not rounded by what a file says.
+USELESS = (
+    "activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale",
+    "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 class SafetensorsCheckpoint:
-    def __init__(self, shards: list[Path], where: str, fp8_block: Block | None = None):
+    def __init__(self, shards: list[Path], where: str, quantized: Quantization | None = None):
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.types: dict[str, str] = {}  # as GGUF calls them, or as what is packed is called
         self._shard_of: dict[str, Path] = {}
         self._open: tuple[Path, safe_open] | None = None
         entries = {}
@@ -33,16 +39,20 @@ class SafetensorsCheckpoint:
                     raise bad_weights(f"{where} holds {name} twice")
                 entries[name] = entry
                 self._shard_of[name] = shard
-        self._packed = find_packed(entries, fp8_block)
-        scales = {packed.scales for packed in self._packed.values()}
+        find = find_floats(has_fp8=False) if quantized is None else quantized.find
+        self._packed = find(entries, self._tensor)
+        used = {name for packed in self._packed.values() for name in packed.uses}
+        for name, packed in self._packed.items():
+            self.shapes[name], self.types[name] = packed.shape, packed.kind
         for name, entry in entries.items():
+            if name in used or (self._packed and name.rpartition(".")[2] in USELESS):
+                continue
             if name in self._packed:
-                self.shapes[name] = self._packed[name].shape
-            elif name not in scales and not is_useless(name, self._packed):
-                if entry.dtype not in FLOATS and not NEEDLESS.fullmatch(name):
-                    what = f"{where} holds {name} as {entry.dtype}, which is not supported."
-                    raise QuireError("unsupported_model", what, f"Supported types are {', '.join(FLOATS)}.")
-                self.shapes[name] = entry.shape
+                raise bad_weights(f"{where} holds {name} both packed and as it is")
+            if entry.dtype not in FLOATS and not NEEDLESS.fullmatch(name):
+                what = f"{where} holds {name} as {entry.dtype}, which is not supported."
+                raise QuireError("unsupported_model", what, f"Supported types are {', '.join(FLOATS)}.")
+            self.shapes[name], self.types[name] = entry.shape, entry.dtype
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         packed = self._packed.get(name)
@@ -60,37 +70,31 @@ class SafetensorsCheckpoint:
             for first in range(0, num_rows, step):
                 target[first : first + step].copy_(self._decode(name, index, first, step, target.device))
 
-    def source(self, name: str) -> PartSource:
-        def read(first: int, count: int) -> Tensor:
-            return self._slice(name, None, slice(first, first + count))
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        shape, packed = self.shapes[name], self._packed.get(name)
+        if packed is None:
+            found = self._file_of(name).get_slice(name)
+            if index is None:
+                return PartSource(shape, lambda first, count: found[first : first + count])
+            return PartSource(shape[1:], lambda first, count: found[index, first : first + count])
+        if len(shape) == 3 and index is None:
+            return PartSource(shape, lambda first, count: self._entries(name, range(first, first + count)))
+        type_name, blocks = packed.blocks(Stored(self._file_of, index, CPU)) or (packed.kind, None)
+        return PartSource(
+            shape[-2:], lambda first, count: self._decode(name, index, first, count, CPU), type_name, blocks
+        )
 
-        def decode(first: int, count: int) -> Tensor:
-            return self._decode(name, None, first, count, CPU)
-
-        def decode_entries(first: int, count: int) -> Tensor:
-            entries = range(first, first + count)
-            return torch.stack([self._decode(name, entry, 0, shape[1], CPU) for entry in entries])
-
-        shape = self.shapes[name]
-        if name in self._packed:
-            return PartSource(shape, decode if len(shape) == 2 else decode_entries)
-        return PartSource(shape, read)
+    def _entries(self, name: str, entries: range) -> Tensor:
+        rows = self.shapes[name][1]
+        return torch.stack([self._decode(name, entry, 0, rows, CPU) for entry in entries])
 
     def _decode(self, name: str, entry: int | None, first: int, count: int, device: torch.device) -> Tensor:
         """Rows of a packed matrix, or of an entry of several, in float32."""
         packed = self._packed[name]
-        count = min(count, packed.shape[-2] - first)
-        rows = self._slice(name, entry, slice(first, first + count)).to(device)
-        of_rows = slice(first // packed.rows, (first + count - 1) // packed.rows + 1)
-        if packed.is_scaled_whole:
-            scales = self._file_of(packed.scales).get_tensor(packed.scales).reshape(-1, 1, 1)[entry or 0]
-        else:
-            scales = self._slice(packed.scales, entry, of_rows)
-        return packed.decode(rows, scales.to(device), first % packed.rows)
+        return packed.decode(Stored(self._file_of, entry, device), first, min(count, packed.shape[-2] - first))
 
-    def _slice(self, name: str, entry: int | None, rows: slice) -> Tensor:
-        found = self._file_of(name).get_slice(name)
-        return found[rows] if entry is None else found[entry, rows]
+    def _tensor(self, name: str) -> Tensor:
+        return self._file_of(name).get_tensor(name)
 
     def _file_of(self, name: str) -> safe_open:
         shard = self._shard_of[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -116,7 +116,8 @@ class Checkpoint(Protocol):
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
 
-    def source(self, name: str) -> PartSource: ...
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        """A tensor's rows, or those of entry `index` of it, for who keeps them as something else than a tensor."""
 
 
 class CheckpointFill:
@@ -143,15 +144,11 @@ class CheckpointFill:
 
     def _source(self, part: Part) -> PartSource:
         if part.form is None:
-            source = self.checkpoint.source(part.name)
-            if part.index is None:
-                return source
+            return self.checkpoint.source(part.name, part.index)
+        if isinstance(part.form, RowOrder):
+            source = self.checkpoint.source(part.name, part.index)
             if source.blocks is not None:
-                return source.entry(part.index, part.shape[0])
-        if isinstance(part.form, RowOrder) and part.index is None:
-            source = self.checkpoint.source(part.name)
-            if source.blocks is not None:
-                return source.reordered(part.form.order(part.shape[0]))
+                return source.reordered(part.form.order(source.shape[0]))
         rows = torch.empty(part.shape if part.index is None else part.shape[1:])
         self.checkpoint.read(part.name, rows, part.index)
         rows = rows if part.form is None else part.form(rows)
@@ -167,6 +164,7 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
     unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
                   and not any(fits(name) for fits in needless)]  # fmt: skip
+    unexpected = [name for name in unexpected if not _adds_nothing(checkpoint, name, wanted)]
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
         raise lacks(checkpoint.where, missing)
@@ -176,6 +174,16 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
         name = misshapen[0]
         what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
         raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
+    """A bias of zeros where the model has none, which some write for every layer that they quantize."""
+    shape = checkpoint.shapes[name]
+    if not name.endswith(".bias") or name.replace(".bias", ".weight") not in wanted or len(shape) != 1:
+        return False
+    bias = torch.empty(shape)
+    checkpoint.read(name, bias)
+    return not bias.any()
 
 
 def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -257,9 +265,11 @@ class GGUFCheckpoint:
             rows = gguf.read_rows(tensor, first, min(step, tensor.shape[0] - first))
             target[first : first + step].copy_(gguf.unpermute(rows, self.head_dim) if permuted else rows)
 
-    def source(self, name: str) -> PartSource:
+    def source(self, name: str, index: int | None = None) -> PartSource:
         tensor = self._tensors[name]
         source = PartSource(tensor.shape, partial(gguf.read_rows, tensor), tensor.type.name, gguf.raw_blocks(tensor))
+        if index is not None:
+            return source.entry(index, tensor.shape[0])
         if not gguf.is_permuted(self.file, name):
             return source
         return source.reordered(gguf.unpermute(torch.arange(tensor.shape[0]), self.head_dim))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.layers.weights import PartSource
 from quire.models.registry import FAMILIES
-from quire.models.sources import Checkpoint
+from quire.models.shards import SafetensorsCheckpoint
 
 _BEGINNINGS = {  # as files have been published over the years -> as a model of text alone has them
     "language_model.model.": "model.",
@@ -37,7 +37,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
 class TextPart:
     """A checkpoint as if the language model were all there is of it."""
 
-    def __init__(self, whole: Checkpoint):
+    def __init__(self, whole: SafetensorsCheckpoint):
         self.where = whole.where
         self._whole = whole
         self._names: dict[str, str] = {}  # our name -> the whole's
@@ -46,9 +46,10 @@ class TextPart:
             if ours is not None:
                 self._names[ours] = name
         self.shapes = {ours: whole.shapes[name] for ours, name in self._names.items()}
+        self.types = {ours: whole.types[name] for ours, name in self._names.items()}
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         self._whole.read(self._names[name], target, index)
 
-    def source(self, name: str) -> PartSource:
-        return self._whole.source(self._names[name])
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        return self._whole.source(self._names[name], index)

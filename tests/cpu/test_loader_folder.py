@@ -171,7 +171,7 @@ def test_architecture_stands_in_for_model_type(folder: Path) -> None:
     ({"hidden_size": 66, "head_dim": None}, "bad_config", "hidden_size=66 does not divide into 4 heads"),
     ({"layer_types": ["full_attention"] * 2}, "bad_config", "layer_types names 2 layers"),
     ({"layer_types": ["linear_attention"] * 3}, "unsupported_model", "Layer type 'linear_attention'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "unsupported_model", "gptq"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "unsupported_model", "hqq"),
 ])  # fmt: skip
 def test_bad_configs_are_refused(folder: Path, fields: dict[str, Any], code: str, word: str) -> None:
     edit_config(folder, **fields)

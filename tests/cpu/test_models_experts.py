@@ -26,10 +26,10 @@ from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels import table
-from quire.kernels.dequant import dequantize_mxfp4
 from quire.kernels.experts import Routing, plain_matrix, quantize_matrix
 from quire.kernels.reference_experts import route, run_experts
 from quire.kernels.table import REFERENCE
+from quire.kernels.unpack import dequantize_mxfp4
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
@@ -229,7 +229,7 @@ def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.warns(UserWarning, match="experts in MXFP4; they are decoded to float32"):
+    with pytest.warns(UserWarning, match="is in MXFP4; its weights are decoded to float32"):
         assert_equal(tmp_path, reference)
 
 

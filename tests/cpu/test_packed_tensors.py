@@ -19,6 +19,7 @@ from quire.files.source import resolve_model
 from quire.layers.weights import PartSource
 from quire.models.fallback import FallbackModel
 from quire.models.loader import LoadedModel, list_notes, load_model, takes_fp8
+from quire.models.packed import Quantization, find_floats
 from quire.models.shards import SafetensorsCheckpoint
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, save_checkpoint
@@ -136,7 +137,8 @@ def test_matrices_one_behind_the_other(block: tuple[int, int] | None, tmp_path: 
     scales = torch.stack([scale for _, scale in parts])
     tensors = {"x": torch.stack([packed for packed, _ in parts]), "x_scale_inv": scales if block else scales.flatten()}
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = SafetensorsCheckpoint([tmp_path / "model.safetensors"], "here", block or (1 << 62, 1 << 62))
+    quantized = Quantization("FP8", find_floats(block))
+    checkpoint = SafetensorsCheckpoint([tmp_path / "model.safetensors"], "here", quantized)
     got, one = torch.empty(3, 40, 48), torch.empty(40, 48)
     checkpoint.read("x", got)
     checkpoint.read("x", one, 2)
@@ -204,7 +206,7 @@ def test_a_file_with_a_fault(change: Change, code: str, words: tuple[str, ...], 
     ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "bad_config", "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": "big"}, "bad_config", "weight_block_size"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "unsupported_model", "e5m2"),
-    ({"quant_method": "compressed-tensors"}, "unsupported_model", "compressed-tensors"),
+    ({"quant_method": "hqq"}, "unsupported_model", "hqq"),
     ({"bits": 4}, "unsupported_model", "an unknown method"), ("fp8", "unsupported_model", "fp8"),
 ])  # fmt: skip
 def test_a_config_with_a_fault(quantized: Any, code: str, words: str, tmp_path: Path) -> None:
@@ -228,10 +230,11 @@ def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> 
     files: Any = SimpleNamespace(name="it", config={})
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
     for smaller in (True, False):
-        notes = list_notes(None, files, config, "bfloat16", "none", smaller)
+        notes = list_notes(None, files, config, "bfloat16", "none", smaller, False)
         assert "decoded to bfloat16" in "".join(notes)
         assert (f"`--quant fp8` {words}" in "".join(notes)) is smaller
-    assert not list_notes(None, files, config, "bfloat16", "fp8", False)
+    assert not list_notes(None, files, config, "bfloat16", "fp8", False, False)
+    assert not list_notes(None, files, config, "float32", "none", False, True)
 
 
 def test_fp8_is_offered_where_it_is_taken() -> None:

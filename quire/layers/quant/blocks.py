@@ -19,6 +19,7 @@ from quire.kernels.dequant import mxfp4_as_q8_0
 from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
+from quire.kernels.unpack import GROUPED
 from quire.layers.quant.dense import Dense
 from quire.layers.weights import Part, PartSource, Weight
 
@@ -33,8 +34,9 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 class Blocks:
     def __init__(self, ops: Ops, *, types: Mapping[str, str], floats: str, quant: str | None = None):
-        """`types`: the GGUF type of each checkpoint tensor, where blocks are to be kept as they are; `floats`: the form
-        of all others (F32 or F16); `quant`: the form matrices are quantized to instead (Q8_0 or Q4_0)."""
+        """`types`: the GGUF type of each checkpoint tensor, or what else it is in, where blocks are to be kept as they
+        are; `floats`: the form of all others (F32 or F16); `quant`: the form matrices are quantized to instead (Q8_0 or
+        Q4_0)."""
         assert ops.native is not None
         self.ops = ops
         self.native = ops.native
@@ -81,6 +83,8 @@ class Blocks:
 
     def _form(self, part: Part, columns: int, is_table: bool) -> str:
         kind = self._types.get(part.name, self._floats)
+        if kind in GROUPED:  # where rows are changed on their way, nothing would round them to the same numbers again
+            kind = GROUPED[kind] if part.keeps_rows else "Q8_0"
         if self._quant is not None:
             form = "Q8_0" if is_table else self._quant  # four bits are too few for what every logit is made of
         elif kind in _FLOATS:

@@ -1,0 +1,77 @@
+"""AWQ's files: `X.qweight`, `X.scales` and `X.qzeros`, packed along the outputs of a layer, eight to a word in an order
+that its kernels like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quire.kernels.unpack import Grouped, unpack_bits
+from quire.models.packed.base import (
+    FLOATS,
+    Entries,
+    Find,
+    GroupedMatrix,
+    Packed,
+    Stored,
+    bad,
+    check_entry,
+    group_size,
+    grouped_kind,
+    unsupported,
+    whole_number,
+)
+
+BITS = 4
+A_WORD = 32 // BITS
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of eight outputs that are neighbours
+
+
+def find_awq(config: Mapping[str, Any]) -> Find:
+    version = str(config.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise unsupported(f"This checkpoint is in AWQ's version {version!r}, which is not supported")
+    bits = whole_number(config, "bits", BITS)
+    if bits != BITS:
+        raise unsupported(f"This checkpoint is in AWQ with {bits} bits, which is not supported")
+
+    said = whole_number(config, "group_size", 128)
+
+    def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
+        prefixes = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
+        return {f"{prefix}.weight": _find_one(prefix, entries, said) for prefix in prefixes}
+
+    return find
+
+
+def _find_one(prefix: str, entries: Entries, said: int) -> GroupedMatrix:
+    weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
+    scales = check_entry(entries, f"{prefix}.scales", FLOATS)
+    if len(weight.shape) != 2 or len(scales.shape) != 2 or not weight.shape[0] or not scales.shape[0]:
+        raise bad(f"{prefix}.qweight and scales are {list(weight.shape)} and {list(scales.shape)}, which no layer has")
+    columns, words = weight.shape
+    rows, groups = words * A_WORD, scales.shape[0]
+    group = group_size(f"{prefix}.scales", columns, groups, said)
+    check_entry(entries, f"{prefix}.scales", FLOATS, (groups, rows))
+    uses = [f"{prefix}.qweight", f"{prefix}.scales"]
+    if f"{prefix}.qzeros" in entries:
+        check_entry(entries, f"{prefix}.qzeros", ("I32",), (groups, words))
+        uses.append(f"{prefix}.qzeros")
+
+    def unpack(packed: Tensor, skip: int, count: int) -> Tensor:
+        """[n, words] int32 -> [count, n]: the outputs behind `skip` that these words hold"""
+        numbers = unpack_bits(packed, BITS).unflatten(1, (-1, A_WORD))[:, :, PLACES].flatten(1)
+        return numbers[:, skip : skip + count].t().contiguous()
+
+    def take(stored: Stored, first: int, count: int) -> Grouped:
+        word, skip = divmod(first, A_WORD)
+        num_words = -(-(skip + count) // A_WORD)
+        numbers = unpack(stored.columns(uses[0], word, num_words), skip, count)
+        zeros = unpack(stored.columns(uses[2], word, num_words), skip, count) if len(uses) > 2 else 1 << (BITS - 1)
+        return Grouped(numbers, stored.columns(uses[1], first, count).t(), zeros, group)
+
+    kind = grouped_kind("AWQ", BITS, group, columns, has_zeros=len(uses) > 2)
+    return GroupedMatrix((rows, columns), tuple(uses), kind, take)

@@ -1,0 +1,133 @@
+"""What every way of packing has in common: `Packed`, one matrix (or several behind each other) and the tensors of a
+file it is made of; and checks of such tensors, from a file's header alone. `shards` reads it as if it were floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from quire.files.safetensors import TensorEntry
+from quire.kernels.unpack import BLOCK, GROUPED, Grouped
+from quire.types import QuireError
+
+FLOATS = ("F32", "BF16", "F16")
+HINT = "The weights do not belong to this config; fetch both again."
+
+Entries = Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The tensors of a file, of one entry where a tensor holds several matrices, on the device they are decoded on."""
+
+    open: Callable[[str], safe_open]  # the file that a tensor lies in
+    entry: int | None
+    device: torch.device
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor, of all entries."""
+        return self.open(name).get_tensor(name).to(self.device)
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        found, rows = self.open(name).get_slice(name), slice(first, first + count)
+        return (found[rows] if self.entry is None else found[self.entry, rows]).to(self.device)
+
+    def columns(self, name: str, first: int, count: int) -> Tensor:
+        assert self.entry is None
+        return self.open(name).get_slice(name)[:, first : first + count].to(self.device)
+
+
+class Packed(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it stands for: [rows, columns], or [entries, rows, columns]."""
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The file's tensors that it is made of."""
+
+    @property
+    def kind(self) -> str:
+        """What such numbers are called, for who decides how to keep them."""
+
+    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+        """Rows of a matrix, [count, columns] float32"""
+
+    def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
+        """The same numbers in one of GGUF's types, and its name; None: none has them."""
+
+
+# Finds what is packed among a file's tensors; reads those that are needed to know what they stand for.
+Find = Callable[[Entries, Callable[[str], Tensor]], dict[str, Packed]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """Whole numbers with scales for groups of columns; `take` knows where a format keeps them."""
+
+    shape: tuple[int, ...]
+    uses: tuple[str, ...]
+    kind: str  # if one of `GROUPED`, it can be had in that type
+    take: Callable[[Stored, int, int], Grouped]
+
+    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+        return self.take(stored, first, count).floats()
+
+    def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
+        form = GROUPED.get(self.kind)
+        return None if form is None else (form, self.take(stored, 0, self.shape[0]).blocks(form))
+
+
+def grouped_kind(called: str, bits: int, group: int | None, columns: int, has_zeros: bool) -> str:
+    """`group`: columns that share a scale; None: they lie about."""
+    if group is None or group % BLOCK or columns % group:
+        return called
+    if bits == 8:
+        return called if has_zeros else "INT8"
+    return "INT4" if bits == 4 and not has_zeros else "UINT4"
+
+
+def group_size(scales: str, columns: int, groups: int, said: int) -> int:
+    """Columns that share a scale: as config.json says, where -1 are all of them; or, where single layers have others,
+    what their number makes of it."""
+    size = columns if said == -1 else said
+    if groups and -(-columns // size) != groups and columns % groups == 0:
+        size = columns // groups
+    if not groups or -(-columns // size) != groups:
+        raise bad(f"{scales} has {groups} groups, where {columns} inputs in groups of {size} are needed")
+    return size
+
+
+def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorEntry:
+    """The tensor of this name, which must be of one of these types and shapes."""
+    entry = entries.get(name)
+    if entry is None:
+        raise bad(f"{name} is missing beside the tensors that it belongs to")
+    if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
+        wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
+        raise bad(f"{name} is {entry.dtype} {list(entry.shape)}, where its layer needs {wanted}")
+    return entry
+
+
+def bad(what: str) -> QuireError:
+    return QuireError("bad_weights", f"{what}.", HINT)
+
+
+def unsupported(what: str, hint: str = "Use the original checkpoint, one in FP8, or a GGUF file.") -> QuireError:
+    return QuireError("unsupported_model", f"{what}.", hint)
+
+
+def whole_number(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    value = config.get(key, default)
+    if value is None and default is not None:
+        value = default
+    if type(value) is not int or not (value >= least or value == -1):
+        what = f"{key} of quantization_config in config.json is {value!r}, where a whole number above 0 is needed."
+        raise QuireError("bad_config", what, "Check config.json.")
+    return value

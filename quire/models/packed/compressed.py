@@ -1,0 +1,196 @@
+"""Files of compressed-tensors (llm-compressor, Red Hat's and Moonshot's checkpoints): whole numbers of 2 to 8 bits in
+words (`X.weight_packed`), of eight as they are (`X.weight` in I8), and floats, which `floats` knows. How many bits a
+layer has, and whether zeros, stands in config.json, by layers' names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.unpack import Grouped, unpack_bits
+from quire.models.packed.base import (
+    FLOATS,
+    Entries,
+    Find,
+    GroupedMatrix,
+    Packed,
+    Stored,
+    bad,
+    check_entry,
+    group_size,
+    grouped_kind,
+    unsupported,
+    whole_number,
+)
+from quire.models.packed.floats import Block, find_floats
+from quire.types import QuireError
+
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
+)  # fmt: skip
+BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What config.json says of the layers that `targets` name."""
+
+    targets: tuple[str, ...]
+    bits: int
+    size: int  # columns that share a scale; -1: all of them
+    is_even: bool  # no zeros
+    block: Block | None
+
+    def names(self, layer: str) -> bool:
+        return any(_matches(target, layer) for target in self.targets)
+
+    @property
+    def names_kinds(self) -> bool:
+        """Of modules: all that nobody else names."""
+        return any(target[:1].isupper() for target in self.targets)
+
+
+def find_compressed(config: Mapping[str, Any]) -> Find:
+    form = config.get("format", "dense")
+    if form not in FORMATS:
+        raise unsupported(f"This checkpoint is in compressed-tensors' format {form!r}, which is not supported")
+    for key in ("sparsity_config", "transform_config"):
+        said = config.get(key)
+        if said and not (isinstance(said, dict) and said.get("format", "") == "dense"):
+            raise unsupported(f"This checkpoint has a {key}, which is not supported")
+    groups = _read_groups(config.get("config_groups"))
+    blocks = [group.block for group in groups if group.block is not None]
+    floats = find_floats(blocks[0] if blocks else None)
+
+    def find(entries: Entries, read: Callable[[str], Tensor]) -> dict[str, Packed]:
+        found = floats(entries, read)
+        for name, entry in entries.items():
+            if name.endswith(".weight_packed") and entry.dtype == "I32":
+                prefix = name.removesuffix(".weight_packed")
+                found[f"{prefix}.weight"] = _words(prefix, entries, _group_of(prefix, groups))
+            elif name.endswith(".weight") and entry.dtype == "I8":
+                found[name] = _bytes(name.removesuffix(".weight"), entries)
+        return found
+
+    return find
+
+
+def _read_groups(config: Any) -> list[Group]:
+    if not isinstance(config, dict) or not config:
+        raise _bad_config("config_groups", config, "groups of layers")
+    return [_read_group(group) for group in config.values()]
+
+
+def _read_group(group: Any) -> Group:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise _bad_config("config_groups", group, "what a group's weights are")
+    targets, block = group.get("targets"), weights.get("block_structure")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise _bad_config("targets", targets, "names of layers")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error:
+            raise _bad_config("targets", target, "a regular expression") from None
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise _bad_config("block_structure", block, "two whole numbers above 0")
+    return Group(
+        tuple(targets), whole_number(weights, "num_bits", 8), whole_number(weights, "group_size", -1),
+        weights.get("symmetric", True) is not False, None if block is None else (block[0], block[1]),
+    )  # fmt: skip
+
+
+def _bad_config(key: str, value: Any, wanted: str) -> QuireError:
+    what = f"{key} of quantization_config in config.json is {value!r:.80}, where {wanted} should stand."
+    return QuireError("bad_config", what, "Check config.json.")
+
+
+def _matches(target: str, layer: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return target == layer
+
+
+def _group_of(layer: str, groups: list[Group]) -> Group:
+    named = next((group for group in groups if group.names(layer)), None)
+    group = named or next((group for group in groups if group.names_kinds), None)
+    if group is None:
+        raise bad(f"{layer} is packed, but no group of config.json names it")
+    return group
+
+
+def _words(prefix: str, entries: Entries, group: Group) -> GroupedMatrix:
+    bits = group.bits
+    if bits not in BITS:
+        raise unsupported(f"{prefix} is packed with {bits} bits, which is not supported")
+    weight = check_entry(entries, f"{prefix}.weight_packed", ("I32",))
+    scales = check_entry(entries, f"{prefix}.weight_scale", FLOATS)
+    if len(weight.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+        raise bad(f"{prefix}.weight_packed and weight_scale are {list(weight.shape)} and {list(scales.shape)}")
+    rows, words = weight.shape
+    columns, groups = words * 32 // bits, scales.shape[1]
+    size = group_size(f"{prefix}.weight_scale", columns, groups, group.size)
+    check_entry(entries, f"{prefix}.weight_scale", FLOATS, (rows, groups))
+    names = [f"{prefix}.{end}" for end in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")]
+    if not group.is_even:
+        check_entry(entries, names[2], ("I32",), (-(-rows * bits // 32), groups))
+    has_order = names[3] in entries
+    if has_order:
+        check_entry(entries, names[3], ("I32", "I64"), (columns,))
+
+    def take(stored: Stored, first: int, count: int) -> Grouped:
+        numbers = unpack_bits(stored.rows(names[0], first, count), bits)
+        zeros: Tensor | int = 1 << (bits - 1)
+        if not group.is_even:
+            zeros = unpack_bits(stored.whole(names[2]).t(), bits).t()[first : first + count]
+        of_column: Tensor | int = size
+        if has_order:
+            of_column = stored.whole(names[3]).long()
+            if not bool(((of_column >= 0) & (of_column < groups)).all()):
+                raise bad(f"{names[3]} names groups that there are no scales for")
+        return Grouped(numbers, stored.rows(names[1], first, count), zeros, of_column)
+
+    kind = grouped_kind(f"packed INT{bits}", bits, None if has_order else size, columns,
+                        has_zeros=not group.is_even)  # fmt: skip
+    uses = [name for name in (*names, f"{prefix}.weight_shape") if name in entries]
+    return GroupedMatrix((rows, columns), tuple(uses), kind, take)
+
+
+def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
+    """Numbers from -128 on: 128 more is what others write."""
+    weight = check_entry(entries, f"{prefix}.weight", ("I8",))
+    if len(weight.shape) != 2:
+        raise bad(f"{prefix}.weight is I8 {list(weight.shape)}, which is no matrix")
+    rows, columns = weight.shape
+    names = [f"{prefix}.{end}" for end in ("weight", "weight_scale", "weight_zero_point")]
+    scales = check_entry(entries, names[1], FLOATS)
+    shape = scales.shape if len(scales.shape) == 2 else (*scales.shape, 1)  # written with its dimensions or without
+    shape = (1, 1) if len(shape) != 2 else shape
+    if shape[0] not in (1, rows) or not shape[1] or columns % shape[1]:
+        raise bad(f"{names[1]} is {list(scales.shape)}, where {list(weight.shape)} needs one for each row or group")
+    has_zeros = names[2] in entries
+    if has_zeros:
+        check_entry(entries, names[2], ("I8",), scales.shape)
+
+    def take(stored: Stored, first: int, count: int) -> Grouped:
+        numbers = stored.rows(names[0], first, count).view(torch.uint8) ^ 128
+
+        def spread(name: str) -> Tensor:
+            return stored.whole(name).reshape(shape).expand(rows, -1)[first : first + count].contiguous()
+
+        zeros: Tensor | int = spread(names[2]).view(torch.uint8) ^ 128 if has_zeros else 128
+        return Grouped(numbers, spread(names[1]), zeros, columns // shape[1])
+
+    uses = tuple(names if has_zeros else names[:2])
+    kind = grouped_kind("INT8 with zeros", 8, columns // shape[1], columns, has_zeros)
+    return GroupedMatrix((rows, columns), uses, kind, take)

@@ -1,0 +1,112 @@
+"""GPTQ's files: `X.qweight`, `X.scales`, `X.qzeros` and `X.g_idx`, packed along the inputs of a layer. AutoRound writes
+the same. What a config says of single layers is not needed: how many bits a layer has follows from its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.unpack import Grouped, unpack_bits
+from quire.models.packed.base import (
+    FLOATS,
+    Entries,
+    Find,
+    GroupedMatrix,
+    Packed,
+    Stored,
+    bad,
+    check_entry,
+    group_size,
+    grouped_kind,
+    unsupported,
+    whole_number,
+)
+
+BITS = (2, 3, 4, 8)
+# How zeros are written: less one, or as they are.
+FORMATS = {"gptq": 1, "gptq_v2": 0}
+AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_gptq": "gptq"}
+
+
+@dataclass(frozen=True, slots=True)
+class GptqConfig:
+    bits: int  # where a layer's tensors do not tell
+    group_size: int  # -1: all inputs of a layer
+    in_order: bool  # inputs of a group are neighbours
+    is_even: bool  # zeros are all in the middle
+    less: int  # than a zero is what is written for it
+
+
+def find_gptq(config: Mapping[str, Any]) -> Find:
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    form = AUTO_ROUND.get(config.get("packing_format", ""), form)
+    if form not in FORMATS:
+        raise unsupported(f"This checkpoint is in GPTQ's form {form!r}, which is not supported")
+    read = GptqConfig(whole_number(config, "bits", 4), whole_number(config, "group_size", 128),
+                      not config.get("desc_act", False), config.get("sym", True) is not False,
+                      FORMATS[form])  # fmt: skip
+
+    def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
+        prefixes = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
+        return {f"{prefix}.weight": _find_one(prefix, entries, read) for prefix in prefixes}
+
+    return find
+
+
+def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatrix:
+    weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
+    order = entries.get(f"{prefix}.g_idx")
+    if len(weight.shape) != 2 or (order is not None and len(order.shape) != 1):
+        raise bad(
+            f"{prefix}.qweight and g_idx are {list(weight.shape)} and {list(order.shape) if order else 'missing'}"
+        )
+    words, rows = weight.shape
+    columns = words * 32 // config.bits if order is None else order.shape[0]
+    bits = words * 32 // columns if columns else 0
+    if bits not in BITS or words * 32 != columns * bits:
+        raise bad(f"{prefix}.qweight is {list(weight.shape)}, which is no {columns} inputs of 2, 3, 4 or 8 bits")
+    scales = check_entry(entries, f"{prefix}.scales", FLOATS)
+    groups = scales.shape[0] if scales.shape else 0
+    group = group_size(f"{prefix}.scales", columns, groups, config.group_size)
+    check_entry(entries, f"{prefix}.scales", FLOATS, (groups, rows))
+    check_entry(entries, f"{prefix}.qzeros", ("I32",), (groups, rows * bits // 32))
+    names = [f"{prefix}.{end}" for end in ("qweight", "scales", "qzeros", *(["g_idx"] if order else []))]
+    kept = group if config.in_order else None
+    kind = grouped_kind("GPTQ", bits, kept, columns, has_zeros=not config.is_even)
+
+    def take(stored: Stored, first: int, count: int) -> Grouped:
+        numbers = unpack_bits(stored.columns(names[0], first, count).t(), bits)
+        scales = stored.columns(names[1], first, count).t()
+        written = unpack_bits(stored.whole(names[2]), bits)[:, first : first + count].t()
+        zeros = _zeros(names[2], written, bits, config)
+        of_column = group if order is None else _order(names[3], stored, columns, group, groups, config.in_order)
+        return Grouped(numbers, scales, zeros, of_column)
+
+    return GroupedMatrix((rows, columns), tuple(names), kind, take)
+
+
+def _zeros(name: str, written: Tensor, bits: int, config: GptqConfig) -> Tensor | int:
+    """Where all are in the middle, either way of writing that is taken: others ignore what is written then, so files of
+    both kinds are about that say nothing of it."""
+    middle = 1 << (bits - 1)
+    if not config.is_even:
+        return (written + config.less).bitwise_and_((1 << bits) - 1)
+    if not bool(((written == middle) | (written == middle - 1)).all()):
+        raise bad(f"{name} has zeros other than {middle}, though config.json says that it has none (sym)")
+    return middle
+
+
+def _order(name: str, stored: Stored, columns: int, group: int, groups: int, in_order: bool) -> Tensor | int:
+    of_column = stored.whole(name).long()
+    if not bool(((of_column >= 0) & (of_column < groups)).all()):
+        raise bad(f"{name} names groups that there are no scales for")
+    if not in_order:
+        return of_column
+    if not torch.equal(of_column, torch.arange(columns, device=stored.device) // group):
+        raise bad(f"{name} changes the order of inputs, though config.json says that it stays (desc_act)")
+    return group

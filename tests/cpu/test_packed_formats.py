@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from tests.cpu.paged_harness import HarnessRow, PagedHarness
 
 CPU = torch.device("cpu")
 TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
+BY_BFLOAT16 = 0.02  # where the library decodes to bfloat16
 LAYER = "model.layers.1.mlp.up_proj"
 needs_native = pytest.mark.skipif(select_ops("cpu").native is None, reason="the native library is not built")
 
@@ -75,6 +77,34 @@ def test_it_is_what_its_numbers_stand_for(form: Format, tmp_path: Path, monkeypa
     assert off_by(got, want) < 1e-5
     save_checkpoint(family("llama"), tmp_path / "unpacked")
     assert off_by(logits_of(load(tmp_path / "unpacked").model), want) > 1e-3, "or nothing was packed"
+
+
+@pytest.mark.parametrize(("name", "most"), [
+    ("words", BY_BFLOAT16), ("words with zeros", BY_BFLOAT16), ("words of 8 bits", BY_BFLOAT16), ("bytes", 1e-5),
+    ("bytes with zeros", 1e-5), ("fp8 by row", 1e-5), ("fp8 by block", 1e-5), ("mxfp8", 1e-5), ("nvfp4", BY_BFLOAT16),
+    ("mxfp4", 1e-5),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*")
+def test_it_is_what_the_formats_own_library_decodes(name: str, most: float, tmp_path: Path) -> None:
+    save_checkpoint(family("llama"), tmp_path)
+    form = form_of(name)
+    pack_folder(tmp_path, form)
+    group = form.config["config_groups"]["group_0"]
+    weights = {"strategy": "channel", **group["weights"]}
+    if "group_size" in weights:
+        weights["strategy"] = "tensor_group" if name == "nvfp4" else "group"
+    inputs = None
+    if name.startswith(("bytes", "fp8")):  # by which it tells these from words
+        inputs = {"num_bits": 8, "type": weights["type"], "dynamic": True, "strategy": "token", "symmetric": True}
+    group = {**group, "weights": weights, "input_activations": inputs}
+    say(tmp_path, {**form.config, "config_groups": {"group_0": group}, "quantization_status": "compressed"})
+    decoded = transformers.CompressedTensorsConfig(run_compressed=False)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", quantization_config=decoded
+    )
+    with torch.inference_mode():
+        want = reference(torch.tensor([TOKENS])).logits[0]
+    assert off_by(logits_of(load(tmp_path).model), want) < most
 
 
 @needs_native

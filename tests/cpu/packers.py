@@ -275,6 +275,8 @@ FORMATS = [
            compressed("float-quantized", type="float", strategy="block", block_structure=[16, 32]), "Q8_0", EIGHT),
     Format("fp8 by group", fp8(1, 32), compressed("float-quantized", type="float", group_size=32), "Q8_0", EIGHT),
     Format("mxfp8", fp8(1, 32, powers=True), compressed("mxfp8-quantized", type="float", group_size=32), "Q8_0", EIGHT),
+    Format("fp8", fp8(16, 32, "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [16, 32]}, "Q8_0",
+           EIGHT),
     Format("fbgemm", fp8(1, None), {"quant_method": "fbgemm_fp8"}, "Q8_0", EIGHT),
     Format("nvfp4", fp4(16, "weight_packed", "weight_global_scale", divides=True),
            compressed("nvfp4-pack-quantized", type="float", num_bits=4, group_size=16), "Q8_0", EIGHT),

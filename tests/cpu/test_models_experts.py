@@ -216,21 +216,43 @@ def test_experts_of_gguf_files(arch: str, tmp_path: Path) -> None:
 def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:
     config = GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rope_parameters=STRETCHED)
     reference = save_checkpoint(Family("gpt_oss", lambda: config, draw_sharp), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, matrices in pack_mxfp4(tmp_path).items():
+            reference.get_parameter(name).copy_(matrices.transpose(1, 2))
+    with pytest.warns(UserWarning, match="is in MXFP4; its weights are decoded to float32"):
+        assert_equal(tmp_path, reference)
+
+
+@pytest.mark.skipif(table.select_ops("cpu").native is None, reason="the native library is not built")
+def test_mxfp4_experts_stay_small_on_a_cpu(tmp_path: Path) -> None:
+    """With the very same numbers in blocks of eight bits, gates and ups out of their turns."""
+    sizes = {**TINY, "intermediate_size": 64}
+    config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rope_parameters=STRETCHED)
+    save_checkpoint(Family("gpt_oss", lambda: config, draw_sharp), tmp_path)
+    decoded = pack_mxfp4(tmp_path)
+    model: Any = load(tmp_path, dtype="auto")
+    experts = next(module for name, module in model.named_modules() if name.endswith("1.mlp.experts"))
+    for got, name in ((experts.gate_up, "gate_up_proj"), (experts.down, "down_proj")):
+        assert {part.form for part in got} == {"Q8_0"}
+        want = decoded[f"model.layers.1.mlp.experts.{name}"]
+        want = torch.cat((want[:, 0::2], want[:, 1::2]), 1) if name == "gate_up_proj" else want
+        assert torch.equal(torch.cat([part.rows(torch.arange(part.shape[0])) for part in got]), want.flatten(0, 1))
+
+
+def pack_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Random experts in MXFP4; returns what they stand for, [experts, rows, columns]."""
+    tensors = load_file(folder / "model.safetensors")
+    generator, decoded = torch.Generator().manual_seed(4), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         num, columns, rows = tensors.pop(name).shape
         blocks = torch.randint(0, 256, (num, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(121, 126, (num, rows, columns // 32), dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        with torch.no_grad():
-            reference.get_parameter(name).copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
-    save_file(tensors, tmp_path / "model.safetensors")
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.warns(UserWarning, match="is in MXFP4; its weights are decoded to float32"):
-        assert_equal(tmp_path, reference)
+        decoded[name] = dequantize_mxfp4(blocks, scales)
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": "mxfp4"}}))
+    return decoded
 
 
 def test_mxfp4_numbers() -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.files.source import QUANTIZED_ELSEWHERE
+from quire.models.packed.config import METHODS
 from quire.models.registry import FAMILIES, GGUF_ARCHITECTURES
 from tests.cpu.families.harness import Family, all_families, model_type
 from tests.cpu.families.more_types import RIGHT
+from tests.cpu.packers import FORMATS
 
 PATH = Path(__file__).parents[3] / "docs" / "models.md"
 COLUMNS = {  # what a reader asks for -> the checks that prove it
@@ -47,14 +50,24 @@ and all of them together as near as rounding activations lets any kernel come; l
 with kernels in CUDA's place that keep all bits. LoRA comes later.
 
 Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), and
-checkpoints that are already quantized, but for GGUF files and what is decoded while it is read: gpt-oss's MXFP4, and
-FP8 with scales for blocks or whole matrices (`quant_method` fp8: DeepSeek V3, Kimi K2, MiniMax M2, what Qwen and
-Mistral publish so), whose activations are not rounded here.
+checkpoints quantized in other ways than those below.
 
 Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
 what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the
 model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's own code, and not
 by `time_step_min`.
+"""
+PUBLISHED = """
+## Checkpoints that are quantized already
+
+GGUF files, and what a config.json calls by these names of `quant_method`, for every family and through transformers.
+On a GPU, and where a type is asked for (`--dtype`), numbers are decoded while they are read, and `--quant fp8` may
+follow; on a CPU that is left to choose they stay in blocks of as few bits: the very same numbers, where a type of block
+has such (Q4_0; Q8_0 for eight bits; Q4_1, whose offset is a float16), else rounded to Q8_0. Activations are not rounded
+as a file would have it. Each form is proved against what its numbers stand for, those of compressed-tensors also
+against its own library; what a tool leaves in a file of its own (`hf_quant_config.json`, `quantize_config.json`) counts
+where config.json says nothing.
+
 """
 OWN = "\n## Families with a file of their own\n\n"
 OTHER = """
@@ -94,7 +107,19 @@ def render() -> str:
     ]
     fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no"] for kind in others]
     count = f"\n{len(own)} model types with a file of their own, {len(others)} shown through transformers.\n"
-    return HEAD + count + OWN + _table(head, rows) + OTHER + _table(head, fallback_rows) + MORE.format(", ".join(RIGHT))
+    parts = [HEAD, count, PUBLISHED, _published(), OWN, _table(head, rows), OTHER, _table(head, fallback_rows)]
+    return "".join(parts) + MORE.format(", ".join(RIGHT))
+
+
+def _published() -> str:
+    forms: dict[str, list[str]] = {"mxfp4": ["gpt-oss's experts (Q8_0)"]}
+    for form in FORMATS:
+        method = form.config.get("quant_method") or QUANTIZED_ELSEWHERE[next(iter(form.files))]
+        forms.setdefault(method, []).append(f"{form.name} ({form.kept})")
+    rows = [
+        [method, called, ", ".join(forms.get(method, [])) or "as auto-round"] for method, (called, _) in METHODS.items()
+    ]
+    return _table(["quant_method", "written by", "proved as (on a CPU kept in)"], rows)
 
 
 def _ticks(families: list[Family]) -> list[str]:

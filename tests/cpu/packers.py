@@ -265,7 +265,7 @@ FORMATS = [
     Format("words", words(4, 32, even=True), compressed("pack-quantized", num_bits=4, group_size=32), "Q4_0"),
     Format("words with zeros", words(4, 32, even=False),
            compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False), "Q4_1", OFFSET),
-    Format("words of 8 bits", words(8, -1, even=True), compressed("pack-quantized", strategy="channel"), "Q8_0"),
+    Format("words of 8 bits", words(8, -1, even=True), compressed("pack-quantized", strategy="channel", group_size=None), "Q8_0"),
     Format("bytes", bytes_by_row(), compressed("int-quantized"), "Q8_0", SCALE),
     Format("bytes with zeros", bytes_by_row(even=False), compressed("int-quantized", symmetric=False), "Q8_0", EIGHT),
     Format("bytes with one scale", bytes_by_row(whole=True), compressed("int-quantized", strategy="tensor"), "Q8_0",

@@ -264,6 +264,8 @@ GROUP = WORDS["config_groups"]["group_0"]
 @pytest.mark.parametrize(("config", "code", "words"), [
     ({**GPTQ, "checkpoint_format": "marlin"}, "unsupported_model", "GPTQ's form 'marlin'"),
     ({**GPTQ, "group_size": 0}, "bad_config", "group_size"), ({**GPTQ, "bits": "four"}, "bad_config", "bits"),
+    ({**GPTQ, "checkpoint_format": ["gptq"]}, "unsupported_model", "GPTQ's form"),
+    ({**GPTQ, "bits": -1}, "bad_config", "bits"),
     ({**AWQ, "version": "gemv"}, "unsupported_model", "AWQ's version 'gemv'"),
     ({**AWQ, "bits": 3}, "unsupported_model", "AWQ with 3 bits"),
     ({**WORDS, "format": "marlin-24"}, "unsupported_model", "marlin-24"),

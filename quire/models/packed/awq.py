@@ -21,6 +21,7 @@ from quire.models.packed.base import (
     check_entry,
     group_size,
     grouped_kind,
+    read_group_size,
     unsupported,
     whole_number,
 )
@@ -38,7 +39,7 @@ def find_awq(config: Mapping[str, Any]) -> Find:
     if bits != BITS:
         raise unsupported(f"This checkpoint is in AWQ with {bits} bits, which is not supported")
 
-    said = whole_number(config, "group_size", 128)
+    said = read_group_size(config, 128)
 
     def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
         prefixes = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]

@@ -123,11 +123,23 @@ def unsupported(what: str, hint: str = "Use the original checkpoint, one in FP8,
     return QuireError("unsupported_model", f"{what}.", hint)
 
 
-def whole_number(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    value = config.get(key, default)
-    if value is None and default is not None:
-        value = default
-    if type(value) is not int or not (value >= least or value == -1):
+def read_order(name: str, stored: Stored, groups: int) -> Tensor:
+    """Which group each column is of, [columns] int64."""
+    of_column = stored.whole(name).long()
+    if not bool(((of_column >= 0) & (of_column < groups)).all()):
+        raise bad(f"{name} names groups that there are no scales for")
+    return of_column
+
+
+def read_group_size(config: Mapping[str, Any], default: int) -> int:
+    """-1: all columns share a scale."""
+    said = config.get("group_size")
+    return default if said is None else said if said == -1 else whole_number(config, "group_size", default)
+
+
+def whole_number(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not int or value < 1:
         what = f"{key} of quantization_config in config.json is {value!r}, where a whole number above 0 is needed."
         raise QuireError("bad_config", what, "Check config.json.")
     return value

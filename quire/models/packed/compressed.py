@@ -25,6 +25,8 @@ from quire.models.packed.base import (
     check_entry,
     group_size,
     grouped_kind,
+    read_group_size,
+    read_order,
     unsupported,
     whole_number,
 )
@@ -65,7 +67,7 @@ def find_compressed(config: Mapping[str, Any]) -> Find:
         said = config.get(key)
         if said and not (isinstance(said, dict) and said.get("format", "") == "dense"):
             raise unsupported(f"This checkpoint has a {key}, which is not supported")
-    groups = _read_groups(config.get("config_groups"))
+    groups = [] if form == "dense" else _read_groups(config.get("config_groups"))
     blocks = [group.block for group in groups if group.block is not None]
     floats = find_floats(blocks[0] if blocks else None)
 
@@ -105,7 +107,7 @@ def _read_group(group: Any) -> Group:
     ):
         raise _bad_config("block_structure", block, "two whole numbers above 0")
     return Group(
-        tuple(targets), whole_number(weights, "num_bits", 8), whole_number(weights, "group_size", -1),
+        tuple(targets), whole_number(weights, "num_bits", 8), read_group_size(weights, -1),
         weights.get("symmetric", True) is not False, None if block is None else (block[0], block[1]),
     )  # fmt: skip
 
@@ -153,11 +155,7 @@ def _words(prefix: str, entries: Entries, group: Group) -> GroupedMatrix:
         zeros: Tensor | int = 1 << (bits - 1)
         if not group.is_even:
             zeros = unpack_bits(stored.whole(names[2]).t(), bits).t()[first : first + count]
-        of_column: Tensor | int = size
-        if has_order:
-            of_column = stored.whole(names[3]).long()
-            if not bool(((of_column >= 0) & (of_column < groups)).all()):
-                raise bad(f"{names[3]} names groups that there are no scales for")
+        of_column = read_order(names[3], stored, groups) if has_order else size
         return Grouped(numbers, stored.rows(names[1], first, count), zeros, of_column)
 
     kind = grouped_kind(f"packed INT{bits}", bits, None if has_order else size, columns,

@@ -23,6 +23,8 @@ from quire.models.packed.base import (
     check_entry,
     group_size,
     grouped_kind,
+    read_group_size,
+    read_order,
     unsupported,
     whole_number,
 )
@@ -43,11 +45,11 @@ class GptqConfig:
 
 
 def find_gptq(config: Mapping[str, Any]) -> Find:
-    form = config.get("checkpoint_format") or config.get("format") or "gptq"
-    form = AUTO_ROUND.get(config.get("packing_format", ""), form)
+    form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    form = AUTO_ROUND.get(str(config.get("packing_format")), form)
     if form not in FORMATS:
         raise unsupported(f"This checkpoint is in GPTQ's form {form!r}, which is not supported")
-    read = GptqConfig(whole_number(config, "bits", 4), whole_number(config, "group_size", 128),
+    read = GptqConfig(whole_number(config, "bits", 4), read_group_size(config, 128),
                       not config.get("desc_act", False), config.get("sym", True) is not False,
                       FORMATS[form])  # fmt: skip
 
@@ -62,9 +64,7 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
     weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
     order = entries.get(f"{prefix}.g_idx")
     if len(weight.shape) != 2 or (order is not None and len(order.shape) != 1):
-        raise bad(
-            f"{prefix}.qweight and g_idx are {list(weight.shape)} and {list(order.shape) if order else 'missing'}"
-        )
+        raise bad(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx no single line")
     words, rows = weight.shape
     columns = words * 32 // config.bits if order is None else order.shape[0]
     bits = words * 32 // columns if columns else 0
@@ -84,8 +84,12 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
         scales = stored.columns(names[1], first, count).t()
         written = unpack_bits(stored.whole(names[2]), bits)[:, first : first + count].t()
         zeros = _zeros(names[2], written, bits, config)
-        of_column = group if order is None else _order(names[3], stored, columns, group, groups, config.in_order)
-        return Grouped(numbers, scales, zeros, of_column)
+        of_column = None if order is None else read_order(names[3], stored, groups)
+        if of_column is not None and config.in_order:
+            if not torch.equal(of_column, torch.arange(columns, device=stored.device) // group):
+                raise bad(f"{names[3]} changes the order of inputs, though config.json says that it stays (desc_act)")
+            of_column = None
+        return Grouped(numbers, scales, zeros, group if of_column is None else of_column)
 
     return GroupedMatrix((rows, columns), tuple(names), kind, take)
 
@@ -99,14 +103,3 @@ def _zeros(name: str, written: Tensor, bits: int, config: GptqConfig) -> Tensor 
     if not bool(((written == middle) | (written == middle - 1)).all()):
         raise bad(f"{name} has zeros other than {middle}, though config.json says that it has none (sym)")
     return middle
-
-
-def _order(name: str, stored: Stored, columns: int, group: int, groups: int, in_order: bool) -> Tensor | int:
-    of_column = stored.whole(name).long()
-    if not bool(((of_column >= 0) & (of_column < groups)).all()):
-        raise bad(f"{name} names groups that there are no scales for")
-    if not in_order:
-        return of_column
-    if not torch.equal(of_column, torch.arange(columns, device=stored.device) // group):
-        raise bad(f"{name} changes the order of inputs, though config.json says that it stays (desc_act)")
-    return group

@@ -96,7 +96,7 @@ def grouped_kind(called: str, bits: int, group: int | None, columns: int, has_ze
 def group_size(scales: str, columns: int, groups: int, said: int) -> int:
     """Columns that share a scale: as config.json says, where -1 are all of them; or, where single layers have others,
     what their number makes of it."""
-    size = columns if said == -1 else said
+    size = columns if said == -1 else min(said, columns)
     if groups and -(-columns // size) != groups and columns % groups == 0:
         size = columns // groups
     if not groups or -(-columns // size) != groups:
@@ -109,10 +109,16 @@ def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: t
     entry = entries.get(name)
     if entry is None:
         raise bad(f"{name} is missing beside the tensors that it belongs to")
+    check_filled(name, entry)
     if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
         wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
         raise bad(f"{name} is {entry.dtype} {list(entry.shape)}, where its layer needs {wanted}")
     return entry
+
+
+def check_filled(name: str, entry: TensorEntry) -> None:
+    if 0 in entry.shape:
+        raise bad(f"{name} is empty: {list(entry.shape)}")
 
 
 def bad(what: str) -> QuireError:

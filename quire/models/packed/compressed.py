@@ -172,9 +172,8 @@ def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
     rows, columns = weight.shape
     names = [f"{prefix}.{end}" for end in ("weight", "weight_scale", "weight_zero_point")]
     scales = check_entry(entries, names[1], FLOATS)
-    shape = scales.shape if len(scales.shape) == 2 else (*scales.shape, 1)  # written with its dimensions or without
-    shape = (1, 1) if len(shape) != 2 else shape
-    if shape[0] not in (1, rows) or not shape[1] or columns % shape[1]:
+    shape = (*scales.shape, 1, 1)[: max(2, len(scales.shape))]  # dimensions of one are written, or not
+    if len(shape) != 2 or shape[0] not in (1, rows) or columns % shape[1]:
         raise bad(f"{names[1]} is {list(scales.shape)}, where {list(weight.shape)} needs one for each row or group")
     has_zeros = names[2] in entries
     if has_zeros:

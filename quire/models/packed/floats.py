@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.files.safetensors import TensorEntry
-from quire.kernels.unpack import dequantize_fp4, dequantize_fp8, dequantize_mxfp4, mxfp4_as_blocks, power_of_two
-from quire.models.packed.base import FLOATS, Entries, Find, Packed, Stored, bad, check_entry
+from quire.kernels.unpack import BLOCK, dequantize_fp4, dequantize_fp8, dequantize_mxfp4, mxfp4_as_blocks, power_of_two
+from quire.models.packed.base import FLOATS, Entries, Find, Packed, Stored, bad, check_entry, check_filled
 
 MXFP4_BYTES = 16  # of a block of 32 numbers
 FP8 = "F8_E4M3"
@@ -81,6 +81,7 @@ def _fp8(name: str, entry: TensorEntry, entries: Entries, block: Block | None) -
     if named is None:
         raise bad(f"{name} is in FP8, but there is neither {name}_scale_inv nor _scale")
     scales = entries[named]
+    check_filled(name, entry)
     *outer, rows, columns = entry.shape
     wanted = () if block is None else (*outer, -(-rows // block[0]), -(-columns // block[1]))
     found = block if block is not None and scales.shape == wanted else _block_of(entry.shape, scales.shape)
@@ -137,14 +138,18 @@ class Fp4Matrix:
 def _fp4(name: str, whole: str, entry: TensorEntry, entries: Entries) -> Fp4Matrix | None:
     """None: these are no such bytes."""
     scales = entries.get(f"{whole}_scale")
+    check_filled(name, entry)
     rows, columns = entry.shape[0], 2 * entry.shape[1]
     overall = next((f"{whole}{end}" for end in ("_global_scale", "_scale_2") if f"{whole}{end}" in entries), None)
     if scales is None or (overall is None and name == whole):
         return None
+    group = BLOCK if overall is None else NVFP4_GROUP
+    if columns % group:
+        raise bad(f"{name} is U8 {list(entry.shape)}, whose {columns} columns do not make groups of {group}")
     if overall is None:
-        check_entry(entries, f"{whole}_scale", POWERS, (rows, columns // 32))
+        check_entry(entries, f"{whole}_scale", POWERS, (rows, columns // group))
         return Fp4Matrix((rows, columns), (name, f"{whole}_scale"), "MXFP4")
-    check_entry(entries, f"{whole}_scale", (FP8,), (rows, columns // NVFP4_GROUP))
+    check_entry(entries, f"{whole}_scale", (FP8,), (rows, columns // group))
     check_entry(entries, overall, FLOATS, (), (1,))
     uses = (name, f"{whole}_scale", overall)
     return Fp4Matrix((rows, columns), uses, "NVFP4", divides=overall.endswith("_global_scale"))
@@ -174,5 +179,6 @@ def _stacked_mxfp4(name: str, entries: Entries) -> Mxfp4Stack | None:
         return None
     if data.shape != (*of_scales.shape, MXFP4_BYTES):
         return None
+    check_filled(name, data)
     *outer, num_blocks, num_bytes = data.shape
     return Mxfp4Stack((*outer, 2 * num_blocks * num_bytes), (name, scales))

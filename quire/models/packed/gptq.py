@@ -62,7 +62,7 @@ def find_gptq(config: Mapping[str, Any]) -> Find:
 
 def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatrix:
     weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
-    order = entries.get(f"{prefix}.g_idx")
+    order = check_entry(entries, f"{prefix}.g_idx", ("I32", "I64")) if f"{prefix}.g_idx" in entries else None
     if len(weight.shape) != 2 or (order is not None and len(order.shape) != 1):
         raise bad(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx no single line")
     words, rows = weight.shape

@@ -89,9 +89,8 @@ def _fp8(name: str, entry: TensorEntry, entries: Entries, block: Block | None) -
         size = "one scale for each matrix or row" if block is None else f"scales for blocks of {block[0]} x {block[1]}"
         what = f"{named} is {scales.dtype} {list(scales.shape)}, where {list(entry.shape)} with {size}"
         raise bad(f"{what} needs {' or '.join(FP8_SCALES)}{f' {list(wanted)}' if wanted else ''}")
-    return Fp8Matrix(
-        entry.shape, (name, named), found, "MXFP8" if scales.dtype in POWERS and found == (1, 32) else "FP8"
-    )
+    kind = "MXFP8" if scales.dtype in POWERS and found == (1, BLOCK) else "FP8"
+    return Fp8Matrix(entry.shape, (name, named), (min(found[0], ALL), min(found[1], ALL)), kind)
 
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> Block | None:

@@ -39,6 +39,17 @@ def mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
     return torch.cat((halved.view(torch.uint8), doubled.view(torch.uint8)), 1).view(-1) if fits.all() else None
 
 
+def quantize_q4_1(rows: Tensor) -> Tensor:
+    """Floats, [n, columns] of whole blocks, to blocks of Q4_1, [bytes] uint8."""
+    blocks = rows.float().reshape(-1, 32)
+    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    scale, offset = ((high - low) / 15).half(), low.half()
+    steps = (blocks - offset.float()) / scale.float().clamp(min=1e-12)
+    numbers = steps.round().clamp(0, 15).to(torch.uint8)
+    values = numbers[:, :16] | numbers[:, 16:] << 4
+    return torch.cat((scale.view(torch.uint8), offset.view(torch.uint8), values), 1).view(-1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared pieces
 

@@ -299,9 +299,17 @@ def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
         return gguf.read_config(file)
     config = dict(files.config or {})
     config = text_part(config) or config
-    if config.get("quantization_config") and list_shards(files.path):
+    if config.get("quantization_config") and _has_weights(files):
         config["tensor_types"] = _open_shards(files).types
     return config
+
+
+def _has_weights(files: ModelFiles) -> bool:
+    """All of them: for random ones some may be missing."""
+    try:
+        return bool(list_shards(files.path))
+    except QuireError:
+        return False
 
 
 def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | TextPart:

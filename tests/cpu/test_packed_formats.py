@@ -317,3 +317,17 @@ def test_what_config_says_stays_what_counts(tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4}))
     files = resolve_model(str(tmp_path))
     assert files.config is not None and files.config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_random_weights_in_its_blocks(name: str, tmp_path: Path) -> None:
+    save_checkpoint(family("llama"), tmp_path)
+    pack_folder(tmp_path, form_of(name))
+    model = load(tmp_path, dtype="auto", random_weights=True).model
+    for where, matrix in matrices_of(model):
+        assert 0.015 < float(matrix.std()) < 0.025, where
+    index = {"metadata": {}, "weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = resolve_model(str(tmp_path), random_weights=True)
+    load_model(files, dtype="auto", device=CPU, max_model_len=None, page_tokens=16, random_weights=True)

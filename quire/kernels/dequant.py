@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels import dequant_grids
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
@@ -29,14 +31,35 @@ def dequantize(data: Tensor, type_name: str) -> Tensor:
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
-    """GGUF's blocks of MXFP4, [bytes] uint8, as blocks of Q8_0 with the very same numbers: twice an FP4 is a small
-    integer. None where a scale is none that a float16 can be."""
+# Values of IQ4's sixteen places, finer around 0.
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def as_q8_0(data: Tensor, type_name: str) -> Tensor | None:
+    """Blocks, [bytes] uint8, as blocks of Q8_0 with the very same numbers. None where these can't have them."""
+    if type_name == "MXFP4":
+        return _mxfp4_as_q8_0(data)
+    if type_name == "IQ4_NL":
+        scale, places = _cut(data.view(-1, 18), 2, 16)
+        return _join_q8_0(scale, torch.tensor(_UNEVEN, dtype=torch.int8)[_nibbles(places).int()])
+    if type_name == "Q5_0":
+        scale, high, low = _cut(data.view(-1, 22), 2, 4, 16)
+        return _join_q8_0(scale, _five_bits(high, low).sub_(16).to(torch.int8))
+    return None
+
+
+def _join_q8_0(scale: Tensor, values: Tensor) -> Tensor:
+    """[blocks, 2] uint8 and [blocks, 32] int8"""
+    return torch.cat((scale, values.view(torch.uint8)), 1).view(-1)
+
+
+def _mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
+    """Twice an FP4 is a small integer. None where a scale is none that a float16 can be."""
     scale, values = _cut(data.view(-1, 17), 1, 16)
     halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
     doubled = torch.tensor(FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
     fits = (halved > 0) & halved.isfinite() | (doubled == 0).all(1, keepdim=True)
-    return torch.cat((halved.view(torch.uint8), doubled.view(torch.uint8)), 1).view(-1) if fits.all() else None
+    return _join_q8_0(halved.view(torch.uint8), doubled) if fits.all() else None
 
 
 def quantize_q4_1(rows: Tensor) -> Tensor:
@@ -137,6 +160,39 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return torch.ldexp(numbers, scale.int() - 127)
 
 
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    scale, places = _cut(blocks, 2, 16)
+    return _uneven(places).mul_(_half(scale))
+
+
+def _uneven(places: Tensor) -> Tensor:
+    """[blocks, 16] uint8 -> [blocks, 32] float32"""
+    return torch.tensor(_UNEVEN, dtype=torch.float32, device=places.device)[_nibbles(places).int()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of 256 of three values: -1, 0 and 1
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Five of them to a byte, the first the most significant digit of a fraction in base 3; four in the last bytes."""
+    many, few, last, scale = _cut(blocks, 32, 16, 4, 2)
+    digits = [_ternary(many, 5), _ternary(few, 5), _ternary(last, 4)]
+    return torch.cat(digits, 1).mul_(_half(scale))
+
+
+def _ternary(field: Tensor, count: int) -> Tensor:
+    """Digit by digit, of all bytes: [blocks, count * bytes] float32"""
+    powers = torch.tensor([3**digit for digit in range(count)], dtype=torch.uint8, device=field.device).view(1, -1, 1)
+    digits = (field.unsqueeze(1) * powers).int().mul_(3) >> 8  # what goes beyond a byte is done with
+    return digits.flatten(1).float().sub_(1)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    values, scale = _cut(blocks, 64, 2)
+    return _two_bits(values).float().sub_(1).mul_(_half(scale))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # K blocks of 256: sub-blocks of 16 or 32 with small integer scales of their own
 
@@ -202,6 +258,16 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _scaled(values.to(torch.int8) - 32, scales.view(torch.int8) * _half(scale))
 
 
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    """Eight sub-blocks of 32 uneven values, each with six bits of scale: two of them in a field of their own."""
+    scale, high, low, places = _cut(blocks, 2, 2, 4, 128)
+    pairs = high.contiguous().view(torch.int16).int()  # [blocks, 1]
+    upper = (pairs >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)).bitwise_and_(3)
+    lower = torch.stack((low & 15, low >> 4), 2).flatten(1)
+    scales = (lower.int() | upper << 4).sub_(32)
+    return _scaled(_uneven(places.reshape(-1, 16)).view(-1, 256), scales * _half(scale))
+
+
 FORMATS: dict[str, BlockFormat] = {
     "F32": BlockFormat(1, 4, _f32),
     "F16": BlockFormat(1, 2, _f16),
@@ -217,4 +283,12 @@ FORMATS: dict[str, BlockFormat] = {
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
+    "TQ1_0": BlockFormat(256, 54, _tq1_0),
+    "TQ2_0": BlockFormat(256, 66, _tq2_0),
+    **{
+        name: BlockFormat(dequant_grids.ELEMENTS, size, dequant_grids.grid_decoder(name))
+        for name, size in dequant_grids.SIZES.items()
+    },
 }

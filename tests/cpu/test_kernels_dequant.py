@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from quire.kernels.dequant import FORMATS, dequantize, mxfp4_as_q8_0
+from quire.kernels.dequant import FORMATS, as_q8_0, dequantize, quantize_q4_1
+from quire.types import QuireError
 
 
 def random_blocks(type_name: str, num_blocks: int, seed: int) -> np.ndarray:
@@ -22,7 +25,9 @@ def random_blocks(type_name: str, num_blocks: int, seed: int) -> np.ndarray:
 
 SCALE_PLACES = {
     "F32": (2,), "F16": (0,), "BF16": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2),
-    "MXFP4": (-1,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "MXFP4": (-1,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_S": (0,), "IQ1_M": (54,),
+    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 
 
@@ -65,9 +70,32 @@ def test_mxfp4_is_exact() -> None:
 
 def test_mxfp4_as_wider_blocks_is_the_same() -> None:
     blocks = torch.from_numpy(some_mxfp4()).view(-1)
-    wider = mxfp4_as_q8_0(blocks)
+    wider = as_q8_0(blocks, "MXFP4")
     assert wider is not None
     assert torch.equal(dequantize(wider, "Q8_0"), dequantize(blocks, "MXFP4"))
     for scale in (60, 200):  # which are none of float16's
         blocks[0] = scale
-        assert mxfp4_as_q8_0(blocks) is None
+        assert as_q8_0(blocks, "MXFP4") is None
+
+
+@pytest.mark.parametrize("type_name", ["IQ4_NL", "Q5_0"])
+def test_others_as_wider_blocks_are_the_same(type_name: str) -> None:
+    blocks = torch.from_numpy(random_blocks(type_name, num_blocks=256, seed=8)).view(-1)
+    wider = as_q8_0(blocks, type_name)
+    assert wider is not None and torch.equal(dequantize(wider, "Q8_0"), dequantize(blocks, type_name))
+    assert as_q8_0(blocks, "Q5_1") is None
+
+
+def test_numbers_rounded_to_q4_1_come_back_close() -> None:
+    values = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    values[3] = 0.5  # all alike
+    got = dequantize(quantize_q4_1(values), "Q4_1").view(16, 64)
+    largest = values.view(16, 2, 32)
+    step = (largest.amax(2) - largest.amin(2)) / 15
+    assert ((got - values).view(16, 2, 32).abs() <= 0.51 * step.unsqueeze(2) + 2e-3).all()
+
+
+def test_grids_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(QuireError, match="IQ2_XS are decoded by the package gguf, which is not installed"):
+        dequantize(torch.zeros(74, dtype=torch.uint8), "IQ2_XS")

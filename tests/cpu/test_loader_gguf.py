@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from quire.files.source import ModelFiles, resolve_model
+from quire.kernels.dequant import FORMATS
+from quire.kernels.dequant_grids import SIZES as GRIDS
 from quire.models.gguf_names import hf_name
 from quire.models.loader import LoadedModel, load_model
 from quire.types import QuireError
-from tests.cpu.families.harness import all_families, save_checkpoint
+from tests.cpu.families.harness import TINY, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.test_kernels_dequant import random_blocks
 from tests.cpu.tiny_gguf import gguf_name, quick_reading, transformers_from_gguf, write_gguf
 from tests.cpu.tiny_models import make_tiny
 
@@ -188,6 +193,29 @@ def test_quantized_rows_land_where_float_rows_do(tmp_path: Path) -> None:
     for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert (a - b).abs().max() < 0.01
     assert any(not torch.equal(a, b) for a, b in zip(exact.parameters(), rounded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("type_name", ["IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", *GRIDS])
+def test_types_that_nothing_here_writes(type_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven values, three values, and places in grids: random blocks of them become what the gguf package makes of
+    them, in floats and kept as Q8_0."""
+    sizes = {**TINY, "hidden_size": 256, "intermediate_size": 256}
+    reference = save_checkpoint(Family("", lambda: LlamaConfig(**sizes)), tmp_path / "hf")
+    kind = gguf.GGMLQuantizationType[type_name]
+    written = random_blocks(type_name, 256 * 256 // FORMATS[type_name].elements, seed=3)
+    monkeypatch.setattr(gguf.quants, "quantize", lambda array, _: written.reshape(256, -1))
+    write_gguf(reference, "llama", tmp_path / "m.gguf", types={r"blk.1.ffn_down.weight": type_name})
+    want = torch.from_numpy(gguf.quants.dequantize(written.reshape(256, -1), kind))
+    floats: Any = load_model(resolve_model(str(tmp_path / "m.gguf")), dtype="float32", device=CPU, max_model_len=None,
+                             page_tokens=4, kernels="torch").model  # fmt: skip
+    assert torch.equal(floats.layers[1].mlp.down.weight, want)
+    kept: Any = load(tmp_path / "m.gguf").model.layers[1].mlp.down  # type: ignore[attr-defined]
+    if hasattr(kept, "packed"):
+        rows = kept.packed.parts[0].rows(torch.arange(256))
+        largest = want.view(256, 8, 32).abs().amax(2, keepdim=True)
+        loss = 0.0 if type_name == "IQ4_NL" else 2.0**-11 + 1 / 254
+        least = 127 * 2.0**-25  # half of the least step of a float16, for scales as small as random ones
+        assert ((rows - want).view(256, 8, 32).abs() <= loss * largest + (least if loss else 0.0)).all()
 
 
 def test_names_map_one_to_one() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.curves import Curve
-from quire.kernels.dequant import mxfp4_as_q8_0, quantize_q4_1
+from quire.kernels.dequant import as_q8_0, quantize_q4_1
 from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
@@ -125,8 +125,8 @@ class _Packing:
 def _pack(native: Native, form: str, source: PartSource) -> PackedMatrix:
     rows, columns = source.shape
     blocks = source.blocks if source.type_name == form else None
-    if source.type_name == "MXFP4" and form == "Q8_0" and source.blocks is not None:
-        blocks = mxfp4_as_q8_0(source.blocks)
+    if source.type_name != "Q8_0" and form == "Q8_0" and source.blocks is not None:
+        blocks = as_q8_0(source.blocks, source.type_name)
     if blocks is None and form not in FROM_FLOATS:  # random weights: whatever is read from a file has blocks then
         blocks = quantize_q4_1(source.read(0, rows))
     if blocks is not None:

@@ -87,14 +87,18 @@ def _pattern(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
     return replace(dense, windows=windows, ropes=tuple(full if w is None else local for w in windows))
 
 
-def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """The first of each four layers sees everything."""
-    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
-        dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
+def _first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Where config.json has no `layer_types`: a window in every layer but the first of each four."""
     if config.get("layer_types") is not None:
         return dense
     window = window_size(config)
     return replace(dense, windows=tuple(window if index % 4 else None for index in range(dense.num_layers)))
+
+
+def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
+    return _first_of_four(config, dense)
 
 
 def _windowed_rope_only(dense: DenseConfig) -> DenseConfig:
@@ -138,6 +142,11 @@ def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
     return _gemma_norms(config, _pattern(config, dense, every=2))
+
+
+def _vaultgemma(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Gemma 2 without norms behind its blocks."""
+    return replace(_gemma2(config, dense), norms=LayerNames(before_mlp="pre_feedforward_layernorm"))
 
 
 def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -201,6 +210,33 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
     )
 
 
+def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Sinks, windows, and in every layer a rope of another speed, or none at all."""
+    dense = replace(_granite(config, _first_of_four(config, dense)), sinks=True)
+    speeds, key = config.get("layer_rope_theta"), "layer_rope_theta"
+    if speeds is None:
+        return dense
+    if not isinstance(speeds, (list, tuple)) or len(speeds) != dense.num_layers:
+        what = f"{key}={speeds!r} must have a number for each of the {dense.num_layers} layers."
+        raise QuireError("bad_config", what, "Check config.json.")
+    thetas = [above_zero({key: theta}, key, 0.0) if theta else None for theta in speeds]
+    pairs = zip(dense.ropes, thetas, strict=True)
+    return replace(
+        dense, ropes=tuple(NO_ROPE if theta is None else replace(rope, theta=theta) for rope, theta in pairs)
+    )
+
+
+def _hyperclovax(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Granite with norms behind its blocks; and logits are multiplied by what Granite divides them by."""
+    behind = LayerNames(after_attention="post_norm1", after_mlp="post_norm2")
+    return replace(
+        _granite(config, dense),
+        attention_scale=number(config, "attention_multiplier", dense.head_dim**-0.5),
+        logit_scale=above_zero(config, "logits_scaling", 1.0),
+        norms=behind if flag(config, "use_post_norm", True) else dense.norms,
+    )
+
+
 def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = _layer_norm(config, dense)
     return replace(
@@ -242,6 +278,10 @@ def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _arcee(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, gated=False, mlp_names=MLPNames(up=("up_proj",)))
+
+
+def _jais2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return _arcee(config, _layer_norm(config, dense))
 
 
 def _glm(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -328,7 +368,13 @@ DENSE: dict[str, DenseFamily] = {
     "glm": DenseFamily(_glm, _GLM),
     "glm4": DenseFamily(_glm4, _GLM),
     "granite": DenseFamily(_granite),
+    "granite_swa": DenseFamily(
+        _granite_swa,
+        {"sliding_window": 128, "rms_norm_eps": 1e-5, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
+    "hyperclovax": DenseFamily(_hyperclovax),
+    "jais2": DenseFamily(_jais2, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": DenseFamily(),
     "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
     "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3}),
@@ -348,4 +394,5 @@ DENSE: dict[str, DenseFamily] = {
     "smollm3": DenseFamily(_smollm3, {"rope_theta": 2000000.0, "tie_word_embeddings": True}),
     "stablelm": DenseFamily(_stablelm, {"partial_rotary_factor": 0.25}),
     "starcoder2": DenseFamily(_starcoder2, {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "vaultgemma": DenseFamily(_vaultgemma, {**_GEMMA2, **_CAPS}),
 }

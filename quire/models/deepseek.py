@@ -28,7 +28,7 @@ from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
 from quire.models.fields import check_layer_types, check_silu, flag, number, whole
-from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
+from quire.models.moe_families import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"

@@ -98,6 +98,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    two: tuple[str, str] | None = None  # what all gates and ups, and all downs, are called where each are one tensor
     shared: str = "shared_expert"
     shared_matrices: tuple[str, str, str] | None = None  # its gate, up and down; None: called as the others'
     shared_gate: str = "shared_expert_gate"
@@ -111,6 +112,10 @@ class ExpertNames:
     def stacked(self, matrix: str) -> str:
         """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
         return f"{self.prefix}.experts.{matrix}_proj.weight"
+
+    def of_two(self) -> tuple[str, str]:
+        assert self.two is not None
+        return f"{self.prefix}.{self.two[0]}", f"{self.prefix}.{self.two[1]}"
 
     def of_shared(self) -> tuple[str, str, str]:
         """The shared one's gate, up and down."""

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 EMBEDDING = "model.embed_tokens"
 
-# What a family puts in place of a layer's feed-forward block, given its index and norm; None: the block as it is.
-FeedForward = Callable[[int, Norm | None], nn.Module | None]
+# What a family puts in place of a layer's feed-forward block, given its index, its norm and how its output comes to the
+# stream; None: the block as it is. It is called like the block.
+FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
 
 
 class DenseLayer(nn.Module):
@@ -72,8 +73,8 @@ class DenseLayer(nn.Module):
             names=config.attention_names,
             join=Join(norm(config.norms.after_attention), config.residual_scale),
         )  # fmt: skip
-        mlp_norm = norm(config.norms.before_mlp)
-        mlp = None if feed_forward is None else feed_forward(index, mlp_norm)
+        mlp_norm, join = norm(config.norms.before_mlp), Join(norm(config.norms.after_mlp), config.residual_scale)
+        mlp = None if feed_forward is None else feed_forward(index, mlp_norm, join)
         self.mlp = mlp or (GatedMLP if config.gated else PlainMLP)(
             f"{prefix}.mlp",
             mlp_norm,
@@ -84,7 +85,7 @@ class DenseLayer(nn.Module):
             scheme=scheme,
             activation=config.activation,
             names=config.mlp_names,
-            join=Join(norm(config.norms.after_mlp), config.residual_scale),
+            join=join,
         )
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:

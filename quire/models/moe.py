@@ -14,6 +14,7 @@ from torch import nn
 
 from quire.kernels.table import Ops
 from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.join import Join
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
@@ -58,13 +59,14 @@ class MoEModel(DenseModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         scale = scale_by(config.residual_scale)
 
-        def feed_forward(index: int, norm: Norm | None) -> nn.Module | None:
+        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
             layer = f"model.layers.{index}"
+            names = config.names.below(layer)
             if config.as_granite:
-                return granite_mixture(layer, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
-            return MoE(config.names.below(layer), norm, config.shape, dtype=dtype, ops=ops, scheme=scheme)
+                return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
 
         super().__init__(
             config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,

@@ -15,7 +15,7 @@ from quire.layers.experts import ExpertNames, MoEShape
 from quire.models.dense_config import DenseConfig, LayerNames, read_common
 from quire.models.dense_families import read_dense
 from quire.models.fields import bound, check_layer_indices, check_layer_types, flag, number, whole
-from quire.models.granite_moe import EXPERT_NAMES
+from quire.models.granite_moe import EXPERT_NAMES, LATER_NAMES
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -95,11 +95,31 @@ def _granite(config: Fields) -> DenseConfig:
     return read_dense({**config, "model_type": "granite"})
 
 
+def _granite_swa(config: Fields) -> DenseConfig:
+    return read_dense({**config, "model_type": "granite_swa"})
+
+
+def _flex_olmo(config: Fields) -> DenseConfig:
+    """OLMo 2's attention and places of norms."""
+    return read_dense({"rope_theta": 500000.0, "rms_norm_eps": 1e-6, **config, "model_type": "olmo2"})
+
+
+def _normed_heads(config: Fields) -> DenseConfig:
+    return replace(read_common(config), qk_norm="head")
+
+
 def _minimax_m2(config: Fields) -> DenseConfig:
     fields = {"head_dim": 128, "rope_theta": 5e6, **config}
     if config.get("rotary_dim") is not None:  # how published files say it
         fields["partial_rotary_factor"] = whole(config, "rotary_dim") / whole(fields, "head_dim")
     return replace(read_common(fields), qk_norm="wide")
+
+
+def _sees_everything(config: Fields) -> Fields:
+    """Mellum's layers, unless it says otherwise; that of each kind has a rope of its own."""
+    if config.get("layer_types") is not None:
+        return config
+    return {**config, "layer_types": ["full_attention"] * whole(config, "num_hidden_layers")}
 
 
 def _in_others_words(config: Fields) -> Fields:
@@ -136,7 +156,7 @@ def _plain_shape(config: Fields) -> MoEShape:
 def _granite_shape(config: Fields) -> MoEShape:
     """Some have a block beside the experts; a width of 0 is none."""
     shape, key = _plain_shape(config), "shared_intermediate_size"
-    has_shared = config["model_type"] == "granitemoeshared" and config.get(key) not in (None, 0)
+    has_shared = config["model_type"] != "granitemoe" and config.get(key) not in (None, 0)
     return replace(shape, shared_width=whole(config, key)) if has_shared else shape
 
 
@@ -182,6 +202,19 @@ def _exaone_shape(config: Fields) -> MoEShape:
     return shared_beside_routed({"routed_scaling_factor": 2.5, **config, "n_shared_experts": shared})
 
 
+def _hy_shape(config: Fields) -> MoEShape:
+    check_unbiased(config)
+    scale = number(config, "router_scaling_factor", 2.826)
+    words = {"n_shared_experts": config.get("num_shared_experts", 1), "routed_scaling_factor": scale}
+    return shared_beside_routed({**config, **words, "norm_topk_prob": True})
+
+
+def check_unbiased(config: Fields) -> None:
+    if flag(config, "mlp_bias", False):
+        what = f"mlp_bias=True of {config['model_type']} is not supported: shared experts have no biases here."
+        raise QuireError("unsupported_model", what, "No published model has them.")
+
+
 def _routing(config: Fields) -> Routing:
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     key = next((key for key in keys if config.get(key) is not None), keys[0])
@@ -204,6 +237,14 @@ _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
 _ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
           "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_GRANITE_SWA = {**_GRANITE, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_FLEX_OLMO = {"num_experts": 7, "num_experts_per_tok": 5}
+_HY_V3 = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "first_k_dense_replace": 1,
+          "num_nextn_predict_layers": 1}  # fmt: skip
+_MELLUM = {
+    "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "norm_topk_prob": True,
+    "rope_parameters": {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 10000.0}},
+}  # fmt: skip
 _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 MOE = {
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
@@ -215,9 +256,18 @@ MOE = {
         _in_others_words,
     ),
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
+    "flex_olmo": MoEFamily(_flex_olmo, _olmoe_shape, _QWEN, _FLEX_OLMO),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
     "granitemoe": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "granitemoe_swa": MoEFamily(_granite_swa, _granite_shape, LATER_NAMES, _GRANITE_SWA, as_granite=True),
     "granitemoeshared": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "hy_v3": MoEFamily(
+        _normed_heads,
+        _hy_shape,
+        ExpertNames("mlp", router="router.gate", choice_bias="expert_bias", shared="shared_mlp"),
+        _HY_V3,
+    ),
+    "mellum": MoEFamily(_normed_heads, _qwen_shape, _QWEN, _MELLUM, _sees_everything),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
     "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),

@@ -138,6 +138,11 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("granite_swa", {"sliding_window": 0}), ("hyperclovax", {"logits_scaling": 0}),
     ("hyperclovax", {"use_post_norm": "yes"}), ("jais2", {"layer_norm_eps": "x"}),
     ("vaultgemma", {"query_pre_attn_scalar": -4}), ("vaultgemma", {"attn_logit_softcapping": 0}),
+    ("flex_olmo", {"num_experts_per_tok": 9}), ("flex_olmo", {"norm_topk_prob": 1}), ("hy_v3", {"mlp_bias": True}),
+    ("hy_v3", {"num_shared_experts": -1}), ("hy_v3", {"router_scaling_factor": "x"}),
+    ("hy_v3", {"mlp_layer_types": ["dense"]}), ("mellum", {"mlp_layer_types": ["thick"] * 3}),
+    ("mellum", {"sliding_window": -1}), ("granitemoe_swa", {"layer_rope_theta": [0]}),
+    ("granitemoe_swa", {"shared_intermediate_size": -8}),
     ("kimi_linear", {"num_experts_per_token": 9}), ("kimi_linear", {"linear_attn_config": {"head_dim": "wide"}}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:

@@ -12,11 +12,15 @@ from transformers import (
     Dots1Config,
     Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
+    FlexOlmoConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    HYV3Config,
+    MellumConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -46,6 +50,14 @@ GRANITE: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "em
                            "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2}  # fmt: skip
 KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
                         "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
+GRANITE_SWA: dict[str, Any] = {**TINY, **GRANITE, "num_hidden_layers": 4, "sliding_window": 9,
+                               "layer_rope_theta": [0, 100, 10000, 100]}  # fmt: skip
+MELLUM: dict[str, Any] = {**TINY, **QWEN, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 9,
+                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                          "mlp_layer_types": ["sparse", "sparse", "dense"]}  # fmt: skip
+SPEEDS = {"full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 32},
+          "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -96,5 +108,11 @@ FAMILIES = [
     Family("granitemoeshared", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE, shared_intermediate_size=40),
            draw_sharp, slow=True),
     Family("granitemoeshared alone", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE), draw_sharp, slow=True),
+    Family("granitemoe_swa", lambda: GraniteMoeSWAConfig(**GRANITE_SWA), draw_sharp),
+    Family("granitemoe_swa shared", lambda: GraniteMoeSWAConfig(**GRANITE_SWA, shared_intermediate_size=40),
+           draw_sharp, slow=True),
+    Family("flex_olmo", lambda: FlexOlmoConfig(**TINY, num_experts=8, num_experts_per_tok=3), draw_sharp),
+    Family("hy_v3", lambda: HYV3Config(**TINY, **QWEN, head_dim=32, num_shared_experts=2), draw_sharp),
+    Family("mellum", lambda: MellumConfig(**MELLUM, rope_parameters=SPEEDS), draw_sharp),
     Family("solar_open", lambda: SolarOpenConfig(**SOLAR, head_dim=16, attention_bias=True), draw_sharp),
 ]  # fmt: skip

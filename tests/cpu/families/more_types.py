@@ -77,12 +77,10 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "afmoe", "apertus", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
-    "cohere2_moe", "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flex_olmo",
-    "flint", "gemma3n_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
-    "gpt_neox_japanese", "gptj", "granitemoe_swa", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hy_v4", "jamba", "kolibri1", "laguna",
-    "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
-    "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
+    "cohere2_moe", "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flint", "gemma3n_text", "glm_moe_dsa",
+    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", "minicpm3",
+    "minimax", "minimax_m3_vl_text", "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
     "qwen4_exp_text", "xglm", "youtu", "zamba", "zamba2",
 )  # fmt: skip
 

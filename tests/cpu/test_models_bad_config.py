@@ -36,6 +36,8 @@ OWN_SIZES = {
     "glm4_moe_lite",
     "kimi_k2",
     "kimi_linear",
+    "minicpm3",
+    "youtu",
 }  # any number of heads makes a layer; the checkpoint's shapes must agree
 WITHOUT_HEADS = {"mamba2"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act", "activation_function",
@@ -143,6 +145,9 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("hy_v3", {"mlp_layer_types": ["dense"]}), ("mellum", {"mlp_layer_types": ["thick"] * 3}),
     ("mellum", {"sliding_window": -1}), ("granitemoe_swa", {"layer_rope_theta": [0]}),
     ("granitemoe_swa", {"shared_intermediate_size": -8}),
+    ("minicpm3", {"dim_model_base": 0}), ("minicpm3", {"scale_depth": "deep"}), ("minicpm3", {"v_head_dim": 0}),
+    ("minicpm3", {"q_lora_rank": None, "attention_bias": True}), ("minicpm3", {"mlp_bias": "no"}),
+    ("youtu", {"qk_rope_head_dim": 7}), ("youtu", {"kv_lora_rank": "x"}), ("youtu", {"rope_interleave": 2}),
     ("kimi_linear", {"num_experts_per_token": 9}), ("kimi_linear", {"linear_attn_config": {"head_dim": "wide"}}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:

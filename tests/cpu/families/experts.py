@@ -1,4 +1,5 @@
-"""Mixtures of experts: with ordinary attention, gpt-oss with its sinks, DeepSeek with its latents."""
+"""Mixtures of experts: with ordinary attention, gpt-oss with its sinks, DeepSeek with its latents. MiniCPM 3 and Youtu
+have the latents alone."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from transformers import (
     GraniteMoeSWAConfig,
     HYV3Config,
     MellumConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SolarOpenConfig,
+    YoutuConfig,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -58,6 +61,10 @@ MELLUM: dict[str, Any] = {**TINY, **QWEN, "num_hidden_layers": 3, "head_dim": 32
 SPEEDS = {"full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
                              "original_max_position_embeddings": 32},
           "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
+MINICPM: dict[str, Any] = {"q_lora_rank": 28, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 24}
+# transformers changes factors with the length of what it is given; beyond 2 tokens it is the long ones, always.
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 2,
+                        "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 9.0, 1.0, 3.0]}  # fmt: skip
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -100,6 +107,11 @@ FAMILIES = [
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
     Family("kimi_k2", lambda: KimiK2Config(**KIMI, rope_parameters=KIMI_YARN), draw_sharp, "DeepseekV3ForCausalLM"),
     Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("youtu", lambda: YoutuConfig(**LATENT, q_lora_rank=28, attention_bias=True, rope_parameters=YARN)),
+    Family("youtu straight", lambda: YoutuConfig(**LATENT, q_lora_rank=None, rope_interleave=False), slow=True),
+    Family("minicpm3", lambda: MiniCPM3Config(**LATENT, **MINICPM)),
+    Family("minicpm3 longrope", lambda: MiniCPM3Config(**LATENT, **MINICPM, mlp_bias=True, rope_parameters=LONG),
+           slow=True),
     Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,

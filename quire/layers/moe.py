@@ -18,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Part, Weight
+from quire.layers.weights import Part, Weight, scale_by, set_forms
 
 
 class SharedExpert(nn.Module):
@@ -29,6 +29,7 @@ class SharedExpert(nn.Module):
         inner, (gate_name, up_name, down_name) = shape.shared_width, names.of_shared()
         self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], dtype=dtype, scheme=scheme)
         self.down = Linear(inner, [(down_name, shape.width)], dtype=dtype, scheme=scheme)
+        set_forms(self.down, (scale_by(shape.shared_scale),))
         self.curve: Curve = "silu"
         self.ops = ops
         self.gate = None

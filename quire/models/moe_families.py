@@ -12,7 +12,8 @@ from typing import Any
 
 from quire.kernels.experts import Routing
 from quire.layers.experts import ExpertNames, MoEShape
-from quire.models.dense_config import DenseConfig, LayerNames, read_common
+from quire.layers.rope import RopeConfig
+from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common
 from quire.models.dense_families import read_dense
 from quire.models.fields import bound, check_layer_indices, check_layer_types, flag, number, whole
 from quire.models.granite_moe import EXPERT_NAMES, LATER_NAMES
@@ -115,6 +116,42 @@ def _minimax_m2(config: Fields) -> DenseConfig:
     return replace(read_common(fields), qk_norm="wide")
 
 
+def _cohere2_layers(config: Fields) -> Fields:
+    """Which layers see a window and which have experts, one by one: the first may be without, and by a rule of their
+    own."""
+    num_layers, first = whole(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
+    fields = dict(config)
+    if config.get("mlp_layer_types") is None:
+        sparse = sparse_layers(config, num_layers)
+        fields["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(num_layers)]
+    if config.get("layer_types") is None:
+        early, every = (
+            whole(config, "prefix_dense_sliding_window_pattern", 1),
+            whole(config, "sliding_window_pattern", 4),
+        )
+        places = [(i + 1) % early for i in range(first)] + [(i + 1) % every for i in range(num_layers - first)]
+        fields["layer_types"] = ["sliding_attention" if place else "full_attention" for place in places]
+    return fields
+
+
+def _cohere2_moe(config: Fields) -> DenseConfig:
+    """Layers without experts are of a width of their own; they turn even where they see everything, unless some of them
+    see a window by a pattern."""
+    inner = whole(config, "prefix_dense_intermediate_size", whole(config, "intermediate_size"))
+    dense = read_dense({"head_dim": 128, **config, "intermediate_size": inner, "model_type": "cohere2"})
+    if config.get("rms_norm_eps") is not None:
+        dense = replace(dense, norm=NormStyle(eps=number(config, "rms_norm_eps", 1e-6)))
+    if whole(config, "prefix_dense_sliding_window_pattern", 1) != 1:
+        return dense
+    rope, sparse = RopeConfig.from_hf(dict(config)), sparse_layers(config, dense.num_layers)
+    return replace(dense, ropes=tuple(each if i in sparse else rope for i, each in enumerate(dense.ropes)))
+
+
+def _aria(config: Fields) -> DenseConfig:
+    check_unbiased(config)
+    return read_common(config)
+
+
 def _sees_everything(config: Fields) -> Fields:
     """Mellum's layers, unless it says otherwise; that of each kind has a rope of its own."""
     if config.get("layer_types") is not None:
@@ -158,6 +195,34 @@ def _granite_shape(config: Fields) -> MoEShape:
     shape, key = _plain_shape(config), "shared_intermediate_size"
     has_shared = config["model_type"] != "granitemoe" and config.get(key) not in (None, 0)
     return replace(shape, shared_width=whole(config, key)) if has_shared else shape
+
+
+def _cohere2_shape(config: Fields) -> MoEShape:
+    """The shared experts' output is added to that of the others, or they are averaged."""
+    score = _one_of(config, "expert_selection_fn", ("softmax", "sigmoid"))
+    how = _one_of(config, "shared_expert_combination_strategy", ("average", "sum"))
+    shape, key = _plain_shape(config), "num_shared_experts"
+    num_shared = whole(config, key) if config.get(key) not in (None, 0) else 0
+    share = 0.5 if num_shared and how == "average" else 1.0
+    normalise = score == "softmax" or flag(config, "norm_topk_prob", True)
+    routing = replace(shape.routing, score=score, normalise=normalise, scale=share)
+    return replace(shape, routing=routing, shared_width=shape.inner_width * num_shared, shared_scale=share)
+
+
+def _one_of(config: Fields, key: str, known: tuple[str, ...]) -> Any:
+    """The first is what is meant where config.json does not say it."""
+    value = known[0] if config.get(key) is None else config[key]
+    if value not in known:
+        what = f"{key}={value!r} of {config['model_type']} is not supported."
+        raise QuireError("unsupported_model", what, f"Supported are {' and '.join(known)}.")
+    return value
+
+
+def _aria_shape(config: Fields) -> MoEShape:
+    routing = Routing(whole(config, "moe_num_experts", 8), whole(config, "moe_topk", 2))
+    inner = whole(config, "intermediate_size")
+    shared = inner * whole(config, "moe_num_shared_experts", 2)
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared)
 
 
 def _minimax_shape(config: Fields) -> MoEShape:
@@ -238,6 +303,7 @@ _ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_l
           "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _GRANITE_SWA = {**_GRANITE, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_COHERE2 = {"num_experts": 8, "num_experts_per_tok": 2}
 _FLEX_OLMO = {"num_experts": 7, "num_experts_per_tok": 5}
 _HY_V3 = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "first_k_dense_replace": 1,
           "num_nextn_predict_layers": 1}  # fmt: skip
@@ -246,7 +312,11 @@ _MELLUM = {
     "rope_parameters": {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 10000.0}},
 }  # fmt: skip
 _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+_ARIA = ExpertNames("mlp", router="router", two=("experts.fc1.weight", "experts.fc2.weight"), in_columns=True,
+                    shared="shared_experts")  # fmt: skip
 MOE = {
+    "aria_text": MoEFamily(_aria, _aria_shape, _ARIA),
+    "cohere2_moe": MoEFamily(_cohere2_moe, _cohere2_shape, _DEEPSEEK, _COHERE2, _cohere2_layers),
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
     "ernie4_5_moe": MoEFamily(
         _ernie_moe,

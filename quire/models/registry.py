@@ -56,6 +56,8 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "vaultgemma": _DENSE,
     "deepseek_v2": "quire.models.deepseek:DeepSeekModel",
     "deepseek_v3": "quire.models.deepseek:DeepSeekModel",
+    "aria_text": _MOE,
+    "cohere2_moe": _MOE,
     "dots1": _MOE,
     "ernie4_5_moe": _MOE,
     "exaone_moe": _MOE,

@@ -51,10 +51,10 @@ checkpoints that are already quantized, but for GGUF files and what is decoded w
 FP8 with scales for blocks or whole matrices (`quant_method` fp8: DeepSeek V3, Kimi K2, MiniMax M2, what Qwen and
 Mistral publish so), whose activations are not rounded here.
 
-Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
-what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the
-model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's own code, and not
-by `time_step_min`.
+Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini, MiniCPM 3) has one set of factors for all
+sequences, or what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the
+positions the model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's
+own code, and not by `time_step_min`.
 """
 OWN = "\n## Families with a file of their own\n\n"
 OTHER = """

@@ -109,6 +109,7 @@ class AttentionNames:
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other
     out: str = "o_proj"
+    gate: str | None = None  # what makes a gate for every element of what the heads see; None: there is none
 
 
 class Attention(nn.Module):
@@ -128,13 +129,16 @@ class Attention(nn.Module):
         q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
-        self.qkv = Linear(shape.width, sources, bias=qkv_bias, dtype=dtype, scheme=scheme)
+        gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
+        self.num_gates = sum(count for _, count in gates)  # for one token; they stand before its queries
+        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, dtype=dtype, scheme=scheme)
         if shape.order is not None:
             # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
             # undo rope's scale instead.
             order = shape.order if qk_norm is None else replace(shape.order, angle_scale=1.0)
             merged = replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
-            set_forms(self.qkv, (order, order, None) if len(rows) == 3 else (merged,))
+            forms = (order, order, None) if len(rows) == 3 else (merged,)
+            set_forms(self.qkv, (*(None for _ in gates), *forms))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
@@ -156,7 +160,9 @@ class Attention(nn.Module):
             (heads.q_weight, heads.k_weight, heads.eps) if heads is not None else (None, None, 0.0)
         )
         x, norm = fuse_norm(self.norm, stream)
-        qkv = self.qkv(x, norm=norm)
+        qkv, gate = self.qkv(x, norm=norm), None
+        if self.num_gates:
+            gate, qkv = qkv.tensor_split((self.num_gates,), dim=1)
         if self.qkv_norm is not None:
             qkv = self.qkv_norm(qkv)
         if self.shape.clip is not None:
@@ -169,4 +175,9 @@ class Attention(nn.Module):
         q = plan.pick(q)
         if not len(q):
             return q
-        return self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)
+        seen = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)
+        return seen if gate is None else self.ops.elementwise(gated, seen, plan.pick(gate))
+
+
+def gated(seen: Tensor, gate: Tensor) -> Tensor:
+    return seen * gate.sigmoid()

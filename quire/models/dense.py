@@ -106,7 +106,8 @@ class DenseModel(nn.Module):
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        gates = 0 if config.attention_names.gate is None else config.num_heads
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads + gates) * config.head_dim
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
@@ -137,7 +138,7 @@ class DenseModel(nn.Module):
 
         if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
             return False
-        if config.sharpening is not None:
+        if config.sharpening is not None or config.attention_names.gate is not None:
             return False
         return config.num_heads // config.num_kv_heads <= MAX_GROUP
 

@@ -6,11 +6,13 @@ builds from that. Mixtures with attention of another kind ask `shared_beside_rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.kernels.experts import Routing
+from quire.layers.attention import AttentionNames
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common
@@ -92,6 +94,21 @@ def _exaone_moe(config: Fields) -> DenseConfig:
     return replace(read_dense({**config, "model_type": "exaone4"}), norms=LayerNames())
 
 
+def _afmoe(config: Fields) -> DenseConfig:
+    """EXAONE 4's windows, with norms around both blocks; what heads see is gated."""
+    if flag(config, "attention_bias", False):
+        what = "attention_bias=True of afmoe is not supported: its gates, which lie beside queries, have none."
+        raise QuireError("unsupported_model", what, "No published model has them.")
+    every = whole(config, "global_attn_every_n_layers", 4)
+    dense = read_dense({**config, "sliding_window_pattern": every, "model_type": "exaone4"})
+    return replace(
+        dense,
+        norms=LayerNames("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        attention_names=AttentionNames(gate="gate_proj"),
+        embedding_scale=math.sqrt(dense.width) if flag(config, "mup_enabled", False) else 1.0,
+    )
+
+
 def _granite(config: Fields) -> DenseConfig:
     return read_dense({**config, "model_type": "granite"})
 
@@ -150,6 +167,10 @@ def _cohere2_moe(config: Fields) -> DenseConfig:
 def _aria(config: Fields) -> DenseConfig:
     check_unbiased(config)
     return read_common(config)
+
+
+def _afmoe_layers(config: Fields) -> Fields:
+    return {**config, "first_k_dense_replace": config.get("num_dense_layers")}
 
 
 def _sees_everything(config: Fields) -> Fields:
@@ -267,6 +288,13 @@ def _exaone_shape(config: Fields) -> MoEShape:
     return shared_beside_routed({"routed_scaling_factor": 2.5, **config, "n_shared_experts": shared})
 
 
+def _afmoe_shape(config: Fields) -> MoEShape:
+    _one_of(config, "score_func", ("sigmoid",))
+    scale = number(config, "route_scale", 1.0)
+    words = {"n_shared_experts": config.get("num_shared_experts", 2), "routed_scaling_factor": scale}
+    return shared_beside_routed({**config, **words, "norm_topk_prob": True})
+
+
 def _hy_shape(config: Fields) -> MoEShape:
     check_unbiased(config)
     scale = number(config, "router_scaling_factor", 2.826)
@@ -303,6 +331,7 @@ _ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_l
           "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _GRANITE_SWA = {**_GRANITE, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_AFMOE = {"head_dim": 128, "sliding_window": 1024, "num_dense_layers": 1, "num_experts": 64, "num_experts_per_tok": 6}
 _COHERE2 = {"num_experts": 8, "num_experts_per_tok": 2}
 _FLEX_OLMO = {"num_experts": 7, "num_experts_per_tok": 5}
 _HY_V3 = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "first_k_dense_replace": 1,
@@ -315,6 +344,13 @@ _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_la
 _ARIA = ExpertNames("mlp", router="router", two=("experts.fc1.weight", "experts.fc2.weight"), in_columns=True,
                     shared="shared_experts")  # fmt: skip
 MOE = {
+    "afmoe": MoEFamily(
+        _afmoe,
+        _afmoe_shape,
+        ExpertNames("mlp", router="router.gate", choice_bias="expert_bias", shared="shared_experts"),
+        _AFMOE,
+        _afmoe_layers,
+    ),
     "aria_text": MoEFamily(_aria, _aria_shape, _ARIA),
     "cohere2_moe": MoEFamily(_cohere2_moe, _cohere2_shape, _DEEPSEEK, _COHERE2, _cohere2_layers),
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),

@@ -56,6 +56,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "vaultgemma": _DENSE,
     "deepseek_v2": "quire.models.deepseek:DeepSeekModel",
     "deepseek_v3": "quire.models.deepseek:DeepSeekModel",
+    "afmoe": _MOE,
     "aria_text": _MOE,
     "cohere2_moe": _MOE,
     "dots1": _MOE,

@@ -148,7 +148,8 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("minicpm3", {"dim_model_base": 0}), ("minicpm3", {"scale_depth": "deep"}), ("minicpm3", {"v_head_dim": 0}),
     ("minicpm3", {"q_lora_rank": None, "attention_bias": True}), ("minicpm3", {"mlp_bias": "no"}),
     ("youtu", {"qk_rope_head_dim": 7}), ("youtu", {"kv_lora_rank": "x"}), ("youtu", {"rope_interleave": 2}),
-    ("aria_text", {"mlp_bias": True}), ("aria_text", {"moe_topk": 7}), ("aria_text", {"moe_num_shared_experts": 0}),
+    ("afmoe", {"num_dense_layers": 4}), ("afmoe", {"route_scale": "x"}), ("afmoe", {"global_attn_every_n_layers": 0}),
+    ("afmoe", {"mup_enabled": 1}), ("aria_text", {"moe_topk": 7}), ("aria_text", {"moe_num_shared_experts": 0}),
     ("cohere2_moe", {"num_shared_experts": -1}), ("cohere2_moe", {"rms_norm_eps": "x"}),
     ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 0}),
     ("cohere2_moe", {"layer_types": None, "first_k_dense_replace": 9}),
@@ -163,7 +164,8 @@ def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) ->
     *((kind, {"use_bidirectional_attention": True}) for kind in ("gemma", "gemma2", "gemma3_text")),
     ("gemma4_text", {"use_bidirectional_attention": "all"}),
     ("cohere2_moe", {"expert_selection_fn": "argmax"}), ("cohere2_moe", {"shared_expert_combination_strategy": "max"}),
-    ("aria_text", {"mlp_bias": True}), ("hy_v3", {"mlp_bias": True}),
+    ("aria_text", {"mlp_bias": True}), ("hy_v3", {"mlp_bias": True}), ("afmoe", {"attention_bias": True}),
+    ("afmoe", {"score_func": "softmax"}),
 ], ids=str)  # fmt: skip
 def test_variants_that_are_not_built_are_refused_by_name(kind: str, changes: Fields) -> None:
     """As docs/models.md says."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
     AriaConfig,
     AriaTextConfig,
     DeepseekV2Config,
@@ -55,6 +56,8 @@ GRANITE: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "em
                            "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2}  # fmt: skip
 KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
                         "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
+AFMOE: dict[str, Any] = {**TINY, **QWEN, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 9,
+                         "global_attn_every_n_layers": 2, "route_scale": 1.7, "num_shared_experts": 1}  # fmt: skip
 ARIA: dict[str, Any] = {**TINY, "moe_num_experts": 6, "moe_topk": 3, "model_type": "aria_text"}
 EYES = {"model_type": "idefics3_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -112,6 +115,7 @@ FAMILIES = [
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
     Family("kimi_k2", lambda: KimiK2Config(**KIMI, rope_parameters=KIMI_YARN), draw_sharp, "DeepseekV3ForCausalLM"),
     Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("afmoe", lambda: AfmoeConfig(**AFMOE, mup_enabled=True), draw_sharp),
     Family("aria_text", lambda: AriaTextConfig(**ARIA, attention_bias=True), draw_sharp),
     Family("aria of text and images", lambda: AriaConfig(text_config=ARIA, vision_config=EYES), draw_sharp,
            "AriaForConditionalGeneration", slow=True),

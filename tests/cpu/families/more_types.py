@@ -27,7 +27,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LEFT_OUT = object()
 SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
-    "afmoe": {"num_dense_layers": 1},
     "codegen": {"rotary_dim": 8},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 3.0},
@@ -76,7 +75,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     },
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
-    "afmoe", "apertus", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
+    "apertus", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
     "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flint", "gemma3n_text", "glm_moe_dsa",
     "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", 

@@ -17,10 +17,10 @@ from quire.kernels.table import Ops
 from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, WideQKNorm, fuse_norm
-from quire.layers.partial import HeadOrder
+from quire.layers.partial import ByHead, HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
-from quire.layers.weights import Weight, set_forms
+from quire.layers.weights import Form, Weight, set_forms
 from quire.types import CacheSpec
 
 
@@ -107,8 +107,10 @@ class AttentionShape:
 class AttentionNames:
     """What a checkpoint calls a layer's projections."""
 
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other,
     out: str = "o_proj"
+    block: str = "self_attn"  # that all of them are in
+    by_head: bool = False  # of which the one has them key head by key head: its queries, its key, its value
     gate: str | None = None  # what makes a gate for every element of what the heads see; None: there is none
 
 
@@ -132,13 +134,7 @@ class Attention(nn.Module):
         gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
         self.num_gates = sum(count for _, count in gates)  # for one token; they stand before its queries
         self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, dtype=dtype, scheme=scheme)
-        if shape.order is not None:
-            # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
-            # undo rope's scale instead.
-            order = shape.order if qk_norm is None else replace(shape.order, angle_scale=1.0)
-            merged = replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
-            forms = (order, order, None) if len(rows) == 3 else (merged,)
-            set_forms(self.qkv, (*(None for _ in gates), *forms))
+        set_forms(self.qkv, (*(None for _ in gates), *_qkv_forms(names, shape, is_normed=qk_norm is not None)))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
@@ -177,6 +173,18 @@ class Attention(nn.Module):
             return q
         seen = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)
         return seen if gate is None else self.ops.elementwise(gated, seen, plan.pick(gate))
+
+
+def _qkv_forms(names: AttentionNames, shape: AttentionShape, is_normed: bool) -> tuple[Form | None, ...]:
+    order = shape.order
+    if order is not None and is_normed:
+        # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
+        # undo rope's scale instead.
+        order = replace(order, angle_scale=1.0)
+    if len(names.qkv) == 3:
+        return order, order, None
+    merged = None if order is None else replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
+    return (ByHead(shape.num_kv_heads, shape.head_dim, merged) if names.by_head else merged,)
 
 
 def gated(seen: Tensor, gate: Tensor) -> Tensor:

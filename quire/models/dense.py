@@ -38,8 +38,6 @@ from quire.types import CacheSpec
 if TYPE_CHECKING:
     from quire.kernels.native.stack import Stack
 
-EMBEDDING = "model.embed_tokens"
-
 # What a family puts in place of a layer's feed-forward block, given its index, its norm and how its output comes to the
 # stream; None: the block as it is. It is called like the block.
 FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
@@ -49,7 +47,8 @@ class DenseLayer(nn.Module):
     def __init__(self, index: int, cache_index: int, config: DenseConfig, dtype: torch.dtype, ops: Ops,
                  scheme: Scheme, feed_forward: FeedForward | None):  # fmt: skip
         super().__init__()
-        prefix = f"model.layers.{index}"
+        prefix = f"{config.names.layers}.{index}"
+        attention = f"{prefix}.{config.attention_names.block}"
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else make_norm(f"{prefix}.{name}", config, dtype, ops)
@@ -57,7 +56,7 @@ class DenseLayer(nn.Module):
         order = _head_order(config, config.ropes[index])
         self.parallel = config.parallel
         self.attention = Attention(
-            f"{prefix}.self_attn",
+            attention,
             norm(config.norms.before_attention),
             AttentionShape(
                 config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
@@ -66,7 +65,7 @@ class DenseLayer(nn.Module):
             cache_index,
             qkv_bias=config.qkv_bias,
             out_bias=config.out_bias,
-            qk_norm=_qk_norm(f"{prefix}.self_attn", config, order, dtype, ops),
+            qk_norm=_qk_norm(attention, config, order, dtype, ops),
             dtype=dtype,
             ops=ops,
             scheme=scheme,
@@ -111,16 +110,17 @@ class DenseModel(nn.Module):
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype, config.embedding_scale, scheme)
+        names, vocab_size, width = config.names, config.vocab_size, config.width
+        self.embedding = Embedding(names.embedding, vocab_size, width, dtype, config.embedding_scale, scheme)
         self.layers = nn.ModuleList(
             DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
             for index in range(config.num_layers)
         )
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
-        self.norm = make_norm(config.final_norm, config, dtype, ops)
+        self.norm = make_norm(names.final_norm, config, dtype, ops)
         self.head = Head(
-            EMBEDDING if config.tied else "lm_head", config.vocab_size, config.width, dtype, scheme,
-            bias=config.head_bias, scale=config.logit_scale, softcap=config.logit_softcap,
+            names.embedding if config.tied else names.head, vocab_size, width, dtype, scheme, bias=config.head_bias,
+            scale=config.logit_scale, softcap=config.logit_softcap,
         )  # fmt: skip
         kinds = list(dict.fromkeys(config.ropes))
         still = config.head_dim - config.rope_dim

@@ -15,7 +15,16 @@ from quire.layers.attention import AttentionNames, Sharpening
 from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
-from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
+from quire.models.dense_config import (
+    ONE_NORM,
+    DenseConfig,
+    LayerNames,
+    NormStyle,
+    layer_norm,
+    read_common,
+    window_size,
+)
+from quire.models.dense_gpt import gpt_neox, in_others_words, persimmon, phi
 from quire.models.fields import above_zero, bound, check_causal, flag, number, whole
 from quire.types import QuireError
 
@@ -27,19 +36,19 @@ FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
 SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                       "post_feedforward_layernorm")  # fmt: skip
 AFTER_ONLY = LayerNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFamily:
     change: Callable[[Fields, DenseConfig], DenseConfig] = lambda config, dense: dense
     defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
+    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
 
 
 def read_dense(config: Fields) -> DenseConfig:
     """From the fields of a config.json, whose `model_type` is one of `DENSE`."""
     family = DENSE[config["model_type"]]
-    config = {**family.defaults, **config}
+    config = family.renamed({**family.defaults, **config})
     return family.change(config, read_common(config))
 
 
@@ -173,16 +182,6 @@ def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(_mistral(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
 
 
-def _phi(config: Fields, dense: DenseConfig) -> DenseConfig:
-    heads = HeadNorms("q_layernorm", "k_layernorm", "shared", bias=True)
-    return replace(
-        _layer_norm(config, dense), norms=ONE_NORM, parallel=True, gated=False, qkv_bias=True, out_bias=True,
-        mlp_bias=True, head_bias=True, attention_names=AttentionNames(out="dense"),
-        mlp_names=MLPNames(up=("fc1",), down="fc2"), final_norm="model.final_layernorm",
-        head_norms=heads if flag(config, "qk_layernorm", False) else None,
-    )  # fmt: skip
-
-
 def _olmo(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, norm=NormStyle("layer", 1e-5, weight=False), clip=bound(config, "clip_qkv"))
 
@@ -238,7 +237,7 @@ def _hyperclovax(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _layer_norm(config, dense)
+    dense = layer_norm(config, dense)
     return replace(
         dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
         head_norms=HeadNorms() if flag(config, "use_qk_norm", False) else None,
@@ -255,7 +254,7 @@ def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
     has_bias = flag(config, "use_bias", True)
     return replace(
-        _mistral(config, _layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
+        _mistral(config, layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
         out_bias=has_bias, mlp_bias=has_bias, mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
     )  # fmt: skip
 
@@ -264,14 +263,14 @@ def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
     parallel = flag(config, "use_parallel_residual", False)
     heads = HeadNorms("q_layernorm", "k_layernorm", "apart")
     return replace(
-        _layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
+        layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
         norms=ONE_NORM if parallel else dense.norms,
         head_norms=heads if flag(config, "qk_layernorm", False) else None,
     )  # fmt: skip
 
 
 def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _layer_norm(config, dense, "norm_eps")
+    dense = layer_norm(config, dense, "norm_eps")
     norm = replace(dense.norm, offset=number(config, "norm_offset", 1.0))
     return replace(dense, norm=norm, gated=False, mlp_names=MLPNames(up=("up_proj",)))
 
@@ -281,7 +280,7 @@ def _arcee(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _jais2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _arcee(config, _layer_norm(config, dense))
+    return _arcee(config, layer_norm(config, dense))
 
 
 def _glm(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -316,11 +315,6 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
-    return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
-
 
 _MINISTRAL3 = {
     "rope_type": "yarn",
@@ -367,6 +361,9 @@ DENSE: dict[str, DenseFamily] = {
     "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, **_GEMMA3}),
     "glm": DenseFamily(_glm, _GLM),
     "glm4": DenseFamily(_glm4, _GLM),
+    "gpt_neox": DenseFamily(
+        gpt_neox, {"hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25}, in_others_words
+    ),
     "granite": DenseFamily(_granite),
     "granite_swa": DenseFamily(
         _granite_swa,
@@ -383,7 +380,8 @@ DENSE: dict[str, DenseFamily] = {
     "olmo": DenseFamily(_olmo),
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),
     "olmo3": DenseFamily(_olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
-    "phi": DenseFamily(_phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "persimmon": DenseFamily(persimmon, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}, in_others_words),
+    "phi": DenseFamily(phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": DenseFamily(
         _phi3,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},

@@ -62,7 +62,7 @@ class MoEModel(DenseModel):
         def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
-            layer = f"model.layers.{index}"
+            layer = f"{config.dense.names.layers}.{index}"
             names = config.names.below(layer)
             if config.as_granite:
                 return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)

@@ -102,7 +102,7 @@ def test_sizes_that_make_no_model_are_named(kind: str, changes: Fields) -> None:
     text = text_fields(config)
     if heads is not None and (kind in OWN_SIZES | WITHOUT_HEADS or (heads not in text and "n_head" not in text)):
         pytest.skip("it has no such field")
-    if kind in ("gpt2", "gpt_neox", "opt", "bloom", "gptj") and "num_key_value_heads" in changes:
+    if kind in ("gpt2", "gpt_neox", "opt", "persimmon", "bloom", "gptj") and "num_key_value_heads" in changes:
         pytest.skip("all heads have keys and values of their own")
     refuse_fields = {**text, **changes}
     said = refuse({**config, "text_config": refuse_fields} if text is not config else refuse_fields)
@@ -154,6 +154,9 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 0}),
     ("cohere2_moe", {"layer_types": None, "first_k_dense_replace": 9}),
     ("cohere2_moe", {"mlp_layer_types": None, "first_k_dense_replace": "one"}),
+    ("gpt_neox", {"rotary_pct": 3.0, "rope_parameters": None}), ("gpt_neox", {"use_parallel_residual": "yes"}),
+    ("gpt_neox", {"rotary_emb_base": -1, "rope_parameters": None}), ("gpt_neox", {"layer_norm_eps": "x"}),
+    ("persimmon", {"qk_layernorm": 1}), ("persimmon", {"partial_rotary_factor": 0.2, "rope_parameters": None}),
     ("kimi_linear", {"num_experts_per_token": 9}), ("kimi_linear", {"linear_attn_config": {"head_dim": "wide"}}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:

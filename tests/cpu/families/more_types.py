@@ -77,9 +77,9 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "apertus", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
     "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flint", "gemma3n_text", "glm_moe_dsa",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "hunyuan_v1_dense",
+    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", 
-    "minimax", "minimax_m3_vl_text", "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
+    "minimax", "minimax_m3_vl_text", "modernbert-decoder", "mpt", "nanochat", "opt", "phimoe",
     "qwen4_exp_text", "xglm", "zamba", "zamba2",
 )  # fmt: skip
 

@@ -25,12 +25,19 @@ from quire.models.dense_config import (
     window_size,
 )
 from quire.models.dense_gpt import gpt_neox, in_others_words, persimmon, phi
+from quire.models.dense_windows import (
+    KINDS,
+    NO_ROPE,
+    all_windowed,
+    but_every,
+    but_first_of_four,
+    turned_where_windowed,
+    upper_windowed,
+)
 from quire.models.fields import above_zero, bound, check_causal, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
-NO_ROPE = RopeConfig(kind="none")
-KINDS = ("full_attention", "sliding_attention")
 FUSED_QKV = AttentionNames(qkv=("qkv_proj",))
 FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
 SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -53,19 +60,12 @@ def read_dense(config: Fields) -> DenseConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Windows and rope, layer by layer
-
-
-def _mistral(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """A window in every layer, unless `layer_types` says otherwise."""
-    if config.get("layer_types") is not None:
-        return dense
-    return replace(dense, windows=(window_size(config),) * dense.num_layers)
+# Layers of several kinds
 
 
 def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Its queries grow beyond the positions it was first trained with; where no sequence gets there, it is Mistral."""
-    dense = _mistral(config, dense)
+    dense = all_windowed(config, dense)
     by = number(config.get("rope_parameters") or {}, "llama_4_scaling_beta", 0.0)
     first_len = dense.ropes[0].original_len
     if not by or (config.get("served_len") or dense.max_positions) <= first_len:
@@ -73,55 +73,18 @@ def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, sharpening=Sharpening(by, first_len))
 
 
-def _upper_windows(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Windows only where they are switched on, and then in the upper layers."""
-    if not flag(config, "use_sliding_window", False):
-        return replace(dense, windows=(None,) * dense.num_layers)
-    if config.get("layer_types") is not None:
-        return dense
-    window, first = window_size(config), config.get("max_window_layers", 28)
-    return replace(dense, windows=tuple(window if index >= first else None for index in range(dense.num_layers)))
-
-
-def _pattern(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but each `every`-th, and its kind's rope."""
-    if config.get("layer_types") is not None:
-        return dense
-    window = window_size(config)
-    windows = tuple(window if (i + 1) % every else None for i in range(dense.num_layers))
-    given = config.get("rope_parameters") or {}
-    if not set(given) & set(KINDS):
-        return replace(dense, windows=windows)
-    full, local = (RopeConfig.from_hf({**config, "rope_parameters": given.get(kind) or {}}) for kind in KINDS)
-    return replace(dense, windows=windows, ropes=tuple(full if w is None else local for w in windows))
-
-
-def _first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but the first of each four."""
-    if config.get("layer_types") is not None:
-        return dense
-    window = window_size(config)
-    return replace(dense, windows=tuple(window if index % 4 else None for index in range(dense.num_layers)))
-
-
 def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
-    return _first_of_four(config, dense)
-
-
-def _windowed_rope_only(dense: DenseConfig) -> DenseConfig:
-    """Layers that see everything do not turn."""
-    pairs = zip(dense.ropes, dense.windows, strict=True)
-    return replace(dense, ropes=tuple(NO_ROPE if window is None else rope for rope, window in pairs))
+    return but_first_of_four(config, dense)
 
 
 def _qwen2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_upper_windows(config, dense), qkv_bias=True, out_bias=False)
+    return replace(upper_windowed(config, dense), qkv_bias=True, out_bias=False)
 
 
 def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_upper_windows(config, dense), qk_norm="head")
+    return replace(upper_windowed(config, dense), qk_norm="head")
 
 
 def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -150,7 +113,7 @@ def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _gemma_norms(config, _pattern(config, dense, every=2))
+    return _gemma_norms(config, but_every(config, dense, every=2))
 
 
 def _vaultgemma(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -169,7 +132,7 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _pattern(config, dense, every=config.get("sliding_window_pattern") or 6)
+    dense = but_every(config, dense, every=config.get("sliding_window_pattern") or 6)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -179,7 +142,7 @@ def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_mistral(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
+    return replace(all_windowed(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
 
 
 def _olmo(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -191,7 +154,7 @@ def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _pattern(config, dense, every=4)
+    dense = but_every(config, dense, every=4)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=dense.ropes[0].theta)  # only layers that see everything are stretched
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -211,7 +174,7 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Sinks, windows, and in every layer a rope of another speed, or none at all."""
-    dense = replace(_granite(config, _first_of_four(config, dense)), sinks=True)
+    dense = replace(_granite(config, but_first_of_four(config, dense)), sinks=True)
     speeds, key = config.get("layer_rope_theta"), "layer_rope_theta"
     if speeds is None:
         return dense
@@ -246,15 +209,15 @@ def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _windowed_rope_only(
-        _cohere(config, _pattern(config, dense, every=config.get("sliding_window_pattern") or 4))
+    return turned_where_windowed(
+        _cohere(config, but_every(config, dense, every=config.get("sliding_window_pattern") or 4))
     )
 
 
 def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
     has_bias = flag(config, "use_bias", True)
     return replace(
-        _mistral(config, layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
+        all_windowed(config, layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
         out_bias=has_bias, mlp_bias=has_bias, mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
     )  # fmt: skip
 
@@ -310,7 +273,7 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
     if window is not None:
         every = config.get("sliding_window_pattern") or 4
         every = len(every) if isinstance(every, str) else every  # LLLG is 4
-        dense = _windowed_rope_only(_pattern(config, dense, every))
+        dense = turned_where_windowed(but_every(config, dense, every))
     return replace(dense, norms=AFTER_ONLY, qk_norm="head", qkv_bias=False, out_bias=False)
 
 
@@ -373,9 +336,9 @@ DENSE: dict[str, DenseFamily] = {
     "hyperclovax": DenseFamily(_hyperclovax),
     "jais2": DenseFamily(_jais2, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": DenseFamily(),
-    "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "ministral": DenseFamily(all_windowed, {"sliding_window": 4096}),
     "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3}),
-    "mistral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "mistral": DenseFamily(all_windowed, {"sliding_window": 4096}),
     "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "olmo": DenseFamily(_olmo),
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),

@@ -16,7 +16,7 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.join import Join
 from quire.layers.linear import Linear
-from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, WideQKNorm, fuse_norm
+from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, TurnedQKNorm, WideQKNorm, fuse_norm
 from quire.layers.partial import ByHead, HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
@@ -109,6 +109,7 @@ class AttentionNames:
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other,
     out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of query heads and of key heads, where such are normed
     block: str = "self_attn"  # that all of them are in
     by_head: bool = False  # of which the one has them key head by key head: its queries, its key, its value
     gate: str | None = None  # what makes a gate for every element of what the heads see; None: there is none
@@ -166,6 +167,8 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
+        if isinstance(heads, TurnedQKNorm):
+            q = heads.weigh(q)
         if plan.sharpness is not None:
             q = q.flatten(1).mul_(plan.sharpness).view_as(q)
         q = plan.pick(q)

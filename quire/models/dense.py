@@ -25,7 +25,7 @@ from quire.layers.attention import (
 from quire.layers.embedding import Embedding, Head
 from quire.layers.join import Join
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, WideQKNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, TurnedQKNorm, WideQKNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
@@ -138,7 +138,7 @@ class DenseModel(nn.Module):
 
         if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
             return False
-        if config.sharpening is not None or config.attention_names.gate is not None:
+        if config.sharpening is not None or config.attention_names.gate is not None or config.qk_norm == "turned":
             return False
         return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
@@ -216,13 +216,15 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
 
 def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype,
              ops: Ops) -> QKNorm | HeadLayerNorm | WideQKNorm | None:  # fmt: skip
-    style = config.norm
+    style, names = config.norm, config.attention_names.head_norms
     if config.head_norms is not None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, dtype, order)
     match config.qk_norm:
         case "head":
-            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order)
+            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order, names=names)
+        case "turned":
+            return TurnedQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
             return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)

@@ -70,7 +70,7 @@ class DenseConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    qk_norm: str = "none"  # head: each head on its own; wide: all heads together
+    qk_norm: str = "none"  # head: each head on its own; turned: that behind rope; wide: all heads together
     head_norms: HeadNorms | None = None  # instead of that, heads with their means taken off, by weights of their own
     rope_interleaved: bool = False  # the checkpoint turns neighbours, not halves, against each other
     parallel: bool = False  # attention and feed-forward block both read the layer's input

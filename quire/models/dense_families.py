@@ -255,6 +255,18 @@ def _glm4(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(_glm(config, dense), norms=norms)
 
 
+def _hunyuan(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Heads are normed behind rope, so that nothing is left of what rope may scale them by. A rope that calls itself
+    dynamic and has an alpha is a slower one, at any length."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = replace(dense.ropes[0], attention_factor=1.0)
+    if rope.kind == "dynamic" and given.get("alpha"):
+        slower = above_zero(given, "alpha", 1.0) ** (dense.head_dim / (dense.head_dim - 2))
+        rope = replace(rope, theta=rope.theta * slower)
+    names = AttentionNames(head_norms=("query_layernorm", "key_layernorm"))
+    return replace(dense, ropes=(rope,) * dense.num_layers, qk_norm="turned", mlp_bias=False, attention_names=names)
+
+
 def _ernie(config: Fields, dense: DenseConfig) -> DenseConfig:
     has_bias = flag(config, "use_bias", False)
     return replace(dense, rope_interleaved=True, qkv_bias=has_bias, out_bias=has_bias, mlp_bias=has_bias)
@@ -333,6 +345,7 @@ DENSE: dict[str, DenseFamily] = {
         {"sliding_window": 128, "rms_norm_eps": 1e-5, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
+    "hunyuan_v1_dense": DenseFamily(_hunyuan, {"rms_norm_eps": 1e-5}),
     "hyperclovax": DenseFamily(_hyperclovax),
     "jais2": DenseFamily(_jais2, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": DenseFamily(),

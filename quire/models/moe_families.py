@@ -51,6 +51,11 @@ def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
 # Families
 
 
+def _as(model_type: str) -> Callable[[Fields], DenseConfig]:
+    """All but the experts as a dense family has it."""
+    return lambda config: read_dense({**config, "model_type": model_type})
+
+
 def _mixtral(config: Fields) -> DenseConfig:
     return read_dense(
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **config, "model_type": "mistral"}
@@ -64,8 +69,7 @@ def _qwen2(config: Fields) -> DenseConfig:
     return read_dense(fields)
 
 
-def _qwen3(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "qwen3"})
+_qwen3 = _as("qwen3")
 
 
 def _olmoe(config: Fields) -> DenseConfig:
@@ -107,14 +111,6 @@ def _afmoe(config: Fields) -> DenseConfig:
         attention_names=AttentionNames(gate="gate_proj"),
         embedding_scale=math.sqrt(dense.width) if flag(config, "mup_enabled", False) else 1.0,
     )
-
-
-def _granite(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "granite"})
-
-
-def _granite_swa(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "granite_swa"})
 
 
 def _flex_olmo(config: Fields) -> DenseConfig:
@@ -193,10 +189,6 @@ def _in_others_words(config: Fields) -> Fields:
     kinds = ["sparse" if layer in sparse and (layer + 1) % every == 0 else "dense" for layer in range(num_layers)]
     counts = {"num_experts": config.get("moe_num_experts"), "num_experts_per_tok": config.get("moe_k")}
     return {**config, "mlp_layer_types": kinds, **{key: value for key, value in counts.items() if value is not None}}
-
-
-def _ernie_moe(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "ernie4_5"})
 
 
 def _ernie_shape(config: Fields) -> MoEShape:
@@ -295,6 +287,18 @@ def _afmoe_shape(config: Fields) -> MoEShape:
     return shared_beside_routed({**config, **words, "norm_topk_prob": True})
 
 
+def _hunyuan_shape(config: Fields) -> MoEShape:
+    """One shared expert, as wide as the others. Published files say for every layer how many a token gets."""
+    given = config.get("moe_topk", config.get("num_experts_per_tok"))
+    counts = set(given) if isinstance(given, (list, tuple)) else {given}
+    if len(counts) != 1:
+        what = f"moe_topk={given!r} of hunyuan_v1_moe is not supported: layers must have as many as each other."
+        raise QuireError("unsupported_model", what, "Check config.json.")
+    routing = Routing(whole(config, "num_experts", 1), whole({"moe_topk": counts.pop()}, "moe_topk", 1), exact=True)
+    inner = whole(config, "intermediate_size")
+    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=inner)
+
+
 def _hy_shape(config: Fields) -> MoEShape:
     check_unbiased(config)
     scale = number(config, "router_scaling_factor", 2.826)
@@ -355,7 +359,7 @@ MOE = {
     "cohere2_moe": MoEFamily(_cohere2_moe, _cohere2_shape, _DEEPSEEK, _COHERE2, _cohere2_layers),
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
     "ernie4_5_moe": MoEFamily(
-        _ernie_moe,
+        _as("ernie4_5"),
         _ernie_shape,
         replace(_DEEPSEEK, choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
         _ERNIE,
@@ -364,9 +368,15 @@ MOE = {
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
     "flex_olmo": MoEFamily(_flex_olmo, _olmoe_shape, _QWEN, _FLEX_OLMO),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
-    "granitemoe": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
-    "granitemoe_swa": MoEFamily(_granite_swa, _granite_shape, LATER_NAMES, _GRANITE_SWA, as_granite=True),
-    "granitemoeshared": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "granitemoe": MoEFamily(_as("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "granitemoe_swa": MoEFamily(_as("granite_swa"), _granite_shape, LATER_NAMES, _GRANITE_SWA, as_granite=True),
+    "granitemoeshared": MoEFamily(_as("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "hunyuan_v1_moe": MoEFamily(
+        _as("hunyuan_v1_dense"),
+        _hunyuan_shape,
+        ExpertNames("mlp", router="gate.wg", shared="shared_mlp"),
+        {"rms_norm_eps": 1e-5},
+    ),
     "hy_v3": MoEFamily(
         _normed_heads,
         _hy_shape,

@@ -119,14 +119,15 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 # Checkpoints that call or keep their tensors otherwise than the model does
 
 
-def save_hunyuan(folder: Path) -> Any:
+def save_laguna(folder: Path) -> Any:
     """Experts one by one; in the model they are one tensor, of gates above ups."""
-    config = transformers.HunYuanMoEV1Config(**{**TINY, "pad_token_id": 0}, head_dim=16, num_experts=4, moe_topk=2)
-    return save_checkpoint(Family("hunyuan_v1_moe", lambda: config, draw_sharp), folder)
+    config = transformers.LagunaConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                       moe_intermediate_size=96, mlp_layer_types=["sparse"] * 2)  # fmt: skip
+    return save_checkpoint(Family("laguna", lambda: config, draw_sharp), folder)
 
 
 def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
-    reference = save_hunyuan(tmp_path)
+    reference = save_laguna(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
     assert_equals_transformers(load(tmp_path).model, reference)
 
@@ -140,7 +141,7 @@ def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
     ({"gate_proj": (95, 64), "up_proj": (95, 64)}, r"experts\.gate_up_proj.* in the wrong shape"),
 ], ids=str)  # fmt: skip
 def test_experts_that_do_not_fit_are_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_hunyuan(tmp_path)
+    save_laguna(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in list(tensors):
         for part, shape in change.items():
@@ -167,9 +168,9 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_hunyuan(tmp_path)
+    save_laguna(tmp_path)
     monkeypatch.setattr(fallback_names, "_join_of", lambda converter: None)
-    with pytest.raises(QuireError, match=r"hunyuan_v1_moe can't run .* in another form \(MergeModulelist"):
+    with pytest.raises(QuireError, match=r"laguna can't run .* in another form \(MergeModulelist"):
         load(tmp_path)
 
 

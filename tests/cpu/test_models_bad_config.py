@@ -157,6 +157,9 @@ def test_numbers_of_rope_are_checked(rope: Any, word: str) -> None:
     ("gpt_neox", {"rotary_pct": 3.0, "rope_parameters": None}), ("gpt_neox", {"use_parallel_residual": "yes"}),
     ("gpt_neox", {"rotary_emb_base": -1, "rope_parameters": None}), ("gpt_neox", {"layer_norm_eps": "x"}),
     ("persimmon", {"qk_layernorm": 1}), ("persimmon", {"partial_rotary_factor": 0.2, "rope_parameters": None}),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 3]}), ("hunyuan_v1_moe", {"moe_topk": []}), ("hunyuan_v1_moe", {"moe_topk": 7}),
+    ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1.0}}),
+    ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}),
     ("kimi_linear", {"num_experts_per_token": 9}), ("kimi_linear", {"linear_attn_config": {"head_dim": "wide"}}),
 ], ids=str)  # fmt: skip
 def test_what_no_one_foresaw_ends_in_one_line_too(kind: str, changes: Fields) -> None:

@@ -59,8 +59,6 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "gptj": {"rotary_dim": 8},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
     "minimax": {"sliding_window": 9},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
@@ -77,8 +75,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "apertus", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
     "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flint", "gemma3n_text", "glm_moe_dsa",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", 
+    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", 
+    "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", 
     "minimax", "minimax_m3_vl_text", "modernbert-decoder", "mpt", "nanochat", "opt", "phimoe",
     "qwen4_exp_text", "xglm", "zamba", "zamba2",
 )  # fmt: skip

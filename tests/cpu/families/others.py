@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import (
     ApertusConfig,
     GPT2Config,
-    HunYuanDenseV1Config,
     OPTConfig,
     PhimoeConfig,
 )
@@ -29,7 +28,6 @@ FAMILIES = [
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
-        Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),
     )

@@ -26,13 +26,14 @@ def in_others_words(config: Fields) -> Fields:
 
 
 def gpt_neox(config: Fields, dense: DenseConfig) -> DenseConfig:
+    by_head = flag(config, "qkv_by_head", True)  # of GGUF files it is said that they have parted them
     return replace(
         layer_norm(config, dense),
         parallel=flag(config, "use_parallel_residual", True),
         gated=False,
         mlp_bias=True,
         names=ModelNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
-        attention_names=AttentionNames(("query_key_value",), "dense", block="attention", by_head=True),
+        attention_names=AttentionNames(("query_key_value",), "dense", block="attention", by_head=by_head),
         mlp_names=MLP,
     )
 

@@ -11,9 +11,13 @@ FAMILIES = [
     Family("gpt_neox", lambda: GPTNeoXConfig(**TINY, rotary_emb_base=500, rotary_pct=0.5)),
     Family(
         "gpt_neox in turn",
-        lambda: GPTNeoXConfig(**TINY, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"),
+        lambda: GPTNeoXConfig(**TINY, use_parallel_residual=False, attention_bias=False),
         slow=True,
     ),
     Family("persimmon", lambda: PersimmonConfig(**TINY)),
-    Family("persimmon heads as they are", lambda: PersimmonConfig(**TINY, qk_layernorm=False), slow=True),
+    Family(
+        "persimmon heads as they are",
+        lambda: PersimmonConfig(**TINY, qk_layernorm=False, hidden_act="gelu_fast"),
+        slow=True,
+    ),
 ]

@@ -104,7 +104,7 @@ class TurnedQKNorm(QKNorm):
 
     def weigh(self, q: Tensor) -> Tensor:
         """q [tokens, heads, head_dim], turned; changed in place"""
-        return q.mul_(self.behind.prod(0))
+        return q.mul_(self.behind[0] * self.behind[1])
 
 
 class WideQKNorm(nn.Module):

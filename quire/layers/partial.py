@@ -45,9 +45,8 @@ class ByHead:
     order: HeadOrder | None  # of queries and keys, once they stand so
 
     def __call__(self, rows: Tensor) -> Tensor:
-        groups = rows.unflatten(
-            0, (self.num_kv_heads, -1, self.head_dim)
-        )  # [kv_heads, its queries and 2, head_dim, ...]
+        # [kv_heads, its queries and two more, head_dim, ...]
+        groups = rows.unflatten(0, (self.num_kv_heads, -1, self.head_dim))
         parts = groups.split_with_sizes((groups.shape[1] - 2, 1, 1), dim=1)
         merged = torch.cat([part.flatten(0, 2) for part in parts])
         return merged if self.order is None else self.order(merged)

@@ -64,7 +64,7 @@ class DeepSeekConfig:
     tied: bool
     mlp_bias: bool = False
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what each block adds: done to its last matrix when loading
+    residual_scale: float = 1.0  # of what blocks without experts add: done to their last matrices when loading
     logit_scale: float = 1.0
     form: Form = "absorbed"
 

@@ -102,7 +102,7 @@ def _afmoe(config: Fields) -> DenseConfig:
     """EXAONE 4's windows, with norms around both blocks; what heads see is gated."""
     if flag(config, "attention_bias", False):
         what = "attention_bias=True of afmoe is not supported: its gates, which lie beside queries, have none."
-        raise QuireError("unsupported_model", what, "No published model has them.")
+        raise QuireError("unsupported_model", what, "Use a model without them.")
     every = whole(config, "global_attn_every_n_layers", 4)
     dense = read_dense({**config, "sliding_window_pattern": every, "model_type": "exaone4"})
     return replace(
@@ -309,7 +309,7 @@ def _hy_shape(config: Fields) -> MoEShape:
 def check_unbiased(config: Fields) -> None:
     if flag(config, "mlp_bias", False):
         what = f"mlp_bias=True of {config['model_type']} is not supported: shared experts have no biases here."
-        raise QuireError("unsupported_model", what, "No published model has them.")
+        raise QuireError("unsupported_model", what, "Use a model without them.")
 
 
 def _routing(config: Fields) -> Routing:

@@ -27,6 +27,8 @@ def _decode(type_name: str, blocks: Tensor) -> Tensor:
         from gguf.quants import dequantize
     except ImportError:
         what = f"Tensors of the type {type_name} are decoded by the package gguf, which is not installed."
-        raise QuireError("missing_package", what, "Install it: pip install gguf, or quire with its extra grids.") from None
+        raise QuireError(
+            "missing_package", what, "Install it: pip install gguf, or quire with its extra grids."
+        ) from None
     decoded = dequantize(blocks.cpu().numpy(), GGMLQuantizationType[type_name])
     return torch.from_numpy(decoded).to(blocks.device)

@@ -16,11 +16,11 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.join import Join
 from quire.layers.linear import Linear
-from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, WideQKNorm, fuse_norm
-from quire.layers.partial import HeadOrder
+from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, TurnedQKNorm, WideQKNorm, fuse_norm
+from quire.layers.partial import ByHead, HeadOrder
 from quire.layers.quant.scheme import Scheme
 from quire.layers.step import PagedInputs, Step
-from quire.layers.weights import Weight, set_forms
+from quire.layers.weights import Form, Weight, set_forms
 from quire.types import CacheSpec
 
 
@@ -107,8 +107,12 @@ class AttentionShape:
 class AttentionNames:
     """What a checkpoint calls a layer's projections."""
 
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other,
     out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of query heads and of key heads, where such are normed
+    block: str = "self_attn"  # that all of them are in
+    by_head: bool = False  # of which the one has them key head by key head: its queries, its key, its value
+    gate: str | None = None  # what makes a gate for every element of what the heads see; None: there is none
 
 
 class Attention(nn.Module):
@@ -128,13 +132,10 @@ class Attention(nn.Module):
         q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
-        self.qkv = Linear(shape.width, sources, bias=qkv_bias, dtype=dtype, scheme=scheme)
-        if shape.order is not None:
-            # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
-            # undo rope's scale instead.
-            order = shape.order if qk_norm is None else replace(shape.order, angle_scale=1.0)
-            merged = replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
-            set_forms(self.qkv, (order.form, order.form, None) if len(rows) == 3 else (merged.form,))
+        gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
+        self.num_gates = sum(count for _, count in gates)  # for one token; they stand before its queries
+        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, dtype=dtype, scheme=scheme)
+        set_forms(self.qkv, (*(None for _ in gates), *_qkv_forms(names, shape, is_normed=qk_norm is not None)))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
@@ -156,7 +157,9 @@ class Attention(nn.Module):
             (heads.q_weight, heads.k_weight, heads.eps) if heads is not None else (None, None, 0.0)
         )
         x, norm = fuse_norm(self.norm, stream)
-        qkv = self.qkv(x, norm=norm)
+        qkv, gate = self.qkv(x, norm=norm), None
+        if self.num_gates:
+            gate, qkv = qkv.tensor_split((self.num_gates,), dim=1)
         if self.qkv_norm is not None:
             qkv = self.qkv_norm(qkv)
         if self.shape.clip is not None:
@@ -164,9 +167,31 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
+        if isinstance(heads, TurnedQKNorm):
+            q = heads.weigh(q)
         if plan.sharpness is not None:
             q = q.flatten(1).mul_(plan.sharpness).view_as(q)
         q = plan.pick(q)
         if not len(q):
             return q
-        return self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)
+        seen = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale, self.shape.softcap, self.sinks)
+        return seen if gate is None else self.ops.elementwise(gated, seen, plan.pick(gate))
+
+
+def _qkv_forms(names: AttentionNames, shape: AttentionShape, is_normed: bool) -> tuple[Form | None, ...]:
+    order = shape.order
+    if order is not None and is_normed:
+        # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
+        # undo rope's scale instead.
+        order = replace(order, angle_scale=1.0)
+    if len(names.qkv) == 3:
+        form = None if order is None else order.form
+        return form, form, None
+    merged = None if order is None else replace(order, num_heads=shape.num_heads + shape.num_kv_heads)
+    if names.by_head:
+        return (ByHead(shape.num_kv_heads, shape.head_dim, merged).form,)
+    return (None if merged is None else merged.form,)
+
+
+def gated(seen: Tensor, gate: Tensor) -> Tensor:
+    return seen * gate.sigmoid()

@@ -48,6 +48,7 @@ class MoEShape:
     routing: Routing
     activation: GatedActivation = field(default_factory=GatedActivation)
     shared_width: int = 0  # inner width of the shared expert; 0: there is none
+    shared_scale: float = 1.0  # of the shared expert's output: done to its last matrix when loading
     shared_gated: bool = False  # the shared expert's output is weighted by a sigmoid of its own
     router_bias: bool = False  # added to the logits
     choice_bias: bool = False  # added to the scores for choosing only
@@ -98,6 +99,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    two: tuple[str, str] | None = None  # what all gates and ups, and all downs, are called where each are one tensor,
+    in_columns: bool = False  # which has columns for a matrix's rows
     shared: str = "shared_expert"
     shared_matrices: tuple[str, str, str] | None = None  # its gate, up and down; None: called as the others'
     shared_gate: str = "shared_expert_gate"
@@ -111,6 +114,10 @@ class ExpertNames:
     def stacked(self, matrix: str) -> str:
         """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
         return f"{self.prefix}.experts.{matrix}_proj.weight"
+
+    def of_two(self) -> tuple[str, str]:
+        assert self.two is not None
+        return f"{self.prefix}.{self.two[0]}", f"{self.prefix}.{self.two[1]}"
 
     def of_shared(self) -> tuple[str, str, str]:
         """The shared one's gate, up and down."""
@@ -140,13 +147,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A form: some columns of a matrix."""
+    """A form: some columns of a matrix, scaled."""
 
     start: int
     stop: int
+    by: float = 1.0
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return weight[:, self.start : self.stop]
+        columns = weight[:, self.start : self.stop]
+        return columns if self.by == 1.0 else columns * self.by
 
 
 class Experts(nn.Module):
@@ -181,7 +190,9 @@ class Experts(nn.Module):
     def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
                    num_shared: int = 0) -> Experts:  # fmt: skip
         """Experts that a checkpoint holds one by one, or stacked matrix by matrix; behind them those that the shared
-        one is cut into."""
+        one is cut into, unless the checkpoint holds the others in two tensors."""
+        if names.two is not None:
+            return (cls.from_columns if names.in_columns else cls.from_two)(*names.of_two(), shape, dtype, scheme)
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         total = num + num_shared
         matrices = (names.gate, names.up)
@@ -217,6 +228,20 @@ class Experts(nn.Module):
         )
         gate_ups = Weight((num * 2 * inner, width), dtype, (above,), (others,) if others else ())
         downs = Weight((num * width, inner), dtype, (below,))
+        return cls(gate_ups, downs, None, None, num, shape.activation, scheme)
+
+    @classmethod
+    def from_columns(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
+        """As `from_two`, of tensors with columns for rows: [experts, width, 2 * inner] and [experts, inner, width]."""
+        num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+
+        def matrices(name: str, rows: int, columns: int) -> Weight:
+            parts = (
+                Part(name, (num, columns, rows), e * rows, (e + 1) * rows, index=e, form=torch.t) for e in range(num)
+            )
+            return Weight((num * rows, columns), dtype, tuple(parts))
+
+        gate_ups, downs = matrices(gate_up, 2 * inner, width), matrices(down, width, inner)
         return cls(gate_ups, downs, None, None, num, shape.activation, scheme)
 
     @property
@@ -287,7 +312,7 @@ def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple
         for place, name in ((start, gate_name), (start + inner, up_name)):
             rows = None if num_shared == 1 else Rows(*cut)
             gate_up.append(Part(name, (shape.shared_width, width), place, place + inner, form=rows))
-        columns = None if num_shared == 1 else Columns(*cut)
+        columns = None if num_shared == 1 and shape.shared_scale == 1.0 else Columns(*cut, shape.shared_scale)
         place = (num + index) * width
         down.append(Part(down_name, (width, shape.shared_width), place, place + width, form=columns))
     return gate_up, down

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionPlan, AttentionShape
+from quire.layers.attention import AttentionPlan, AttentionShape, gated
 from quire.layers.linear import Linear
 from quire.layers.norm import QKNorm, RMSNorm
 from quire.layers.quant.scheme import Scheme
@@ -61,8 +61,4 @@ class GatedAttention(nn.Module):
             if not len(stream):
                 return stream
         out = self.ops.paged_attention(q, k_cache, v_cache, plan.kernel, self.scale)
-        return self.out(self.ops.elementwise(_gated, out, gate), residual=stream)
-
-
-def _gated(out: Tensor, gate: Tensor) -> Tensor:
-    return out * gate.sigmoid()
+        return self.out(self.ops.elementwise(gated, out, gate), residual=stream)

@@ -16,12 +16,19 @@ class Join(nn.Module):
         self.norm = norm
         self.scale = scale
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is done to what is added."""
+        return self.norm is None and self.scale == 1.0
+
     def forward(self, last: Linear, x: Tensor, stream: Tensor) -> Tensor:
         """`last` is the block's last product and x its input; returns the stream with the block's share added,
         for which its memory may be taken"""
-        if self.norm is None and self.scale == 1.0:
-            return last(x, residual=stream)
-        out = last(x)
+        return last(x, residual=stream) if self.is_plain else self.add(last(x), stream)
+
+    def add(self, out: Tensor, stream: Tensor) -> Tensor:
+        """The stream with a block's output added, in the stream's memory; for a block that does not end with a
+        product."""
         if isinstance(self.norm, RMSNorm):
             return self.norm.add_to(stream, out, self.scale)
         if self.norm is not None:

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Curve] = {  # by the names of config.json
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",

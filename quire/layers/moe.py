@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from quire.kernels.curves import Curve
 from quire.kernels.table import Ops
 from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
+from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.weights import Part, Weight
+from quire.layers.weights import Part, Weight, scale_by, set_forms
 
 
 class SharedExpert(nn.Module):
@@ -28,6 +29,7 @@ class SharedExpert(nn.Module):
         inner, (gate_name, up_name, down_name) = shape.shared_width, names.of_shared()
         self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], dtype=dtype, scheme=scheme)
         self.down = Linear(inner, [(down_name, shape.width)], dtype=dtype, scheme=scheme)
+        set_forms(self.down, (scale_by(shape.shared_scale),))
         self.curve: Curve = "silu"
         self.ops = ops
         self.gate = None
@@ -53,9 +55,10 @@ class MoE(nn.Module):
     choice_bias: Tensor | None
 
     def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme, experts: Experts | None = None, shared: nn.Module | None = None):  # fmt: skip
-        """`experts`: where the checkpoint keeps them otherwise than one by one; `shared`: the shared one, where it lies
-        elsewhere. It is called like a `SharedExpert`."""
+                 scheme: Scheme, experts: Experts | None = None, shared: nn.Module | None = None,
+                 join: Join | None = None):  # fmt: skip
+        """`experts`: where the checkpoint keeps them otherwise than `names` can say; `shared`: the shared one, where it
+        lies elsewhere. It is called like a `SharedExpert`. `join`: how the sum of all comes to the stream."""
         super().__init__()
         self.norm = norm
         self.ops = ops
@@ -76,18 +79,32 @@ class MoE(nn.Module):
         self.shared = shared
         if shared is None and shape.shared_width and not merged:
             self.shared = SharedExpert(names, shape, dtype, ops, scheme)
+        self.join = join or Join()
 
-    def forward(self, stream: Tensor) -> Tensor:
-        """stream [tokens, width] -> the stream with the experts' shares added"""
+    @property
+    def experts_add(self) -> bool:
+        """The routed experts add their shares to something, be it the stream or the shared one's."""
+        return self.join.is_plain or self.shared is not None
+
+    def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
+        """stream [tokens, width] -> the stream, or `onto`, with the experts' shares added"""
         x, norm = fuse_norm(self.norm, stream)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         x, chosen, weights = self.ops.norm_route(
             x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
         )
+        onto = stream if onto is None else onto
+        if self.join.is_plain:
+            return self._shares(x, chosen, weights, onto)
+        return self.join.add(self._shares(x, chosen, weights, None), onto)
+
+    def _shares(self, x: Tensor, chosen: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
+        """x is the normed stream, [tokens, width]. Returns all experts' shares, added to `onto` where there is that."""
         if self.shared is not None:
             # Its sum may take the stream's memory, which without a norm is also what the experts are yet to read.
-            stream = self.shared(x, stream.clone() if x is stream else stream)
-        return self.ops.run_experts(x, self.experts.weights(), chosen, weights, stream)
+            room = torch.zeros_like(x) if onto is None else onto.clone() if onto is x else onto
+            onto = self.shared(x, room)
+        return self.ops.run_experts(x, self.experts.weights(), chosen, weights, onto)
 
 
 def moe_activations(shape: MoEShape) -> int:

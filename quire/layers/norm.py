@@ -86,6 +86,27 @@ class QKNorm(nn.Module):
         self.eps = eps
 
 
+class TurnedQKNorm(QKNorm):
+    """Norms of heads behind rope. How long a head is rope does not change, so that is measured where others have it,
+    with weights of one. The checkpoint's come behind rope, to queries alone, those of keys as well: a score is a sum of
+    products."""
+
+    behind: Tensor  # [2, head_dim]: of queries, of keys
+
+    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype, *, order: HeadOrder | None = None,
+                 names: tuple[str, str] = ("q_norm", "k_norm")):  # fmt: skip
+        super().__init__(prefix, head_dim, eps, dtype, names=names)
+        set_forms(self, (torch.ones_like,))
+        lines = (
+            Part(f"{prefix}.{name}.weight", (head_dim,), row, row + 1, form=order) for row, name in enumerate(names)
+        )
+        self.behind = Weight((2, head_dim), dtype, tuple(lines))
+
+    def weigh(self, q: Tensor) -> Tensor:
+        """q [tokens, heads, head_dim], turned; changed in place"""
+        return q.mul_(self.behind[0] * self.behind[1])
+
+
 class WideQKNorm(nn.Module):
     """Queries normed over all their heads together, and keys over all theirs, before rope."""
 

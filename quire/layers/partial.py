@@ -42,6 +42,27 @@ class HeadOrder:
         return torch.cat((turned, heads[stop:])).flatten(0, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class ByHead:
+    """Brings the rows of a projection that has its heads' queries, keys and values in turn (or its bias) into queries,
+    then keys, then values."""
+
+    num_kv_heads: int
+    head_dim: int
+    order: HeadOrder | None  # of queries and keys, once they stand so
+
+    @property
+    def form(self) -> Form:
+        return Reorder(self) if self.order is None or self.order.angle_scale == 1.0 else self
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        # [kv_heads, its queries and two more, head_dim, ...]
+        groups = rows.unflatten(0, (self.num_kv_heads, -1, self.head_dim))
+        parts = groups.split_with_sizes((groups.shape[1] - 2, 1, 1), dim=1)
+        merged = torch.cat([part.flatten(0, 2) for part in parts])
+        return merged if self.order is None else self.order(merged)
+
+
 def head_order(head_dim: int, turning: int, interleaved: bool = False) -> Tensor:
     """Which element of the checkpoint's head stands at each place of ours, [head_dim]."""
     elements = torch.arange(head_dim)

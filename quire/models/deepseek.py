@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, Kimi K2, GLM-4.7 Flash: latent attention, and past the first layers routed experts beside shared
-ones.
+ones. MiniCPM 3 and Youtu have the same attention and no experts.
 
 The registry names `DeepSeekModel`. The latent is one paged group: a page holds, per token and layer, one vector that
 all heads read.
@@ -7,8 +7,9 @@ all heads read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
-from quire.models.fields import check_layer_types, check_silu, flag, number, whole
-from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
+from quire.layers.weights import scale_by, set_forms
+from quire.models.fields import above_zero, check_layer_types, check_silu, flag, number, whole
+from quire.models.moe_families import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -40,7 +42,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
     "kimi_k2": _V3,  # its files name the class of DeepSeek V3, under a type of their own
     "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
                       "routed_scaling_factor": 1.8},
+    "minicpm3": {"q_lora_rank": 768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_interleave": False,
+                 "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "max_position_embeddings": 32768},
+    "youtu": {"q_lora_rank": 1536, "tie_word_embeddings": True},
 }  # fmt: skip
+WITHOUT_EXPERTS = ("minicpm3", "youtu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +59,18 @@ class DeepSeekConfig:
     attention: LatentShape
     dense_width: int  # of the feed-forward block of the first layers
     sparse_layers: frozenset[int]  # those with experts
-    moe: MoEShape
+    moe: MoEShape | None  # None: no layer has any
     needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
     tied: bool
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what blocks without experts add: done to their last matrices when loading
+    logit_scale: float = 1.0
     form: Form = "absorbed"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepSeekConfig:
-        config = {**DEFAULTS.get(config["model_type"], {}), **config}
+        config = _filled(config)
         check_silu(config)
         rope = RopeConfig.from_hf(dict(config))
         max_positions = whole(config, "max_position_embeddings", 2048)
@@ -68,7 +78,8 @@ class DeepSeekConfig:
             max_positions = max(max_positions, int(rope.original_len * rope.factor))
         num_layers = whole(config, "num_hidden_layers")
         check_layer_types(config.get("layer_types"), ("full_attention",), num_layers)
-        return cls(
+        has_experts = config["model_type"] not in WITHOUT_EXPERTS
+        latent = cls(
             vocab_size=whole(config, "vocab_size"),
             num_layers=num_layers,
             norm_eps=number(config, "rms_norm_eps", 1e-6),
@@ -76,11 +87,12 @@ class DeepSeekConfig:
             rope=rope,
             attention=_attention(config, rope),
             dense_width=whole(config, "intermediate_size"),
-            sparse_layers=sparse_layers(config, num_layers),
-            moe=_experts(config),
+            sparse_layers=sparse_layers(config, num_layers) if has_experts else frozenset(),
+            moe=_experts(config) if has_experts else None,
             needless=draft_layers(config, num_layers),
             tied=flag(config, "tie_word_embeddings", False),
         )
+        return _minicpm(config, latent) if config["model_type"] == "minicpm3" else latent
 
 
 class DeepSeekLayer(nn.Module):
@@ -91,11 +103,14 @@ class DeepSeekLayer(nn.Module):
         self.attention = LatentAttention(
             f"{prefix}.self_attn", norm, config.attention, index, form=config.form, dtype=dtype, ops=ops, scheme=scheme
         )
+        scale = scale_by(config.residual_scale)
+        set_forms(self.attention.out, (scale,))
         norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, config.norm_eps, dtype, ops)
         self.mlp: nn.Module
-        if index not in config.sparse_layers:
-            inner = config.dense_width
-            self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=False, dtype=dtype, scheme=scheme)
+        if config.moe is None or index not in config.sparse_layers:
+            inner, bias = config.dense_width, config.mlp_bias
+            self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=bias, dtype=dtype, scheme=scheme)
+            set_forms(self.mlp.down, (scale,))
         else:
             names = ExpertNames(f"{prefix}.mlp", shared="shared_experts")
             self.mlp = MoE(names, norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
@@ -116,15 +131,17 @@ class DeepSeekModel(nn.Module):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         shape = config.attention
-        blocks = max(shape.activation_elements, 3 * config.dense_width, moe_activations(config.moe))
+        mixture = 0 if config.moe is None else moe_activations(config.moe)
+        blocks = max(shape.activation_elements, 3 * config.dense_width, mixture)
         self.activation_elements = 4 * shape.width + blocks
         self.specs = [latent_spec(shape, config.form, tuple(range(config.num_layers)), cache_dtype, page_tokens)]
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype, scheme=scheme)
+        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype, config.embedding_scale, scheme)
         self.layers = nn.ModuleList(
             DeepSeekLayer(index, config, dtype, ops, scheme) for index in range(config.num_layers)
         )
         self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, dtype, ops)
-        self.head = Head(EMBEDDING if config.tied else "lm_head", config.vocab_size, shape.width, dtype, scheme)
+        head = EMBEDDING if config.tied else "lm_head"
+        self.head = Head(head, config.vocab_size, shape.width, dtype, scheme, scale=config.logit_scale)
         self.rope = Rope(config.rope, shape.rope_dim, dtype, device, ops)
 
     @staticmethod
@@ -144,6 +161,26 @@ class DeepSeekModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
+
+
+def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the values of what config.json leaves out."""
+    config = {**DEFAULTS.get(config["model_type"], {}), **config}
+    if config["model_type"] == "minicpm3" and config.get("v_head_dim") is None:
+        config["v_head_dim"] = whole(config, "hidden_size") // whole(config, "num_attention_heads")
+    return config
+
+
+def _minicpm(config: Mapping[str, Any], latent: DeepSeekConfig) -> DeepSeekConfig:
+    """Multipliers by depth and width; null stands for none."""
+    width, depth = latent.attention.width, math.sqrt(latent.num_layers)
+    return replace(
+        latent,
+        mlp_bias=flag(config, "mlp_bias", False),
+        embedding_scale=number(config, "scale_emb", 12.0),
+        residual_scale=number(config, "scale_depth", depth) / depth,
+        logit_scale=above_zero(config, "dim_model_base", width) / width,
+    )
 
 
 def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:

@@ -25,7 +25,7 @@ from quire.layers.attention import (
 from quire.layers.embedding import Embedding, Head
 from quire.layers.join import Join
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, WideQKNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, TurnedQKNorm, WideQKNorm
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
@@ -38,17 +38,17 @@ from quire.types import CacheSpec
 if TYPE_CHECKING:
     from quire.kernels.native.stack import Stack
 
-EMBEDDING = "model.embed_tokens"
-
-# What a family puts in place of a layer's feed-forward block, given its index and norm; None: the block as it is.
-FeedForward = Callable[[int, Norm | None], nn.Module | None]
+# What a family puts in place of a layer's feed-forward block, given its index, its norm and how its output comes to the
+# stream; None: the block as it is. It is called like the block.
+FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
 
 
 class DenseLayer(nn.Module):
     def __init__(self, index: int, cache_index: int, config: DenseConfig, dtype: torch.dtype, ops: Ops,
                  scheme: Scheme, feed_forward: FeedForward | None):  # fmt: skip
         super().__init__()
-        prefix = f"model.layers.{index}"
+        prefix = f"{config.names.layers}.{index}"
+        attention = f"{prefix}.{config.attention_names.block}"
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else make_norm(f"{prefix}.{name}", config, dtype, ops)
@@ -56,7 +56,7 @@ class DenseLayer(nn.Module):
         order = _head_order(config, config.ropes[index])
         self.parallel = config.parallel
         self.attention = Attention(
-            f"{prefix}.self_attn",
+            attention,
             norm(config.norms.before_attention),
             AttentionShape(
                 config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
@@ -65,15 +65,15 @@ class DenseLayer(nn.Module):
             cache_index,
             qkv_bias=config.qkv_bias,
             out_bias=config.out_bias,
-            qk_norm=_qk_norm(f"{prefix}.self_attn", config, order, dtype, ops),
+            qk_norm=_qk_norm(attention, config, order, dtype, ops),
             dtype=dtype,
             ops=ops,
             scheme=scheme,
             names=config.attention_names,
             join=Join(norm(config.norms.after_attention), config.residual_scale),
         )  # fmt: skip
-        mlp_norm = norm(config.norms.before_mlp)
-        mlp = None if feed_forward is None else feed_forward(index, mlp_norm)
+        mlp_norm, join = norm(config.norms.before_mlp), Join(norm(config.norms.after_mlp), config.residual_scale)
+        mlp = None if feed_forward is None else feed_forward(index, mlp_norm, join)
         self.mlp = mlp or (GatedMLP if config.gated else PlainMLP)(
             f"{prefix}.mlp",
             mlp_norm,
@@ -84,7 +84,7 @@ class DenseLayer(nn.Module):
             scheme=scheme,
             activation=config.activation,
             names=config.mlp_names,
-            join=Join(norm(config.norms.after_mlp), config.residual_scale),
+            join=join,
         )
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
@@ -105,20 +105,22 @@ class DenseModel(nn.Module):
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        gates = 0 if config.attention_names.gate is None else config.num_heads
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads + gates) * config.head_dim
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, config.width, dtype, config.embedding_scale, scheme)
+        names, vocab_size, width = config.names, config.vocab_size, config.width
+        self.embedding = Embedding(names.embedding, vocab_size, width, dtype, config.embedding_scale, scheme)
         self.layers = nn.ModuleList(
             DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
             for index in range(config.num_layers)
         )
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
-        self.norm = make_norm(config.final_norm, config, dtype, ops)
+        self.norm = make_norm(names.final_norm, config, dtype, ops)
         self.head = Head(
-            EMBEDDING if config.tied else "lm_head", config.vocab_size, config.width, dtype, scheme,
-            bias=config.head_bias, scale=config.logit_scale, softcap=config.logit_softcap,
+            names.embedding if config.tied else names.head, vocab_size, width, dtype, scheme, bias=config.head_bias,
+            scale=config.logit_scale, softcap=config.logit_softcap,
         )  # fmt: skip
         kinds = list(dict.fromkeys(config.ropes))
         still = config.head_dim - config.rope_dim
@@ -136,7 +138,7 @@ class DenseModel(nn.Module):
 
         if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
             return False
-        if config.sharpening is not None:
+        if config.sharpening is not None or config.attention_names.gate is not None or config.qk_norm == "turned":
             return False
         return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
@@ -214,13 +216,15 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
 
 def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype,
              ops: Ops) -> QKNorm | HeadLayerNorm | WideQKNorm | None:  # fmt: skip
-    style = config.norm
+    style, names = config.norm, config.attention_names.head_norms
     if config.head_norms is not None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, dtype, order)
     match config.qk_norm:
         case "head":
-            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order)
+            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order, names=names)
+        case "turned":
+            return TurnedQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
             return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.layers.attention import AttentionNames, Sharpening
@@ -27,6 +27,19 @@ class LayerNames:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+
+
+ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)  # where both blocks read the same
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """What a checkpoint calls its layers, and what stands before and behind them."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +70,7 @@ class DenseConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    qk_norm: str = "none"  # head: each head on its own; wide: all heads together
+    qk_norm: str = "none"  # head: each head on its own; turned: that behind rope; wide: all heads together
     head_norms: HeadNorms | None = None  # instead of that, heads with their means taken off, by weights of their own
     rope_interleaved: bool = False  # the checkpoint turns neighbours, not halves, against each other
     parallel: bool = False  # attention and feed-forward block both read the layer's input
@@ -72,10 +85,10 @@ class DenseConfig:
     residual_scale: float = 1.0  # of what each block adds
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    names: ModelNames = ModelNames()
     norms: LayerNames = LayerNames()
     attention_names: AttentionNames = LLAMA_ATTENTION
     mlp_names: MLPNames = LLAMA_MLP
-    final_norm: str = "model.norm"
 
 
 def read_common(config: Mapping[str, Any]) -> DenseConfig:
@@ -115,6 +128,10 @@ def read_common(config: Mapping[str, Any]) -> DenseConfig:
         mlp_bias=flag(config, "mlp_bias", False),
         activation=check_activation(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
     )
+
+
+def layer_norm(config: Mapping[str, Any], dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
+    return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
 
 
 def window_size(config: Mapping[str, Any]) -> int | None:

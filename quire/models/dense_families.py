@@ -15,48 +15,57 @@ from quire.layers.attention import AttentionNames, Sharpening
 from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
-from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common, window_size
+from quire.models.dense_config import (
+    ONE_NORM,
+    DenseConfig,
+    LayerNames,
+    NormStyle,
+    layer_norm,
+    read_common,
+    window_size,
+)
+from quire.models.dense_gpt import gpt_neox, in_others_words, persimmon, phi
+from quire.models.dense_windows import (
+    KINDS,
+    NO_ROPE,
+    all_windowed,
+    but_every,
+    but_first_of_four,
+    turned_where_windowed,
+    upper_windowed,
+)
 from quire.models.fields import above_zero, bound, check_causal, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
-NO_ROPE = RopeConfig(kind="none")
-KINDS = ("full_attention", "sliding_attention")
 FUSED_QKV = AttentionNames(qkv=("qkv_proj",))
 FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
 SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                       "post_feedforward_layernorm")  # fmt: skip
 AFTER_ONLY = LayerNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFamily:
     change: Callable[[Fields, DenseConfig], DenseConfig] = lambda config, dense: dense
     defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
+    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
 
 
 def read_dense(config: Fields) -> DenseConfig:
     """From the fields of a config.json, whose `model_type` is one of `DENSE`."""
     family = DENSE[config["model_type"]]
-    config = {**family.defaults, **config}
+    config = family.renamed({**family.defaults, **config})
     return family.change(config, read_common(config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Windows and rope, layer by layer
-
-
-def _mistral(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """A window in every layer, unless `layer_types` says otherwise."""
-    if config.get("layer_types") is not None:
-        return dense
-    return replace(dense, windows=(window_size(config),) * dense.num_layers)
+# Layers of several kinds
 
 
 def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Its queries grow beyond the positions it was first trained with; where no sequence gets there, it is Mistral."""
-    dense = _mistral(config, dense)
+    dense = all_windowed(config, dense)
     by = number(config.get("rope_parameters") or {}, "llama_4_scaling_beta", 0.0)
     first_len = dense.ropes[0].original_len
     if not by or (config.get("served_len") or dense.max_positions) <= first_len:
@@ -64,51 +73,18 @@ def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, sharpening=Sharpening(by, first_len))
 
 
-def _upper_windows(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Windows only where they are switched on, and then in the upper layers."""
-    if not flag(config, "use_sliding_window", False):
-        return replace(dense, windows=(None,) * dense.num_layers)
-    if config.get("layer_types") is not None:
-        return dense
-    window, first = window_size(config), config.get("max_window_layers", 28)
-    return replace(dense, windows=tuple(window if index >= first else None for index in range(dense.num_layers)))
-
-
-def _pattern(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but each `every`-th, and its kind's rope."""
-    if config.get("layer_types") is not None:
-        return dense
-    window = window_size(config)
-    windows = tuple(window if (i + 1) % every else None for i in range(dense.num_layers))
-    given = config.get("rope_parameters") or {}
-    if not set(given) & set(KINDS):
-        return replace(dense, windows=windows)
-    full, local = (RopeConfig.from_hf({**config, "rope_parameters": given.get(kind) or {}}) for kind in KINDS)
-    return replace(dense, windows=windows, ropes=tuple(full if w is None else local for w in windows))
-
-
 def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """The first of each four layers sees everything."""
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
-    if config.get("layer_types") is not None:
-        return dense
-    window = window_size(config)
-    return replace(dense, windows=tuple(window if index % 4 else None for index in range(dense.num_layers)))
-
-
-def _windowed_rope_only(dense: DenseConfig) -> DenseConfig:
-    """Layers that see everything do not turn."""
-    pairs = zip(dense.ropes, dense.windows, strict=True)
-    return replace(dense, ropes=tuple(NO_ROPE if window is None else rope for rope, window in pairs))
+    return but_first_of_four(config, dense)
 
 
 def _qwen2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_upper_windows(config, dense), qkv_bias=True, out_bias=False)
+    return replace(upper_windowed(config, dense), qkv_bias=True, out_bias=False)
 
 
 def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_upper_windows(config, dense), qk_norm="head")
+    return replace(upper_windowed(config, dense), qk_norm="head")
 
 
 def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -137,7 +113,12 @@ def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _gemma_norms(config, _pattern(config, dense, every=2))
+    return _gemma_norms(config, but_every(config, dense, every=2))
+
+
+def _vaultgemma(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Gemma 2 without norms behind its blocks."""
+    return replace(_gemma2(config, dense), norms=LayerNames(before_mlp="pre_feedforward_layernorm"))
 
 
 def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -151,7 +132,7 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _pattern(config, dense, every=config.get("sliding_window_pattern") or 6)
+    dense = but_every(config, dense, every=config.get("sliding_window_pattern") or 6)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -161,17 +142,7 @@ def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _phi3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return replace(_mistral(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
-
-
-def _phi(config: Fields, dense: DenseConfig) -> DenseConfig:
-    heads = HeadNorms("q_layernorm", "k_layernorm", "shared", bias=True)
-    return replace(
-        _layer_norm(config, dense), norms=ONE_NORM, parallel=True, gated=False, qkv_bias=True, out_bias=True,
-        mlp_bias=True, head_bias=True, attention_names=AttentionNames(out="dense"),
-        mlp_names=MLPNames(up=("fc1",), down="fc2"), final_norm="model.final_layernorm",
-        head_norms=heads if flag(config, "qk_layernorm", False) else None,
-    )  # fmt: skip
+    return replace(all_windowed(config, dense), attention_names=FUSED_QKV, mlp_names=FUSED_GATE_UP)
 
 
 def _olmo(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -183,7 +154,7 @@ def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _pattern(config, dense, every=4)
+    dense = but_every(config, dense, every=4)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=dense.ropes[0].theta)  # only layers that see everything are stretched
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -201,8 +172,35 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
     )
 
 
+def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Sinks, windows, and in every layer a rope of another speed, or none at all."""
+    dense = replace(_granite(config, but_first_of_four(config, dense)), sinks=True)
+    speeds, key = config.get("layer_rope_theta"), "layer_rope_theta"
+    if speeds is None:
+        return dense
+    if not isinstance(speeds, (list, tuple)) or len(speeds) != dense.num_layers:
+        what = f"{key}={speeds!r} must have a number for each of the {dense.num_layers} layers."
+        raise QuireError("bad_config", what, "Check config.json.")
+    thetas = [above_zero({key: theta}, key, 0.0) if theta else None for theta in speeds]
+    pairs = zip(dense.ropes, thetas, strict=True)
+    return replace(
+        dense, ropes=tuple(NO_ROPE if theta is None else replace(rope, theta=theta) for rope, theta in pairs)
+    )
+
+
+def _hyperclovax(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Granite with norms behind its blocks; and logits are multiplied by what Granite divides them by."""
+    behind = LayerNames(after_attention="post_norm1", after_mlp="post_norm2")
+    return replace(
+        _granite(config, dense),
+        attention_scale=number(config, "attention_multiplier", dense.head_dim**-0.5),
+        logit_scale=above_zero(config, "logits_scaling", 1.0),
+        norms=behind if flag(config, "use_post_norm", True) else dense.norms,
+    )
+
+
 def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _layer_norm(config, dense)
+    dense = layer_norm(config, dense)
     return replace(
         dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
         head_norms=HeadNorms() if flag(config, "use_qk_norm", False) else None,
@@ -211,15 +209,15 @@ def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _windowed_rope_only(
-        _cohere(config, _pattern(config, dense, every=config.get("sliding_window_pattern") or 4))
+    return turned_where_windowed(
+        _cohere(config, but_every(config, dense, every=config.get("sliding_window_pattern") or 4))
     )
 
 
 def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
     has_bias = flag(config, "use_bias", True)
     return replace(
-        _mistral(config, _layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
+        all_windowed(config, layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
         out_bias=has_bias, mlp_bias=has_bias, mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
     )  # fmt: skip
 
@@ -228,20 +226,24 @@ def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
     parallel = flag(config, "use_parallel_residual", False)
     heads = HeadNorms("q_layernorm", "k_layernorm", "apart")
     return replace(
-        _layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
+        layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
         norms=ONE_NORM if parallel else dense.norms,
         head_norms=heads if flag(config, "qk_layernorm", False) else None,
     )  # fmt: skip
 
 
 def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = _layer_norm(config, dense, "norm_eps")
+    dense = layer_norm(config, dense, "norm_eps")
     norm = replace(dense.norm, offset=number(config, "norm_offset", 1.0))
     return replace(dense, norm=norm, gated=False, mlp_names=MLPNames(up=("up_proj",)))
 
 
 def _arcee(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, gated=False, mlp_names=MLPNames(up=("up_proj",)))
+
+
+def _jais2(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return _arcee(config, layer_norm(config, dense))
 
 
 def _glm(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -251,6 +253,18 @@ def _glm(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _glm4(config: Fields, dense: DenseConfig) -> DenseConfig:
     norms = LayerNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     return replace(_glm(config, dense), norms=norms)
+
+
+def _hunyuan(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Heads are normed behind rope, so that nothing is left of what rope may scale them by. A rope that calls itself
+    dynamic and has an alpha is a slower one, at any length."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = replace(dense.ropes[0], attention_factor=1.0)
+    if rope.kind == "dynamic" and given.get("alpha"):
+        slower = above_zero(given, "alpha", 1.0) ** (dense.head_dim / (dense.head_dim - 2))
+        rope = replace(rope, theta=rope.theta * slower)
+    names = AttentionNames(head_norms=("query_layernorm", "key_layernorm"))
+    return replace(dense, ropes=(rope,) * dense.num_layers, qk_norm="turned", mlp_bias=False, attention_names=names)
 
 
 def _ernie(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -271,16 +285,11 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
     if window is not None:
         every = config.get("sliding_window_pattern") or 4
         every = len(every) if isinstance(every, str) else every  # LLLG is 4
-        dense = _windowed_rope_only(_pattern(config, dense, every))
+        dense = turned_where_windowed(but_every(config, dense, every))
     return replace(dense, norms=AFTER_ONLY, qk_norm="head", qkv_bias=False, out_bias=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(config: Fields, dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
-    return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
-
 
 _MINISTRAL3 = {
     "rope_type": "yarn",
@@ -327,17 +336,28 @@ DENSE: dict[str, DenseFamily] = {
     "gemma3_text": DenseFamily(_gemma3, {**_GEMMA2, **_GEMMA3}),
     "glm": DenseFamily(_glm, _GLM),
     "glm4": DenseFamily(_glm4, _GLM),
+    "gpt_neox": DenseFamily(
+        gpt_neox, {"hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25}, in_others_words
+    ),
     "granite": DenseFamily(_granite),
+    "granite_swa": DenseFamily(
+        _granite_swa,
+        {"sliding_window": 128, "rms_norm_eps": 1e-5, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "helium": DenseFamily(_helium, {"rope_theta": 100000.0, "rms_norm_eps": 1e-8, "head_dim": 128}),
+    "hunyuan_v1_dense": DenseFamily(_hunyuan, {"rms_norm_eps": 1e-5}),
+    "hyperclovax": DenseFamily(_hyperclovax),
+    "jais2": DenseFamily(_jais2, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": DenseFamily(),
-    "ministral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "ministral": DenseFamily(all_windowed, {"sliding_window": 4096}),
     "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3}),
-    "mistral": DenseFamily(_mistral, {"sliding_window": 4096}),
+    "mistral": DenseFamily(all_windowed, {"sliding_window": 4096}),
     "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "olmo": DenseFamily(_olmo),
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),
     "olmo3": DenseFamily(_olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
-    "phi": DenseFamily(_phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "persimmon": DenseFamily(persimmon, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}, in_others_words),
+    "phi": DenseFamily(phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": DenseFamily(
         _phi3,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
@@ -348,4 +368,5 @@ DENSE: dict[str, DenseFamily] = {
     "smollm3": DenseFamily(_smollm3, {"rope_theta": 2000000.0, "tie_word_embeddings": True}),
     "stablelm": DenseFamily(_stablelm, {"partial_rotary_factor": 0.25}),
     "starcoder2": DenseFamily(_starcoder2, {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "vaultgemma": DenseFamily(_vaultgemma, {**_GEMMA2, **_CAPS}),
 }

@@ -26,6 +26,7 @@ _MODULES = {  # of a family's class
     "falcon_h1": "hybrid",
     "lfm2": "hybrid",
 }
+_TYPES = {"granitemoe_swa": "mixture with sinks"}  # of another kind than most of their class
 IN_TORCH = ("mixture", "latent", "hybrid")
 NATIVE_OP_BY_OP = ("mixture", "mixture with sinks", "hybrid")
 ON_CUDA = ("dense", "mixture", "mixture with sinks", "hybrid")
@@ -58,7 +59,7 @@ def fixed_ops(model_type: str, *, fits_native: bool, in_blocks: bool, device_typ
 def kind_of(model_type: str) -> str | None:
     """None: of no kind the mode knows, like what transformers' own code runs."""
     module = FAMILIES.get(model_type, "").partition(":")[0].rpartition(".")[2]
-    return _MODULES.get(module)
+    return _TYPES.get(model_type) or _MODULES.get(module)
 
 
 def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: str) -> Ops:

@@ -51,6 +51,7 @@ _MIXTURES = {  # architecture -> model_type, where there are experts
     "gpt-oss": "gpt_oss",
     "granitehybrid": "granitemoehybrid",
     "granitemoe": "granitemoeshared",
+    "hunyuan-moe": "hunyuan_v1_moe",
     "lfm2moe": "lfm2_moe",
     "llama": "mixtral",
     "minimax-m2": "minimax_m2",

@@ -82,6 +82,22 @@ _LFM2 = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
+_NEOX = {
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_NEOX_TOP = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_HUNYUAN_EXPERTS = {
+    **{name: called.replace("shared_experts", "shared_mlp") for name, called in _SHARED.items()},
+    "ffn_gate_inp": "mlp.gate.wg",
+}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -93,6 +109,11 @@ def _ernie_moe(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
         "moe_layer_start_index": get(file, "leading_dense_block_count", 1),
         "moe_layer_interval": get(file, "interleave_moe_layer_step", 1),
     }
+
+
+def _gpt_neox(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Converters part queries, keys and values, which checkpoints have head by head."""
+    return {"qkv_by_head": False, "use_parallel_residual": get_flag(file, "use_parallel_residual", True)}
 
 
 def _olmo3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +158,13 @@ STYLES = {
     "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
     "glm4": GGUFStyle(_GLM4),
     "glm4moe": GGUFStyle({**_SHARED, "post_attention_norm": "post_attention_layernorm"}, whole_names=_CHOICE_BIAS),
+    "gptneox": GGUFStyle(_NEOX, layers="gpt_neox.layers", top=_NEOX_TOP, more=_gpt_neox),
     "granite": GGUFStyle(permuted=True),
     "granitemoe": GGUFStyle(
         GRANITE_BLOCKS, permuted=True, metadata={"shared_intermediate_size": "expert_shared_feed_forward_length"}
     ),
+    "hunyuan-dense": GGUFStyle(_HUNYUAN),
+    "hunyuan-moe": GGUFStyle({**_HUNYUAN, **_HUNYUAN_EXPERTS}),
     "lfm2": GGUFStyle(
         _LFM2, {"block_auto_adjust_ff_dim": False}, top=_LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
     ),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quire.kernels.experts import GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.experts import ExpertNames, Experts, MoEShape
+from quire.layers.join import Join
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
@@ -61,11 +62,11 @@ class GptOssConfig:
 class GptOssModel(DenseModel):
     def __init__(self, config: GptOssConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
-        def feed_forward(index: int, norm: Norm | None) -> nn.Module:
+        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module:
             prefix = f"model.layers.{index}.mlp"
             experts = stacked_experts(f"{prefix}.experts", config.shape, dtype, scheme)
             names = ExpertNames(prefix, router="router")
-            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, join=join)
 
         super().__init__(
             config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,

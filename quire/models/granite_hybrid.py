@@ -24,7 +24,7 @@ from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import scale_by, set_forms
 from quire.models.bamba import FIELDS, LAYER_TYPES
 from quire.models.fields import flag, number, whole
-from quire.models.granite_moe import granite_mixture, granite_shared
+from quire.models.granite_moe import EXPERT_NAMES, granite_mixture, granite_shared
 from quire.models.hybrid import (
     HybridModel,
     HybridShape,
@@ -100,7 +100,8 @@ class GraniteHybridModel(HybridModel):
             experts = config.experts
             if experts is None:
                 return granite_shared(layer, norm, shape.width, config.shared_width, scale, dtype, scheme)
-            return granite_mixture(layer, norm, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
+            names = EXPERT_NAMES.below(layer)
+            return granite_mixture(layer, names, norm, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"

@@ -17,7 +17,11 @@ from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.layers.weights import Scale, also_called, set_forms
 
-EXPERT_NAMES = ExpertNames("block_sparse_moe", router="router.layer")  # relative to a layer
+# Relative to a layer: as Granite's own files have them, and as those with windows do.
+EXPERT_NAMES = ExpertNames(
+    "block_sparse_moe", router="router.layer", two=("input_linear.weight", "output_linear.weight")
+)
+LATER_NAMES = ExpertNames("block_sparse_moe", router="router", two=("experts.gate_up_proj", "experts.down_proj"))
 SHARED_NAMES = MLPNames(("input_linear",), "output_linear")
 ALSO_CALLED = ("gate_proj", "up_proj")  # of GGUF files: what is one tensor here
 
@@ -32,13 +36,11 @@ class _Flat:
         return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
 
 
-def granite_mixture(layer: str, norm: Norm | None, shape: MoEShape, scale: Scale | None, *, dtype: torch.dtype,
-                    ops: Ops, scheme: Scheme) -> MoE:  # fmt: skip
-    names = EXPERT_NAMES.below(layer)
-    experts = Experts.from_two(
-        f"{names.prefix}.input_linear.weight", f"{names.prefix}.output_linear.weight", shape, dtype, scheme,
-        _Flat(scale), (names.stacked("gate"), names.stacked("up")),
-    )  # fmt: skip
+def granite_mixture(layer: str, names: ExpertNames, norm: Norm | None, shape: MoEShape, scale: Scale | None, *,
+                    dtype: torch.dtype, ops: Ops, scheme: Scheme) -> MoE:  # fmt: skip
+    """`names`: of the mixture, below the layer."""
+    apart = (names.stacked("gate"), names.stacked("up"))
+    experts = Experts.from_two(*names.of_two(), shape, dtype, scheme, _Flat(scale), apart)
     shared = None
     if shape.shared_width:
         shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, dtype, scheme)

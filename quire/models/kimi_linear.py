@@ -33,7 +33,7 @@ from quire.models.hybrid import (
     mixers_with_mlps,
     only_silu,
 )
-from quire.models.moe import draft_layers, shared_beside_routed, sparse_layers
+from quire.models.moe_families import draft_layers, shared_beside_routed, sparse_layers
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}

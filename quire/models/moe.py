@@ -1,31 +1,29 @@
 """Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Granite 3, and kin.
 
-Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; a family is a line in `MOE`:
-how its attention is read, how its experts are, and what the checkpoint calls them.
+Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; `moe_families` lists families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from quire.kernels.experts import Routing
 from quire.kernels.table import Ops
 from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.join import Join
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.layers.weights import scale_by, set_forms
 from quire.models.dense import DenseLayer, DenseModel
-from quire.models.dense_config import DenseConfig, LayerNames, read_common
-from quire.models.dense_families import read_dense
-from quire.models.fields import bound, check_layer_indices, check_layer_types, check_silu, flag, number, whole
-from quire.models.granite_moe import EXPERT_NAMES, granite_mixture
-from quire.types import QuireError
+from quire.models.dense_config import DenseConfig
+from quire.models.fields import check_silu
+from quire.models.granite_moe import granite_mixture
+from quire.models.moe_families import MOE, draft_layers, sparse_layers
 
 Fields = Mapping[str, Any]
 
@@ -61,13 +59,14 @@ class MoEModel(DenseModel):
                  page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
         scale = scale_by(config.residual_scale)
 
-        def feed_forward(index: int, norm: Norm | None) -> nn.Module | None:
+        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
-            layer = f"model.layers.{index}"
+            layer = f"{config.dense.names.layers}.{index}"
+            names = config.names.below(layer)
             if config.as_granite:
-                return granite_mixture(layer, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
-            return MoE(config.names.below(layer), norm, config.shape, dtype=dtype, ops=ops, scheme=scheme)
+                return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
 
         super().__init__(
             config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
@@ -83,209 +82,3 @@ class MoEModel(DenseModel):
     @staticmethod
     def read_config(config: Fields) -> MoEConfig:
         return MoEConfig.from_hf(config)
-
-
-def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
-    """As `mlp_layer_types` says; or all but the first ones; or every `decoder_sparse_step`-th, except those named in
-    `mlp_only_layers`."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is not None:
-        check_layer_types(kinds, ("dense", "sparse"), num_layers)
-        return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
-    first = config.get("first_k_dense_replace") or 0
-    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= num_layers:
-        what = f"first_k_dense_replace={first!r} must lie between 0 and the {num_layers} layers."
-        raise QuireError("bad_config", what, "Check config.json.")
-    step = whole(config, "decoder_sparse_step", 1)
-    dense = config.get("mlp_only_layers") or []
-    check_layer_indices(dense, "mlp_only_layers", num_layers)
-    return frozenset(index for index in range(first, num_layers) if (index + 1) % step == 0 and index not in dense)
-
-
-def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
-    """Layers that predict further tokens stand behind the model's own in its checkpoint."""
-    num_drafts = config.get("num_nextn_predict_layers") or 0
-    return tuple(f"model.layers.{num_layers + index}." for index in range(num_drafts))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Families
-
-
-def _mixtral(config: Fields) -> DenseConfig:
-    return read_dense(
-        {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **config, "model_type": "mistral"}
-    )
-
-
-def _qwen2(config: Fields) -> DenseConfig:
-    fields = {**config, "model_type": "qwen2"}
-    if not config.get("use_sliding_window"):
-        fields["sliding_window"] = None  # written as 0
-    return read_dense(fields)
-
-
-def _qwen3(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "qwen3"})
-
-
-def _olmoe(config: Fields) -> DenseConfig:
-    return replace(read_common({"rms_norm_eps": 1e-5, **config}), qk_norm="wide", clip=bound(config, "clip_qkv"))
-
-
-def _dots1(config: Fields) -> DenseConfig:
-    window = config.get("sliding_window", 4096)
-    return _qwen3({**config, "sliding_window": window, "use_sliding_window": window is not None})
-
-
-def _glm4_moe(config: Fields) -> DenseConfig:
-    """Only queries, keys and values have biases."""
-    dense = read_common({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config})
-    return replace(dense, out_bias=False, qk_norm="head" if flag(config, "use_qk_norm", False) else "none")
-
-
-def _solar_open(config: Fields) -> DenseConfig:
-    """Experts in every layer; only queries, keys and values may have biases."""
-    fields = {"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5, **config}
-    return replace(read_common({"intermediate_size": whole(config, "moe_intermediate_size"), **fields}), out_bias=False)
-
-
-def _exaone_moe(config: Fields) -> DenseConfig:
-    """EXAONE 4's attention, with norms where Llama has them."""
-    return replace(read_dense({**config, "model_type": "exaone4"}), norms=LayerNames())
-
-
-def _granite(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "granite"})
-
-
-def _minimax_m2(config: Fields) -> DenseConfig:
-    fields = {"head_dim": 128, "rope_theta": 5e6, **config}
-    if config.get("rotary_dim") is not None:  # how published files say it
-        fields["partial_rotary_factor"] = whole(config, "rotary_dim") / whole(fields, "head_dim")
-    return replace(read_common(fields), qk_norm="wide")
-
-
-def _in_others_words(config: Fields) -> Fields:
-    """ERNIE's: which layers have experts, how many they are, and how many a token gets."""
-    num_layers, every = whole(config, "num_hidden_layers"), whole(config, "moe_layer_interval", 1)
-    first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
-    for key, value in (("moe_layer_start_index", first), ("moe_layer_end_index", last)):
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < num_layers:
-            what = f"{key}={value!r} must be a layer below {num_layers}."
-            raise QuireError("bad_config", what, "Check config.json.")
-    assert isinstance(first, int) and isinstance(last, int)
-    sparse = range(first, (num_layers if last == -1 else last + 1))
-    kinds = ["sparse" if layer in sparse and (layer + 1) % every == 0 else "dense" for layer in range(num_layers)]
-    counts = {"num_experts": config.get("moe_num_experts"), "num_experts_per_tok": config.get("moe_k")}
-    return {**config, "mlp_layer_types": kinds, **{key: value for key, value in counts.items() if value is not None}}
-
-
-def _ernie_moe(config: Fields) -> DenseConfig:
-    return read_dense({**config, "model_type": "ernie4_5"})
-
-
-def _ernie_shape(config: Fields) -> MoEShape:
-    """A bias that balances the choice beside softmax scores."""
-    inner = whole(config, "moe_intermediate_size")
-    shared = inner * (config.get("moe_num_shared_experts") or 0)
-    routing = replace(_routing(config), exact=True)
-    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
-
-
-def _plain_shape(config: Fields) -> MoEShape:
-    return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), _routing(config))
-
-
-def _granite_shape(config: Fields) -> MoEShape:
-    """Some have a block beside the experts; a width of 0 is none."""
-    shape, key = _plain_shape(config), "shared_intermediate_size"
-    has_shared = config["model_type"] == "granitemoeshared" and config.get(key) not in (None, 0)
-    return replace(shape, shared_width=whole(config, key)) if has_shared else shape
-
-
-def _minimax_shape(config: Fields) -> MoEShape:
-    routing = replace(_routing(config), score="sigmoid")
-    return MoEShape(whole(config, "hidden_size"), whole(config, "intermediate_size"), routing, choice_bias=True)
-
-
-def _olmoe_shape(config: Fields) -> MoEShape:
-    shape = _plain_shape(config)
-    return replace(shape, routing=replace(shape.routing, normalise=flag(config, "norm_topk_prob", False)))
-
-
-def _qwen_shape(config: Fields) -> MoEShape:
-    routing = replace(_routing(config), normalise=flag(config, "norm_topk_prob", False))
-    return MoEShape(whole(config, "hidden_size"), whole(config, "moe_intermediate_size"), routing)
-
-
-def _qwen2_shape(config: Fields) -> MoEShape:
-    shared = whole(config, "shared_expert_intermediate_size")
-    return replace(_qwen_shape(config), shared_width=shared, shared_gated=True)
-
-
-def shared_beside_routed(config: Fields) -> MoEShape:
-    """DeepSeek V3's experts, which others took over: sigmoid scores, a bias that balances the choice, groups."""
-    method = config.get("topk_method") or "noaux_tc"
-    if method != "noaux_tc":
-        what = f"topk_method={method!r} of {config['model_type']} is not supported."
-        raise QuireError("unsupported_model", what, "Supported is noaux_tc.")
-    groups = whole(config, "n_group", 1)
-    routing = replace(
-        _routing(config), score="sigmoid", normalise=flag(config, "norm_topk_prob", True),
-        scale=number(config, "routed_scaling_factor", 1.0), num_groups=groups,
-        top_groups=whole(config, "topk_group", 1), group_members=2 if groups > 1 else 1, exact=True,
-    )  # fmt: skip
-    inner = whole(config, "moe_intermediate_size")
-    shared = inner * (config.get("n_shared_experts") or 0)
-    return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
-
-
-def _exaone_shape(config: Fields) -> MoEShape:
-    shared = config.get("num_shared_experts", 1)
-    return shared_beside_routed({"routed_scaling_factor": 2.5, **config, "n_shared_experts": shared})
-
-
-def _routing(config: Fields) -> Routing:
-    keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    key = next((key for key in keys if config.get(key) is not None), keys[0])
-    return Routing(whole(config, key), whole(config, "num_experts_per_tok"))
-
-
-@dataclass(frozen=True, slots=True)
-class MoEFamily:
-    dense: Callable[[Fields], DenseConfig]
-    shape: Callable[[Fields], MoEShape]
-    names: ExpertNames
-    defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
-    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
-    as_granite: bool = False  # see `granite_moe`
-
-
-_MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
-_QWEN = ExpertNames("mlp")
-_DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
-_ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-          "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
-_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
-_GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
-MOE = {
-    "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
-    "ernie4_5_moe": MoEFamily(
-        _ernie_moe,
-        _ernie_shape,
-        replace(_DEEPSEEK, choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
-        _ERNIE,
-        _in_others_words,
-    ),
-    "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
-    "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
-    "granitemoe": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
-    "granitemoeshared": MoEFamily(_granite, _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
-    "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
-    "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
-    "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),
-    "qwen2_moe": MoEFamily(_qwen2, _qwen2_shape, _QWEN),
-    "qwen3_moe": MoEFamily(_qwen3, _qwen_shape, _QWEN),
-    "solar_open": MoEFamily(_solar_open, shared_beside_routed, _DEEPSEEK, {"n_shared_experts": 1}),
-}

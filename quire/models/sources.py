@@ -38,7 +38,7 @@ _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # heads that draft, a vision tower where the text model alone runs.
 NEEDLESS = re.compile(
     r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
-    r"model\.visual\..*|backbone\.mtp\..*"
+    r"model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
 )
 
 

@@ -239,6 +239,7 @@ class Trials:
                 norm = block.norm if isinstance(block, MoE) else None
                 weight = norm.weight if isinstance(norm, RMSNorm) else getattr(block, "router_norm", None)
                 before_stream = (getattr(block, name, None) for name in ("widen", "after_experts"))
+                added = block.experts_add if isinstance(block, MoE) else all(each is None for each in before_stream)
                 return ExpertsTrialShape(
                     block.routing,
                     stream_width=block.router.shape[1],
@@ -251,7 +252,7 @@ class Trials:
                     choice_bias=getattr(block, "choice_bias", None) is not None,
                     gate_up_bias=experts.gate_up_bias is not None,
                     down_bias=experts.down_bias is not None,
-                    residual=all(each is None for each in before_stream),
+                    residual=added,
                     expert_scale=getattr(block, "expert_scale", None) is not None,
                     scaled=experts.is_scaled,
                 )

@@ -283,7 +283,7 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
             load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "gptj"])
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "granitemoe_swa", "gemma4_text", "gptj"])
 def test_models_it_does_not_cover_are_refused(family: str) -> None:
     """By torch alone: sinks; a family of its own; what transformers' code runs."""
     with pytest.raises(QuireError, match="deterministic mode does not cover"):

@@ -20,7 +20,7 @@ from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import fallback, fallback_names
+from quire.models import fallback, fallback_names, registry
 from quire.models.loader import build_model, load_model
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
@@ -119,14 +119,15 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 # Checkpoints that call or keep their tensors otherwise than the model does
 
 
-def save_flex_olmo(folder: Path) -> Any:
+def save_laguna(folder: Path) -> Any:
     """Experts one by one; in the model they are one tensor, of gates above ups."""
-    config = transformers.FlexOlmoConfig(**{**TINY, "pad_token_id": 0}, num_experts=4, num_experts_per_tok=2)
-    return save_checkpoint(Family("flex_olmo", lambda: config, draw_sharp), folder)
+    config = transformers.LagunaConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                       moe_intermediate_size=96, mlp_layer_types=["sparse"] * 2)  # fmt: skip
+    return save_checkpoint(Family("laguna", lambda: config, draw_sharp), folder)
 
 
 def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
-    reference = save_flex_olmo(tmp_path)
+    reference = save_laguna(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
     assert_equals_transformers(load(tmp_path).model, reference)
 
@@ -140,7 +141,7 @@ def test_experts_that_lie_one_by_one_are_joined(tmp_path: Path) -> None:
     ({"gate_proj": (95, 64), "up_proj": (95, 64)}, r"experts\.gate_up_proj.* in the wrong shape"),
 ], ids=str)  # fmt: skip
 def test_experts_that_do_not_fit_are_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_flex_olmo(tmp_path)
+    save_laguna(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in list(tensors):
         for part, shape in change.items():
@@ -167,15 +168,16 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_flex_olmo(tmp_path)
+    save_laguna(tmp_path)
     monkeypatch.setattr(fallback_names, "_join_of", lambda converter: None)
-    with pytest.raises(QuireError, match=r"flex_olmo can't run .* in another form \(MergeModulelist"):
+    with pytest.raises(QuireError, match=r"laguna can't run .* in another form \(MergeModulelist"):
         load(tmp_path)
 
 
-def test_attention_s_output_may_be_viewed(tmp_path: Path) -> None:
-    """Values narrower than keys, and a model that takes a view of what attention returns."""
+def test_attention_s_output_may_be_viewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values narrower than keys, and a model that takes a view of what attention returns: as if it had no file here."""
     config = transformers.AfmoeConfig(**{**TINY, "pad_token_id": 0}, head_dim=16, sliding_window=9, num_experts=4,
                                       num_experts_per_tok=2, moe_intermediate_size=24)  # fmt: skip
+    monkeypatch.delitem(registry.FAMILIES, "afmoe")
     reference = save_checkpoint(Family("afmoe", lambda: config, draw_sharp), tmp_path)
     assert_equals_transformers(load(tmp_path).model, reference)

@@ -60,6 +60,8 @@ GROUPED = {"expert_count": 12, "expert_used_count": 3, "expert_feed_forward_leng
            "expert_group_used_count": 2, "leading_dense_block_count": 1}  # fmt: skip
 GRANITE_EXPERTS = {"expert_count": 6, "expert_used_count": 2, "embedding_scale": 3.0, "attention.scale": 0.2,
                    "residual_scale": 0.6, "logit_scale": 0.5}  # fmt: skip
+# A rope that is slower by a factor of the file's own: converters work out how fast it is.
+SLOWER = {"rope.freq_base": 10000.0 * 50.0 ** (32 / 30), "rope.scaling.type": "none", "rope.scaling.factor": 1.0}
 # family -> architecture, metadata beyond what every file has
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
@@ -85,9 +87,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4moe", {**GROUPED, "expert_shared_count": 2, "expert_weights_norm": True,
                              "expert_weights_scale": 1.0}),
+    "gpt_neox": ("gptneox", {"use_parallel_residual": True}),
+    "gpt_neox in turn": ("gptneox", {"use_parallel_residual": False}),
     "granite": ("granite", {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 2.0}),
     "granitemoe": ("granitemoe", GRANITE_EXPERTS),
     "granitemoeshared": ("granitemoe", {**GRANITE_EXPERTS, "expert_shared_feed_forward_length": 40}),
+    "hunyuan_v1_dense": ("hunyuan-dense", SLOWER),
+    "hunyuan_v1_moe": ("hunyuan-moe", {**SLOWER, "expert_count": 6, "expert_used_count": 2,
+                                       "expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 96,
+                                       "expert_shared_count": 1}),
     "lfm2": ("lfm2", {"attention.head_count_kv": [0, 2, 0], "feed_forward_length": 64, "shortconv.l_cache": 3,
                       "attention.layer_norm_rms_epsilon": 1e-5}),
     "lfm2_moe": ("lfm2moe", {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 8,

@@ -134,7 +134,8 @@ def test_a_shared_expert_leaves_alone_what_the_others_read(is_normed: bool, is_g
 # Checkpoints
 
 
-MERGED = {"deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2, "kimi_k2": 1, "qwen3_next": 1, "qwen3_5_moe_text": 2}
+MERGED = {"cohere2_moe": 2, "deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2, "hy_v3": 2, "kimi_k2": 1,
+          "qwen3_next": 1, "qwen3_5_moe_text": 2}  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", ["plain", "fp8"])
@@ -161,6 +162,13 @@ def test_a_shared_expert_of_another_size_stays_by_itself(tmp_path: Path, monkeyp
     monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
     config = Qwen2MoeConfig(**TINY, **QWEN, shared_expert_intermediate_size=40)
     assert_equal(tmp_path, save_checkpoint(Family("qwen2_moe", lambda: config, draw_sharp), tmp_path))
+
+
+def test_a_shared_expert_stays_by_itself_where_the_others_are_two_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "select_ops", lambda *args: replace(REFERENCE, merges_shared=True))
+    assert_equal(tmp_path, save_checkpoint(next(f for f in all_families() if f.name == "aria_text"), tmp_path))
 
 
 def test_a_missing_shared_expert_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,7 @@ ADDED = ("norm", "norm of what is added", *ALL[1:], *ALL[3:])  # norms behind bl
     ("gemma2", ADDED),
     ("qwen3_moe", (*ALL, "router", "experts")),
     ("mixtral", ("norm", "fused product", "rope", "attention", "router", "experts")),
+    ("flex_olmo", (*ADDED[:2], "fused product", "rope", "attention", "router", "experts")),
     ("gpt_oss", ("norm", "fused product", "rope", "attention", "rope", "attention", "router", "experts")),
     ("deepseek_v3", (*ALL[:3], "latent write", "latent attention", "products by head", "router", "experts")),
     ("qwen3_next", (*ALL, "delta net", "router", "experts")),

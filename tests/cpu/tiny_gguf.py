@@ -93,6 +93,8 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
         if arch in PERMUTED and re.search(r"[qk]_proj", name):
             halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        if arch == "gptneox" and "query_key_value" in name:  # head by head: its converter parts them
+            tensor = tensor.unflatten(0, (-1, 3, head_dim)).transpose(0, 1).reshape(tensor.shape)
         _add(writer, called(name), tensor, types or {})
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)

@@ -15,7 +15,8 @@ from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_fast": 1, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3,
+               "relu2": 4}  # fmt: skip
 BLOCK = 32  # columns of a block
 MAX_GROUP = 64  # query heads of one key-value head that attention has room for
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"

@@ -1,4 +1,5 @@
-"""Mixtures of experts: with ordinary attention, gpt-oss with its sinks, DeepSeek with its latents."""
+"""Mixtures of experts: with ordinary attention, gpt-oss with its sinks, DeepSeek with its latents. MiniCPM 3 and Youtu
+have the latents alone."""
 
 from __future__ import annotations
 
@@ -7,22 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
+    AriaConfig,
+    AriaTextConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
+    FlexOlmoConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    HYV3Config,
+    MellumConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SolarOpenConfig,
+    YoutuConfig,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -46,6 +56,23 @@ GRANITE: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "em
                            "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2}  # fmt: skip
 KIMI: dict[str, Any] = {**LATENT, **GROUPS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
                         "n_shared_experts": 1, "q_lora_rank": 28, "routed_scaling_factor": 2.827}  # fmt: skip
+AFMOE: dict[str, Any] = {**TINY, **QWEN, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 9,
+                         "global_attn_every_n_layers": 2, "route_scale": 1.7, "num_shared_experts": 1}  # fmt: skip
+ARIA: dict[str, Any] = {**TINY, "moe_num_experts": 6, "moe_topk": 3, "model_type": "aria_text"}
+EYES = {"model_type": "idefics3_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
+GRANITE_SWA: dict[str, Any] = {**TINY, **GRANITE, "num_hidden_layers": 4, "sliding_window": 9,
+                               "layer_rope_theta": [0, 100, 10000, 100]}  # fmt: skip
+MELLUM: dict[str, Any] = {**TINY, **QWEN, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 9,
+                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                          "mlp_layer_types": ["sparse", "sparse", "dense"]}  # fmt: skip
+SPEEDS = {"full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 32},
+          "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
+MINICPM: dict[str, Any] = {"q_lora_rank": 28, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 24}
+# transformers changes factors with the length of what it is given; beyond 2 tokens it is the long ones, always.
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 2,
+                        "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 9.0, 1.0, 3.0]}  # fmt: skip
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -88,6 +115,15 @@ FAMILIES = [
     Family("deepseek_v3", lambda: DeepseekV3Config(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
     Family("kimi_k2", lambda: KimiK2Config(**KIMI, rope_parameters=KIMI_YARN), draw_sharp, "DeepseekV3ForCausalLM"),
     Family("glm4_moe_lite", lambda: Glm4MoeLiteConfig(**LATENT, **GROUPS, q_lora_rank=28), draw_sharp),
+    Family("afmoe", lambda: AfmoeConfig(**AFMOE, mup_enabled=True), draw_sharp),
+    Family("aria_text", lambda: AriaTextConfig(**ARIA, attention_bias=True), draw_sharp),
+    Family("aria of text and images", lambda: AriaConfig(text_config=ARIA, vision_config=EYES), draw_sharp,
+           "AriaForConditionalGeneration", slow=True),
+    Family("youtu", lambda: YoutuConfig(**LATENT, q_lora_rank=28, attention_bias=True, rope_parameters=YARN)),
+    Family("youtu straight", lambda: YoutuConfig(**LATENT, q_lora_rank=None, rope_interleave=False), slow=True),
+    Family("minicpm3", lambda: MiniCPM3Config(**LATENT, **MINICPM)),
+    Family("minicpm3 longrope", lambda: MiniCPM3Config(**LATENT, **MINICPM, mlp_bias=True, rope_parameters=LONG),
+           slow=True),
     Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,
@@ -96,5 +132,11 @@ FAMILIES = [
     Family("granitemoeshared", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE, shared_intermediate_size=40),
            draw_sharp, slow=True),
     Family("granitemoeshared alone", lambda: GraniteMoeSharedConfig(**TINY, **GRANITE), draw_sharp, slow=True),
+    Family("granitemoe_swa", lambda: GraniteMoeSWAConfig(**GRANITE_SWA), draw_sharp),
+    Family("granitemoe_swa shared", lambda: GraniteMoeSWAConfig(**GRANITE_SWA, shared_intermediate_size=40),
+           draw_sharp, slow=True),
+    Family("flex_olmo", lambda: FlexOlmoConfig(**TINY, num_experts=8, num_experts_per_tok=3), draw_sharp),
+    Family("hy_v3", lambda: HYV3Config(**TINY, **QWEN, head_dim=32, num_shared_experts=2), draw_sharp),
+    Family("mellum", lambda: MellumConfig(**MELLUM, rope_parameters=SPEEDS), draw_sharp),
     Family("solar_open", lambda: SolarOpenConfig(**SOLAR, head_dim=16, attention_bias=True), draw_sharp),
 ]  # fmt: skip

@@ -1,11 +1,12 @@
 """Gemma 1 to 4: scaled embeddings, norms around both blocks, soft caps, alternating windows, two ropes; in 4 heads of
-two sizes, keys and values shared between layers, inputs per layer, experts beside feed-forward blocks."""
+two sizes, keys and values shared between layers, inputs per layer, experts beside feed-forward blocks. VaultGemma
+is Gemma 2 without norms behind its blocks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, GemmaConfig
+from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, GemmaConfig, VaultGemmaConfig
 
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
@@ -109,4 +110,5 @@ FAMILIES = [
         ),
         draw_routed,
     ),
+    Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),
 ]

@@ -9,15 +9,11 @@ from torch import Tensor
 from transformers import (
     ApertusConfig,
     GPT2Config,
-    GPTNeoXConfig,
-    HunYuanDenseV1Config,
     OPTConfig,
     PhimoeConfig,
-    VaultGemmaConfig,
 )
 
 from tests.cpu.families.experts import draw_sharp
-from tests.cpu.families.gemma import CAPS, HEADS, draw_around_zero
 from tests.cpu.families.harness import TINY, Family, draw_wide
 
 PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
@@ -32,10 +28,7 @@ FAMILIES = [
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
-        Family("gpt_neox", lambda: GPTNeoXConfig(**TINY)),
-        Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**TINY, head_dim=16)),
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),
-        Family("vaultgemma", lambda: VaultGemmaConfig(**TINY, **HEADS, **CAPS, sliding_window=9), draw_around_zero),
     )
 ]

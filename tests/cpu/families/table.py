@@ -52,10 +52,10 @@ with kernels in CUDA's place that keep all bits. LoRA comes later.
 Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), and
 checkpoints quantized in other ways than those below.
 
-Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini) has one set of factors for all sequences, or
-what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the positions the
-model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's own code, and not
-by `time_step_min`.
+Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini, MiniCPM 3) has one set of factors for all
+sequences, or what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the
+positions the model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's
+own code, and not by `time_step_min`.
 """
 PUBLISHED = """
 ## Checkpoints that are quantized already

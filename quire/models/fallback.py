@@ -109,7 +109,7 @@ class FallbackModel(nn.Module):
             what = (
                 f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
             )
-            raise QuireError("unsupported_model", f"{what} of that type either.", supported_types())
+            raise QuireError("unsupported_model", f"{what} of that type either.", supported_types(model_type))
         for kinds in ("layer_types", "layers_block_type"):
             check_layers(model_type, config.get(kinds))
         fields = {key: value for key, value in config.items() if key not in _OURS}

@@ -106,4 +106,4 @@ def widen(x: Tensor, width: int) -> Tensor:
 
 def unsupported(model_type: str, why: str) -> QuireError:
     return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
-                      supported_types())  # fmt: skip
+                      supported_types(model_type))  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -218,8 +219,12 @@ def find_family(model_type: str) -> Family:
 
 
 def unsupported(what: str) -> QuireError:
-    return QuireError("unsupported_model", f"{what} is not supported.", supported_types())
+    return QuireError("unsupported_model", f"{what} is not supported.", supported_types(what))
 
 
-def supported_types() -> str:
-    return f"Supported are {', '.join(sorted(FAMILIES))}."
+def supported_types(wanted: str) -> str:
+    """A hint, for who asked for something else: types that are called much the same, and where all are listed."""
+    words = wanted.lower().replace("'", " ").split()
+    near = sorted({name for word in words for name in get_close_matches(word, FAMILIES, cutoff=0.75)})
+    like = f"Near to it: {', '.join(near)}. " if near else ""
+    return f"{like}docs/models.md lists all {len(FAMILIES)} types with a file of their own, and what else runs."

@@ -58,7 +58,7 @@ def refuse(config: Fields) -> str:
         build_model(config, dtype="float32", device=CPU, page_tokens=16)
     assert caught.value.code in ("bad_config", "unsupported_model")
     said = str(caught.value)
-    assert "\n" not in said and len(said) < 1500  # some list every model type that is supported
+    assert "\n" not in said and len(said) < 1000
     return said
 
 

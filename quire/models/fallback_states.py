@@ -49,6 +49,7 @@ class _PassingCache:
     """What both caches answer alike."""
 
     is_compileable = False
+    is_initialized = True  # asked for by who masks a prompt's beginning otherwise, if it is told what that is
     is_sliding = (False,)  # pages hold all tokens of a layer that does not exchange its attention
 
     def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:

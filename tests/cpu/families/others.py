@@ -24,7 +24,11 @@ PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sl
 
 
 def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    draw_wide(name.replace("ln_", "norm_"), parameter, generator)
+    """Norms by other names; and what scales and shifts all of a layer, without drowning what came before it."""
+    scales, shifts = (name.endswith((f"hidden_states_{end}", f"residual_{end}")) for end in ("scale", "bias"))
+    draw_wide("norm.weight" if scales else name.replace("ln_", "norm_"), parameter, generator)
+    if shifts:
+        parameter.mul_(0.2)
 
 
 FAMILIES = [

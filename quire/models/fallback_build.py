@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.layers.weights import Part, Weight
 from quire.models.fallback_attention import ATTENTION, LayerShape, PagedStep, Rehearsal, paged_attention, unsupported
+from quire.models.fallback_madeup import MadeUp
 from quire.models.fallback_states import LayerStates, RowStates, StateRehearsal
 from quire.types import CacheSpec, QuireError
 
 _KEEP_KEYS = {"full_attention", "sliding_attention"}
-_KEEP_STATE = {"linear_attention", "conv", "hybrid"}  # the last: and keys
+_KEEP_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two: and keys
 _KEEP_NOTHING = {"moe", "mlp"}
 _OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two: names of one thing
 _OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
@@ -35,7 +36,6 @@ CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: tha
 MOST_CALL_TOKENS = 4096  # where it takes little,
 FEWEST_CALL_TOKENS = 16  # where it takes much,
 CALL_BYTES = 2**28  # for the largest tensor
-_TOKENS = torch.zeros(1, 2, dtype=torch.long, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
 
 
 def rehearse(hf: Any) -> Kept:
-    """What each layer keeps, seen in a forward pass on meta, where nothing is computed."""
+    """What each layer keeps, seen in a forward pass without weights."""
     try:
         return _rehearse_exchanged(hf)
     except QuireError as refused:
@@ -145,7 +145,7 @@ def _rehearse_exchanged(hf: Any) -> Kept:
         raise unsupported(hf.model_type, _OWN_WAYS)
     rehearsal = Rehearsal()
     try:
-        run_body(body_of(causal), _TOKENS, _TOKENS, rehearsal, StateRehearsal(_REHEARSED) if states.layers else None)
+        _rehearse_body(body_of(causal), rehearsal, StateRehearsal(_REHEARSED) if states.layers else None)
     except QuireError:
         raise
     except Exception as error:  # anything can happen in other people's code
@@ -174,6 +174,13 @@ def _rehearse_gathered(hf: Any) -> Kept | None:
     return Kept(states.with_keys, states.layers, states.index_dims, gathers=True)
 
 
+def _rehearse_body(body: Any, attention: Rehearsal | None, states: StateRehearsal | None, count: int = 2) -> None:
+    """So many tokens through a body whose weights are on meta."""
+    tokens = torch.zeros(1, count, dtype=torch.long)
+    with torch.no_grad(), MadeUp():
+        run_body(body, tokens, tokens, attention, states)
+
+
 def _rehearse_states(causal: Any, attention: Rehearsal | None) -> StateRehearsal | None:
     """With a cache at hand: what it is used for. None: the model takes none, or fails with one. It may still run
     without: most keep keys and values alone, which our attention sees."""
@@ -182,7 +189,7 @@ def _rehearse_states(causal: Any, attention: Rehearsal | None) -> StateRehearsal
     if not any(name in _parameters(body.__class__) for name in _CACHES):
         return None
     try:
-        run_body(body, _TOKENS, _TOKENS, attention, states)
+        _rehearse_body(body, attention, states)
     except Exception:  # anything can happen in other people's code; who rehearses without a cache will say what
         return None
     return states
@@ -228,11 +235,19 @@ def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple
     """How many tokens a call may have, and bytes of the largest tensor that it makes then, seen on meta: scans of other
     people's making may take a thousand times what they return. Of attention by itself that is scores of all tokens
     before."""
-    causal = build_on_meta(hf, _REHEARSED, kept.attention)
+    body = body_of(build_on_meta(hf, _REHEARSED, kept.attention))
     tokens = torch.zeros(1, CALL_TOKENS, dtype=torch.long, device="meta")
     largest = _LargestTensor()
-    with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
-        run_body(body_of(causal), tokens, tokens, None if kept.gathers else Rehearsal(), StateRehearsal(_REHEARSED))
+
+    def attend() -> Rehearsal | None:
+        return None if kept.gathers else Rehearsal()
+
+    try:
+        with largest:
+            run_body(body, tokens, tokens, attend(), StateRehearsal(_REHEARSED))
+    except Exception:  # anything can happen in other people's code; if it looks at numbers, some are made up
+        with suppress(Exception), largest:  # what was seen so far counts
+            _rehearse_body(body, attend(), StateRehearsal(_REHEARSED), CALL_TOKENS)
     num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
     if kept.gathers:
         scores = 4 * int(getattr(hf, "num_attention_heads", 1)) * max_len  # of one token

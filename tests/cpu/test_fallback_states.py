@@ -161,7 +161,7 @@ def test_long_contexts_have_shorter_calls(max_len: int, call_tokens: int) -> Non
     assert found == call_tokens and num_bytes >= call_tokens * 4 * max_len * 4
 
 
-@pytest.mark.parametrize("kind", ["bailing_hybrid", "zamba2", "mamba", "jamba"])
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "zamba2", "zaya", "mamba", "jamba"])
 def test_who_can_not_go_on_is_found_whatever_the_weights(kind: str, tmp_path: Path) -> None:
     """Small ones, with which nearly nothing is kept of a few tokens: logits would not tell."""
     config = small_config(kind)

@@ -29,8 +29,15 @@ LEFT_OUT = object()
 SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
     "afmoe": {"num_dense_layers": 1},
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
     "dbrx": {
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 3.0},
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 0.5},  # more: float32 is too short
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     **{
@@ -40,6 +47,17 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
             "index_n_heads": 16,
         }  # with fewer heads many scores are 0, and which of them is best is anyone's guess
         for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "index_topk": 5,
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "shared_experts_intermediate_size": 24,
+        **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 24 for name in ("q_lora_rank", "kv_lora_rank")},
+        **{f"swa_{name}": 8 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        "swa_head_dim": 16,
     },
     "falcon": {"head_dim": LEFT_OUT},
     "gemma3n_text": {
@@ -51,6 +69,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "intermediate_size": [96, 96],
         "activation_sparsity_pattern": [0.0, 0.0],
     },
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32},
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]],
         "num_layers": 2,
@@ -65,6 +84,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "minimax": {"sliding_window": 9},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
+    "xlstm": {"num_heads": 4, "v_head_dim": LEFT_OUT, "autocast_kernel_dtype": "float32"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "mamba_dt_rank": 4},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"],
@@ -74,16 +94,18 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "hybrid_layer_ids": [1],
         "mamba_headdim": 32,
     },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 24, "layer_types": ["hybrid_sliding", "hybrid"],
+             "sliding_window": 9},
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "afmoe", "apertus", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
-    "cohere2_moe", "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flex_olmo",
-    "flint", "gemma3n_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
-    "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe_swa", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jamba", "kolibri1", "laguna",
-    "llama4_text", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
-    "modernbert-decoder", "mpt", "nanochat", "opt", "persimmon", "phimoe",
-    "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2",
+    "cohere2_moe", "cohere_compass_text", "ctrl", "dbrx", "deepseek_v32", "diffllama", "doge", "dots3_note_text",
+    "falcon", "falcon_mamba", "flex_olmo", "flint", "gemma3n_text", "gemma4_unified_text", "glm_moe_dsa", "gpt-sw3",
+    "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe_swa",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "inkling_text", "internlm3", "iquestcoder",
+    "jais2", "jamba", "jetmoe", "kolibri1", "laguna", "lfm3", "llama4_text", "longcat_flash", "mamba", "mellum",
+    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text", "modernbert-decoder", "moshi", "mpt", "nanochat",
+    "opt", "persimmon", "phimoe", "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 
 
@@ -95,9 +117,16 @@ def small_config(model_type: str) -> Any:
     """Raises whatever transformers raises where these sizes do not make a config of the type."""
     make = CONFIG_MAPPING[model_type]
     usual = make()
-    given = {**TINY, **{name: size for name, size in SIZES.items() if getattr(usual, name, None) is not None}}
+    given = {**TINY, **{name: size for name, size in SIZES.items() if _has(usual, name)}}
     if hasattr(usual, "qk_rope_head_dim"):  # heads have two widths, and keys are every head's own
         given["num_key_value_heads"] = given["num_attention_heads"]
         given.pop("head_dim", None)
     given |= SPECIAL.get(model_type, {})
     return make(**{name: value for name, value in given.items() if value is not LEFT_OUT})
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return getattr(config, name, None) is not None
+    except RuntimeError:  # each layer has its own, and a config says so rather than name one
+        return True

@@ -1,7 +1,7 @@
 """Any other causal model of an installed `transformers`: its own code, with its attention swapped for the paged one.
 
 The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal there
-tells what each layer keeps (`fallback_build`), so that nothing is guessed from names in a config. A step is one flat
+tells what each layer keeps (`fallback_rehearse`), so that nothing is guessed from names in a config. A step is one flat
 sequence to the model: rows are told apart by their positions and, in attention (`fallback_attention`), by their pages.
 Where layers keep a state (`fallback_states`), rows with as many tokens as each other are a batch. Slower than a
 family's own file, and said so at start.
@@ -27,19 +27,17 @@ from quire.models.fallback_build import (
     body_of,
     build_on_meta,
     cache_specs,
-    check_layers,
     check_ropes,
     first_line,
     import_transformers,
     index_specs,
     make_weights,
-    measure_call,
     rebuild_buffers,
-    rehearse,
     run_body,
 )
 from quire.models.fallback_capture import can_capture
 from quire.models.fallback_gathered import GatheredRow
+from quire.models.fallback_rehearse import check_layers, measure_call, rehearse
 from quire.models.fallback_states import RowStates, StateSlots, place_layers, split_rows
 from quire.models.fields import whole
 from quire.models.mamba2 import MAX_POSITIONS

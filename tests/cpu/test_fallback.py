@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from quire.models.loader import build_model, load_model
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
+from tests.cpu.families.more_types import small_config
 from tests.cpu.paged_harness import assert_equals_transformers
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -163,6 +165,62 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
     older["h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equals_transformers(load(tmp_path).model, reference)
+
+
+def test_matrices_that_lie_below_each_other_are_taken_apart(tmp_path: Path) -> None:
+    """HRM-Text: gates, queries, keys and values are one tensor in the file and four in the model."""
+    reference = save_checkpoint(Family("hrm_text", lambda: small_config("hrm_text")), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("attn.gqkv_proj.weight"))
+    assert_equals_transformers(load(tmp_path).model, reference)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(QuireError, match=r"gqkv_proj\.weight in the wrong shape: \[255, 64\], which makes no "):
+        load(tmp_path)
+
+
+def test_rows_that_lie_in_turn_are_put_behind_each_other(tmp_path: Path) -> None:
+    """Inkling 2: gates and ups take turns in the file, and experts are read one at a time."""
+    reference = save_checkpoint(Family("inkling2_text", lambda: small_config("inkling2_text"), draw_sharp), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("mlp.experts.w13_weight"))
+    model = load(tmp_path).model
+    assert_equals_transformers(model, reference)
+    ours = next(weight for of, weight in model.named_parameters() if of.endswith("experts.gate_up_proj"))
+    num_rows = ours.shape[1]
+    assert torch.equal(tensors[name][:, 1::2], ours[:, num_rows // 2 :]), "ups"
+
+
+class Chunk:
+    def __init__(self, dim: int):
+        self.dim, self.num_shards_attribute = dim, None
+
+
+class Interleave:
+    def __init__(self, dim: int, inverse: bool = False):
+        self.dim, self.inverse = dim, inverse
+
+
+class Transpose:
+    def __init__(self, dim0: int, dim1: int, check_dims: bool = False):
+        self.dim0, self.dim1, self.check_dims = dim0, dim1, check_dims
+
+
+@pytest.mark.parametrize(("operations", "shape", "expected"), [
+    ([Chunk(0)], (6,), [[0, 1, 2], [3, 4, 5]]),
+    ([Interleave(0)], (6,), [[0, 2, 4, 1, 3, 5]]),
+    ([Interleave(0, True)], (6,), [[0, 3, 1, 4, 2, 5]]),
+    ([Interleave(0), Chunk(0)], (6,), [[0, 2, 4], [1, 3, 5]]),
+    ([Transpose(0, 1)], (3, 2), [[[0, 2, 4], [1, 3, 5]]]),
+    ([Transpose(0, 1, True)], (3, 2), None),
+    ([object()], (6,), None),
+])  # fmt: skip
+def test_what_is_done_to_a_tensor_s_order(operations: list[Any], shape: tuple[int, ...], expected: Any) -> None:
+    targets = ["a", "b"][: len(expected or "a")]
+    converter = SimpleNamespace(source_patterns=["one"], target_patterns=targets, operations=operations)
+    forms = fallback_names._forms_of(converter)
+    assert (forms and [form.change(torch.arange(6).view(shape)).tolist() for form in forms]) == expected
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quire.models.fallback_build import _check_all_keep, import_transformers, measure_call, rehearse
+from quire.models.fallback_build import import_transformers
 from quire.models.fallback_madeup import MadeUp
+from quire.models.fallback_rehearse import _check_all_keep, measure_call, rehearse
 from quire.types import QuireError
 from tests.cpu.families.more_types import small_config
 

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models import fallback
-from quire.models.fallback_build import (
+from quire.models.fallback_build import build_on_meta, make_weights
+from quire.models.fallback_gathered import GatheredRow
+from quire.models.fallback_rehearse import (
     CALL_BYTES,
     CALL_TOKENS,
     FEWEST_CALL_TOKENS,
     MOST_CALL_TOKENS,
-    build_on_meta,
-    make_weights,
     measure_call,
     rehearse,
 )
-from quire.models.fallback_gathered import GatheredRow
 from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
 from quire.models.loader import build_model, load_model
 from quire.types import QuireError

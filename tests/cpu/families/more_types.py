@@ -78,6 +78,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     },
     "gptj": {"rotary_dim": 8},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_shared_expert": 1},
@@ -102,10 +104,11 @@ RIGHT = (  # those that were seen to give the tokens of transformers; a list to 
     "cohere2_moe", "cohere_compass_text", "ctrl", "dbrx", "deepseek_v32", "diffllama", "doge", "dots3_note_text",
     "falcon", "falcon_mamba", "flex_olmo", "flint", "gemma3n_text", "gemma4_unified_text", "glm_moe_dsa", "gpt-sw3",
     "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe_swa",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "inkling_text", "internlm3", "iquestcoder",
-    "jais2", "jamba", "jetmoe", "kolibri1", "laguna", "lfm3", "llama4_text", "longcat_flash", "mamba", "mellum",
-    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text", "modernbert-decoder", "moshi", "mpt", "nanochat",
-    "opt", "persimmon", "phimoe", "qwen4_exp_text", "vaultgemma", "xglm", "youtu", "zamba", "zamba2", "zaya",
+    "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text",
+    "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe", "kolibri1", "laguna", "lfm3", "llama4_text",
+    "longcat_flash", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
+    "modernbert-decoder", "moshi", "mpt", "nanochat", "opt", "persimmon", "phimoe", "qwen4_exp_text", "vaultgemma",
+    "xglm", "youtu", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 
 

@@ -78,10 +78,14 @@ def run_body(base: Any, tokens: Tensor, positions: Tensor, quire: Rehearsal | Pa
     if "position_ids" in taken:
         given["position_ids"] = positions
     if states is not None:
-        given[next(name for name in CACHES if name in taken)] = states
+        given |= dict.fromkeys([name for name in CACHES if name in taken][:1], states)
+        given |= states.hand_in(base, taken)
     if not any(taken[name].kind == inspect.Parameter.VAR_KEYWORD for name in taken):
         given = {name: value for name, value in given.items() if name in taken}
-    return base(input_ids=tokens, **given).last_hidden_state
+    output = base(input_ids=tokens, **given)
+    if states is not None:
+        states.take_back(base, output)
+    return output.last_hidden_state
 
 
 @cache

@@ -2,7 +2,8 @@
 
 A pass over a few tokens, with weights that are no more than shapes, tells it: what attention is called with
 (`fallback_attention`) and what a cache is used for (`fallback_states`). It is tried with the model's attention swapped
-for ours, and if that can't be, with its own over keys that are gathered (`fallback_gathered`).
+for ours; if that can't be, with its own over keys that are gathered (`fallback_gathered`); and then with what it keeps
+in a form of its own (`fallback_own`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.models.fallback_attention import ATTENTION, LayerShape, Rehearsal, unsupported
 from quire.models.fallback_build import CACHES, body_of, build_on_meta, first_line, parameters_of, run_body
 from quire.models.fallback_madeup import MadeUp
+from quire.models.fallback_own import LAYER as OWN_LAYER
+from quire.models.fallback_own import OwnForm, OwnRehearsal, find_own
 from quire.models.fallback_states import LayerStates, StateRehearsal
 from quire.types import QuireError
 
@@ -33,6 +37,7 @@ CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: tha
 MOST_CALL_TOKENS = 4096  # where it takes little,
 FEWEST_CALL_TOKENS = 16  # where it takes much,
 CALL_BYTES = 2**28  # for the largest tensor
+MOST_OPERATIONS = 40_000  # that are looked at to find it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Kept:
     shapes: dict[int, LayerShape]
     states: dict[int, LayerStates]
     index_dims: dict[int, int] = field(default_factory=dict)  # layers that keep a key to choose among others, too
+    own: OwnForm | None = None  # states are those of all layers at once, in a form of the model's own
     gathers: bool = False  # attention is the model's own, over keys gathered from pages
 
     @property
@@ -61,7 +67,7 @@ def rehearse(hf: Any) -> Kept:
     try:
         return _rehearse_exchanged(hf)
     except QuireError as refused:
-        kept = _rehearse_gathered(hf)
+        kept = _rehearse_gathered(hf) or _rehearse_own(hf)
         if kept is None:
             raise refused from None
         return kept
@@ -75,7 +81,8 @@ def _rehearse_exchanged(hf: Any) -> Kept:
     if not exchanges or _OWN_MASKS & {*(getattr(hf, "layer_types", None) or ())}:
         raise unsupported(hf.model_type, _OWN_WAYS)
     try:
-        shapes = _rehearse_body(body_of(causal), exchanged=True, cached=bool(states.layers))[0].layers
+        cache = StateRehearsal if states.layers else None
+        shapes = _rehearse_body(body_of(causal), True, cache)[0].layers
     except QuireError:
         raise
     except Exception as error:  # anything can happen in other people's code
@@ -83,10 +90,7 @@ def _rehearse_exchanged(hf: Any) -> Kept:
     if not set(states.with_keys) <= set(shapes):
         raise unsupported(hf.model_type, "some of its attention can't be exchanged")
     _check_all_keep(causal, set(shapes), set(states.layers))
-    window = None if any(shape.window for shape in shapes.values()) else _window_of_mask(causal, hf)
-    if window is not None:
-        shapes = {layer: replace(shape, window=window) for layer, shape in shapes.items()}
-    return Kept(shapes, states.layers)
+    return Kept(_with_windows(shapes, causal, hf), states.layers)
 
 
 def _rehearse_gathered(hf: Any) -> Kept | None:
@@ -103,22 +107,47 @@ def _rehearse_gathered(hf: Any) -> Kept | None:
     return Kept(states.with_keys, states.layers, states.index_dims, gathers=True)
 
 
-def _rehearse_body(body: Any, exchanged: bool, cached: bool, count: int = 2) -> tuple[Rehearsal, StateRehearsal]:
-    """What so many tokens call on their way through a body whose weights are on meta: our attention, if its own is
-    exchanged for it, and a cache, if it is given one. On meta as well; or with numbers, if it looks at them."""
+def _rehearse_own(hf: Any) -> Kept | None:
+    """With states in a form of the model's own, and our attention if it has any. None: nothing is seen so, either."""
+    causal = build_on_meta(hf, _REHEARSED, ATTENTION)
+    body = body_of(causal)
+    probes: list[tuple[Rehearsal, StateRehearsal]] = []
+
+    def probe(num_rows: int, count: int) -> Any:
+        probes.append(_rehearse_body(body, True, OwnRehearsal, count, num_rows))
+        return probes[-1][1].output
+
     try:
-        return _pass_tokens(body, exchanged, cached, torch.zeros(1, count, dtype=torch.long, device="meta"))
+        found = find_own(body, parameters_of(body.__class__), probe, _REHEARSED)
+    except Exception:  # anything can happen in other people's code
+        return None
+    if found is None:
+        return None
+    attention, states = probes[-1]
+    if states.layers or not set(states.with_keys) <= set(attention.layers):
+        return None
+    return Kept(_with_windows(attention.layers, causal, hf), {OWN_LAYER: found[1]}, own=found[0])
+
+
+def _rehearse_body(body: Any, exchanged: bool, cache: type[StateRehearsal] | None, count: int = 2,
+                   num_rows: int = 1) -> tuple[Rehearsal, StateRehearsal]:  # fmt: skip
+    """What tokens call on their way through a body whose weights are on meta: our attention, if its own is exchanged
+    for it, and a cache, if it is given one. On meta as well; or with numbers, if it looks at them."""
+    try:
+        return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long, device="meta"))
     except QuireError:
         raise
     except Exception:  # anything can happen in other people's code; it is said what happens with numbers
         with MadeUp():
-            return _pass_tokens(body, exchanged, cached, torch.zeros(1, count, dtype=torch.long))
+            return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long))
 
 
 @torch.no_grad()
-def _pass_tokens(body: Any, exchanged: bool, cached: bool, tokens: Tensor) -> tuple[Rehearsal, StateRehearsal]:
-    attention, states = Rehearsal(), StateRehearsal(_REHEARSED)
-    run_body(body, tokens, tokens, attention if exchanged else None, states if cached else None)
+def _pass_tokens(
+    body: Any, exchanged: bool, cache: type[StateRehearsal] | None, tokens: Tensor
+) -> tuple[Rehearsal, StateRehearsal]:
+    attention, states = Rehearsal(), (cache or StateRehearsal)(_REHEARSED)
+    run_body(body, tokens, tokens, attention if exchanged else None, None if cache is None else states)
     return attention, states
 
 
@@ -129,7 +158,7 @@ def _rehearse_states(causal: Any, exchanged: bool) -> StateRehearsal | None:
     if not any(name in parameters_of(body.__class__) for name in CACHES):
         return None
     try:
-        return _rehearse_body(body, exchanged, cached=True)[1]
+        return _rehearse_body(body, exchanged, StateRehearsal)[1]
     except Exception:  # anything can happen in other people's code; who rehearses without a cache will say what
         return None
 
@@ -147,27 +176,38 @@ def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
         raise unsupported(hf.model_type, f"{what}, and others may keep one that is not")
 
 
-def _window_of_mask(causal: Any, hf: Any) -> int | None:
+def _with_windows(shapes: dict[int, LayerShape], causal: Any, hf: Any) -> dict[int, LayerShape]:
     """Some models tell their mask of a window and not their attention, and give neither to one that makes no use of
     masks. Those that have it in some layers only say which (`layer_types`), and tell the attention of each."""
     masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
-    window = getattr(hf, "sliding_window", None)
-    return window if masks and getattr(hf, "layer_types", None) is None else None
+    told = any(shape.window for shape in shapes.values()) or getattr(hf, "layer_types", None) is not None
+    window = getattr(hf, "sliding_window", None) if masks and not told else None
+    return shapes if window is None else {layer: replace(shape, window=window) for layer, shape in shapes.items()}
 
 
 class _LargestTensor(TorchDispatchMode):
-    """While it is entered, notes how many bytes the largest tensor has that an operation returns."""
+    """While it is entered, notes how many bytes the largest tensor has that an operation makes; one that shows
+    another's memory, such as a weight's, is not made. Fails after very many operations: layers are much alike, and a
+    scan token by token would hold up a start for half a minute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = 0
+        self.num_bytes, self._operations = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operations += 1
+        if self._operations > MOST_OPERATIONS:
+            raise RuntimeError("enough is seen")
         made = func(*args, **(kwargs or {}))
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and _memory(tensor) not in given:
                 self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
         return made
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
@@ -177,13 +217,20 @@ def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple
     body = body_of(build_on_meta(hf, _REHEARSED, kept.attention))
     largest = _LargestTensor()
     with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
-        _rehearse_body(body, not kept.gathers, True, CALL_TOKENS)
+        _rehearse_body(body, not kept.gathers, StateRehearsal if kept.own is None else OwnRehearsal, CALL_TOKENS)
     num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
     if kept.gathers:
-        scores = 4 * int(getattr(hf, "num_attention_heads", 1)) * max_len  # of one token
+        scores = 4 * _most_heads(hf) * max_len  # of one token
         call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, FEWEST_CALL_TOKENS))
         return call_tokens, max(num_bytes, call_tokens * scores)
     times = 1
     while 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
         times *= 2
     return times * CALL_TOKENS, times * num_bytes
+
+
+def _most_heads(hf: Any) -> int:
+    try:
+        return int(getattr(hf, "num_attention_heads", 1))
+    except RuntimeError:  # layers have their own, and a config says so rather than name one
+        return max(int(layer.num_attention_heads) for layer in hf.per_layer_config)

@@ -39,7 +39,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("config", "words"), [
-    ({"model_type": "rwkv"}, ("rwkv", "a state of its own")),
+    ({"model_type": "openai-gpt", "n_head": 2}, ("openai-gpt", "a state of its own")),
     ({"model_type": "deepseek_v4"}, ("deepseek_v4", "layers of type", "keep something of their own")),
     ({"model_type": "xmod", "num_attention_heads": 2}, ("xmod", "a rehearsal of it failed", "language unknown")),
     ({"model_type": "bart"}, ("bart", "can't be exchanged")),

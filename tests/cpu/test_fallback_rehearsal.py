@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quire.models import fallback_rehearse
 from quire.models.fallback_build import import_transformers
 from quire.models.fallback_madeup import MadeUp
 from quire.models.fallback_rehearse import _check_all_keep, measure_call, rehearse
@@ -68,6 +69,24 @@ def test_a_call_that_looks_at_numbers_is_measured() -> None:
     config = small_config("jetmoe")
     _, num_bytes = measure_call(config, rehearse(config), torch.float32, 512)
     assert num_bytes >= 256 * 2 * 96 * 4, "what lies between an expert's matrices, of all tokens"
+
+
+def test_weights_are_no_part_of_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts behind each other are looked at one by one, or from the other side: neither makes a tensor."""
+    import_transformers("dots3_note_text")
+    config = small_config("dots3_note_text")
+    config.n_routed_experts = 2048
+    _, num_bytes = measure_call(config, rehearse(config), torch.float32, 16)
+    assert num_bytes < 2048 * 24 * 64 * 4, "all experts' smaller matrices"
+    monkeypatch.setattr(fallback_rehearse, "MOST_OPERATIONS", 10)
+    assert measure_call(config, rehearse(config), torch.float32, 1)[1] < num_bytes, "of what was seen so far"
+
+
+def test_layers_may_have_heads_of_their_own() -> None:
+    config = small_config("dots3_note_text")
+    with pytest.raises(RuntimeError):
+        assert config.num_attention_heads
+    assert fallback_rehearse._most_heads(config) == 4
 
 
 def test_who_attends_twice_in_a_layer_attends_by_itself() -> None:

@@ -104,6 +104,14 @@ def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], 
     assert sorted(seen) == whole.tokens.tolist(), "every token once"
 
 
+def test_rows_that_begin_may_be_apart_and_batches_small() -> None:
+    whole = step_of([1, 1, 2, 1, 2, 1], [4, 0, 0, 9, 3, 6])
+    parts = list(split_rows(whole, True, False, most=8, begin_apart=True, most_rows=2))
+    assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3], [5], [1], [2], [4]]
+    parts = list(split_rows(whole, False, False, most=8, begin_apart=True))
+    assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3, 5], [1], [2], [4], [4]]
+
+
 def test_slots_give_back_what_was_put_in() -> None:
     """Several tensors a layer, of types of their own; layers that keep less are in another group."""
     kept = KeptState((2, 3), None), KeptState((4,), torch.float64)

@@ -54,7 +54,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "index_head_dim": 16,
         "index_n_heads": 16,
         "shared_experts_intermediate_size": 24,
-        **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 2 for name in ("num_attention_heads", "num_key_value_heads")},
         **{f"swa_{name}": 24 for name in ("q_lora_rank", "kv_lora_rank")},
         **{f"swa_{name}": 8 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
         "swa_head_dim": 16,
@@ -86,7 +86,9 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     "minimax": {"sliding_window": 9},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
-    "xlstm": {"num_heads": 4, "v_head_dim": LEFT_OUT, "autocast_kernel_dtype": "float32"},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 9},
+    "rwkv": {"rescale_every": 1},
+    "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0, "v_head_dim": LEFT_OUT, "autocast_kernel_dtype": "float32"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "mamba_dt_rank": 4},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"],
@@ -107,8 +109,8 @@ RIGHT = (  # those that were seen to give the tokens of transformers; a list to 
     "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text",
     "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe", "kolibri1", "laguna", "lfm3", "llama4_text",
     "longcat_flash", "mamba", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text",
-    "modernbert-decoder", "moshi", "mpt", "nanochat", "opt", "persimmon", "phimoe", "qwen4_exp_text", "vaultgemma",
-    "xglm", "youtu", "zamba", "zamba2", "zaya",
+    "modernbert-decoder", "moshi", "mpt", "nanochat", "opt", "persimmon", "phimoe", "qwen4_exp_text",
+    "recurrent_gemma", "rwkv", "vaultgemma", "xglm", "xlstm", "youtu", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from quire.models.fallback_build import (
     first_line,
     import_transformers,
     index_specs,
+    is_causal,
     make_weights,
     rebuild_buffers,
     run_body,
@@ -106,8 +107,7 @@ class FallbackModel(nn.Module):
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
         model_type = config["model_type"]
         transformers = import_transformers(model_type)
-        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if model_type not in known:
+        if not is_causal(model_type):
             what = (
                 f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
             )

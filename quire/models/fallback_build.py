@@ -35,6 +35,16 @@ def import_transformers(model_type: str) -> Any:
     return transformers
 
 
+@cache
+def is_causal(model_type: str) -> bool:
+    """Whether an installed transformers, if there is one, has a causal model of that type."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    except ImportError:
+        return False
+    return model_type in CAUSAL
+
+
 def check_ropes(model_type: str, hf: Any) -> None:
     ropes = getattr(hf, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):

@@ -23,6 +23,7 @@ from quire.config_build import override_config
 from quire.files.source import resolve_model
 from quire.models import fallback, fallback_names
 from quire.models.loader import build_model, load_model
+from quire.models.text_part import text_part
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
@@ -221,6 +222,25 @@ def test_what_is_done_to_a_tensor_s_order(operations: list[Any], shape: tuple[in
     converter = SimpleNamespace(source_patterns=["one"], target_patterns=targets, operations=operations)
     forms = fallback_names._forms_of(converter)
     assert (forms and [form.change(torch.arange(6).view(shape)).tolist() for form in forms]) == expected
+
+
+def test_the_language_model_of_one_with_eyes_is_found(tmp_path: Path) -> None:
+    """Llama 4 is published so, and never as a model of text alone."""
+    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "vision_output_dim": 64, "projector_input_dim": 32,
+            "projector_output_dim": 64}  # fmt: skip
+    config = transformers.Llama4Config(text_config=small_config("llama4_text").to_dict(), vision_config=eyes)
+    family = Family("llama4", lambda: config, draw_sharp, "Llama4ForConditionalGeneration")
+    reference = save_checkpoint(family, tmp_path)
+    with pytest.warns(UserWarning, match="is run as a model of text alone"):
+        model = load(tmp_path).model
+    assert_equals_transformers(model, reference)
+
+
+def test_a_language_model_that_nobody_knows_is_not() -> None:
+    assert text_part({"model_type": "odd", "text_config": {"model_type": "odd_text"}}) is None
+    assert text_part({"model_type": "odd", "text_config": {"vocab_size": 7}}) is None
+    assert text_part({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}) is not None
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

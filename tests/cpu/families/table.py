@@ -70,7 +70,8 @@ still. On a GPU decode steps of the others are captured, if their code allows it
 by one, and then it does not) and states are in no form of their own. `quire` says so at start, and compares the model
 with itself once it is loaded; what would be wrong is refused. Refused by name are models with caches of their own that
 grow (DeepSeek V4), and rope that changes with the length of what it is given (longrope). Checkpoints may have the names
-they were published with, experts or convolutions one by one, and matrices in turn or below each other. Shown on:
+they were published with, experts or convolutions one by one, and matrices in turn or below each other. Of a model with
+images or sound the language model runs alone, if `transformers` knows its type (Llama 4, Aria, LFM3-VL). Shown on:
 
 """
 MORE = """

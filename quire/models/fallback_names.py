@@ -8,6 +8,7 @@ order, or several as one, transformers itself knows; what it would do beyond tha
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -156,11 +157,12 @@ def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict
     """How transformers renames; for each pattern by which it joins tensors all those that are joined with it; and for
     each by which it takes one apart, or orders it anew, what is made of it."""
     try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping as find
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key
     except ImportError:  # a release that renames nothing
         return lambda name: (name, None), {}, {}
-    conversions = get_model_conversion_mapping(causal)
+    conversions = [*_conversions_of_whole(causal.config, find), *get_model_conversion_mapping(causal)]
     renamings: list[Any] = [conversion for conversion in conversions if not hasattr(conversion, "operations")]
     converters: list[Any] = [conversion for conversion in conversions if hasattr(conversion, "operations")]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -172,9 +174,19 @@ def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict
         if pattern is not None and pattern not in joins and pattern not in forms:
             done = ", ".join(type(operation).__name__ for operation in converter_of[pattern].operations)
             raise unsupported(causal.config.model_type, f"its checkpoints hold {name} in another form ({done})")
-        return ours, pattern
+        return ours if ours in wanted else ours.replace("model.language_model.", "model.", 1), pattern
 
     return rename, joins, forms
+
+
+def _conversions_of_whole(config: Any, find: Callable[[str], list[Any] | None]) -> list[Any]:
+    """Of the model with images whose language model this is, unless it has some of its own: it is published as a part
+    of that one, and named so."""
+    if find(config.model_type) is not None:
+        return []
+    kinds: list[Any] = [kind for kind in vars(sys.modules[type(config).__module__]).values() if isinstance(kind, type)]
+    wholes = [kind for kind in kinds if (getattr(kind, "sub_configs", None) or {}).get("text_config") is type(config)]
+    return [one for whole in wholes for one in find(whole.model_type) or ()]
 
 
 def _join_of(converter: Any) -> Join | None:

@@ -27,7 +27,7 @@ from quire.models.text_part import text_part
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
-from tests.cpu.families.more_types import small_config
+from tests.cpu.families.more_types import small_config, small_with_eyes
 from tests.cpu.paged_harness import assert_equals_transformers
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -224,14 +224,12 @@ def test_what_is_done_to_a_tensor_s_order(operations: list[Any], shape: tuple[in
     assert (forms and [form.change(torch.arange(6).view(shape)).tolist() for form in forms]) == expected
 
 
-def test_the_language_model_of_one_with_eyes_is_found(tmp_path: Path) -> None:
-    """Llama 4 is published so, and never as a model of text alone."""
-    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "image_size": 28, "vision_output_dim": 64, "projector_input_dim": 32,
-            "projector_output_dim": 64}  # fmt: skip
-    config = transformers.Llama4Config(text_config=small_config("llama4_text").to_dict(), vision_config=eyes)
-    family = Family("llama4", lambda: config, draw_sharp, "Llama4ForConditionalGeneration")
-    reference = save_checkpoint(family, tmp_path)
+@pytest.mark.parametrize(("kind", "model_class"), [
+    ("llama4", "Llama4ForConditionalGeneration"), ("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+])  # fmt: skip
+def test_the_language_model_of_one_with_eyes_is_found(kind: str, model_class: str, tmp_path: Path) -> None:
+    """They are published in no other way, and by names that only the whole is known to have."""
+    reference = save_checkpoint(Family(kind, lambda: small_with_eyes(kind), draw_sharp, model_class), tmp_path)
     with pytest.warns(UserWarning, match="is run as a model of text alone"):
         model = load(tmp_path).model
     assert_equals_transformers(model, reference)

@@ -114,6 +114,18 @@ RIGHT = (  # those that were seen to give the tokens of transformers; a list to 
 )  # fmt: skip
 
 
+WITH_EYES = (  # models with images, or sound, whose language model is one of these, and is published in no other way
+    "aria", "cohere_compass", "hyperclovax_vision_v2", "inkling2", "inkling_mm_model", "lfm3_vl", "llama4",
+    "minimax_m3_vl", "qwen4_exp",
+)  # fmt: skip
+EYE_SIZES = {
+    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14,
+    "projection_dim": 32, "projector_input_dim": 32, "projector_output_dim": 64, "vision_output_dim": 64,
+    "out_hidden_size": 64, "text_hidden_size": 64,
+}  # fmt: skip
+
+
 def other_types() -> list[str]:
     return sorted(kind for kind in CAUSAL if kind not in FAMILIES)
 
@@ -128,6 +140,18 @@ def small_config(model_type: str) -> Any:
         given.pop("head_dim", None)
     given |= SPECIAL.get(model_type, {})
     return make(**{name: value for name, value in given.items() if value is not LEFT_OUT})
+
+
+def small_with_eyes(model_type: str) -> Any:
+    """A small config of one of `WITH_EYES`."""
+    make = CONFIG_MAPPING[model_type]
+    usual = make()
+    parts = [name for name in ("vision_config", "audio_config") if _has(usual, name)]
+    given = {
+        part: {name: size for name, size in EYE_SIZES.items() if _has(getattr(usual, part), name)} for part in parts
+    }
+    given["text_config"] = small_config(usual.text_config.model_type).to_dict()
+    return make(**given, tie_word_embeddings=False)
 
 
 def _has(config: Any, name: str) -> bool:

@@ -71,7 +71,7 @@ by one, and then it does not) and states are in no form of their own. `quire` sa
 with itself once it is loaded; what would be wrong is refused. Refused by name are models with caches of their own that
 grow (DeepSeek V4), and rope that changes with the length of what it is given (longrope). Checkpoints may have the names
 they were published with, experts or convolutions one by one, and matrices in turn or below each other. Of a model with
-images or sound the language model runs alone, if `transformers` knows its type (Llama 4, Aria, LFM3-VL). Shown on:
+images or sound the language model runs alone, if `transformers` knows its type (Llama 4, MiniMax M3, Aria). Shown on:
 
 """
 MORE = """

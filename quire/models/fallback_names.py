@@ -207,12 +207,12 @@ def _forms_of(converter: Any) -> list[Form] | None:
     steps: list[Callable[[Tensor], Tensor]] = []
     dims: set[int] = set()
     *firsts, last = converter.operations
-    parts = type(last).__name__ == "Chunk" and last.num_shards_attribute is None
+    parts = type(last).__name__ == "Chunk" and getattr(last, "num_shards_attribute", None) is None
     for operation in firsts if parts else converter.operations:
         if type(operation).__name__ == "Interleave":
-            steps.append(partial(_take_turns, dim=operation.dim, back=operation.inverse))
+            steps.append(partial(_take_turns, dim=operation.dim, back=getattr(operation, "inverse", False)))
             dims |= {operation.dim}
-        elif type(operation).__name__ == "Transpose" and not operation.check_dims:
+        elif type(operation).__name__ == "Transpose" and not getattr(operation, "check_dims", False):
             steps.append(partial(torch.transpose, dim0=operation.dim0, dim1=operation.dim1))
             dims |= {operation.dim0, operation.dim1}
         else:

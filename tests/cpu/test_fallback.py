@@ -107,6 +107,17 @@ def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monk
         load(save_opt(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["bert", "roformer"])
+def test_an_encoder_is_refused_whatever_the_precision(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are known as causal for what they can be told to be. In half precision more than that is let pass."""
+    save_checkpoint(Family(kind, lambda: small_config(kind)), tmp_path)
+    monkeypatch.setattr(fallback.FallbackModel, "_error", lambda *unused: 0.0)
+    with pytest.raises(QuireError, match=f"{kind} can't run through transformers here: it is no decoder .*looks ahead"):
+        load(tmp_path)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     path = save_opt(tmp_path) / "model.safetensors"
     tensors = load_file(path)

@@ -1,7 +1,7 @@
 """Any other causal model of an installed `transformers`: its own code, with its attention swapped for the paged one.
 
-The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal there
-tells what each layer keeps (`fallback_build`), so that nothing is guessed from names in a config. A step is one flat
+The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal then
+tells what each layer keeps (`fallback_rehearse`), so that nothing is guessed from names in a config. A step is one flat
 sequence to the model: rows are told apart by their positions and, in attention (`fallback_attention`), by their pages.
 Where layers keep a state (`fallback_states`), rows with as many tokens as each other are a batch. Slower than a
 family's own file, and said so at start.
@@ -27,20 +27,20 @@ from quire.models.fallback_build import (
     body_of,
     build_on_meta,
     cache_specs,
-    check_layers,
     check_ropes,
     first_line,
     import_transformers,
     index_specs,
+    is_causal,
     make_weights,
-    measure_call,
     rebuild_buffers,
-    rehearse,
     run_body,
 )
 from quire.models.fallback_capture import can_capture
 from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_states import RowStates, StateSlots, place_layers, split_rows
+from quire.models.fallback_own import OwnRows
+from quire.models.fallback_rehearse import CALL_BYTES, check_layers, measure_call, rehearse
+from quire.models.fallback_states import MANY, RowStates, StateSlots, place_layers, split_rows
 from quire.models.fields import whole
 from quire.models.mamba2 import MAX_POSITIONS
 from quire.models.registry import supported_types
@@ -51,8 +51,9 @@ ROW_BY_ROW = ", with its own attention and row by row"
 TOKEN_BY_TOKEN = (
     "can't take up several tokens behind others: what does not fit into a prompt's first chunk goes token by token"
 )
+NO_BATCHES = "knows no rows beside each other: each is computed by itself"
 NOT_CAPTURED = "looks at its numbers while it computes: none of its steps is captured, which is slower still"
-_OURS = ("model_type", "served_len", "quantization_config")  # the last: weights are decoded when they are read
+_OURS = ("model_type", "served_len", "quantization_config", "tensor_types")  # weights are decoded when they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,16 @@ class FallbackModel(nn.Module):
         kept = rehearse(config.hf)
         self.max_positions = _max_positions(config.hf, 2048 if kept.shapes else MAX_POSITIONS)
         self.causal = build_on_meta(config.hf, dtype, kept.attention)
-        self.gathers = kept.gathers
+        self.gathers, self.own = kept.gathers, kept.own
         self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if kept.gathers else ''}.",)
         self.layer_shapes = kept.shapes
         self.paged_specs = cache_specs(kept.shapes, cache_dtype, page_tokens)
         self.states = StateSlots.of(kept.states, dtype, page_tokens)
         index = index_specs(kept.index_dims, cache_dtype, page_tokens)
         self.specs = [*self.paged_specs, *index, *self.states.specs]
-        self.goes_on = True  # layers that keep a state take up several tokens behind it; `verify` knows better
+        # Layers that keep a state take up several tokens behind it, and know rows; `verify` knows better.
+        self.goes_on, self.apart = True, kept.gathers
+        self._call_rows = MANY if kept.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
         self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
         rebuild_buffers(self.causal, config.model_type, device)
         make_weights(self.causal, dtype)
@@ -104,8 +107,7 @@ class FallbackModel(nn.Module):
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
         model_type = config["model_type"]
         transformers = import_transformers(model_type)
-        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if model_type not in known:
+        if not is_causal(model_type):
             what = (
                 f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
             )
@@ -126,13 +128,10 @@ class FallbackModel(nn.Module):
         if not self.states.specs and not self.gathers:
             return step.wanted(self._run(step, 1, self._page(step, caches), None))
         hidden = None
-        for part, of_tokens in split_rows(step, self.goes_on, self.gathers, self._call_tokens):
-            rows, paged = RowStates(self.states, part, caches), None
-            if self.gathers:
-                rows = GatheredRow(self.states, part, caches, self.places, self.index_places)
-            else:
-                paged = self._page(part, caches)
-            x = self._run(part, len(part.counts), paged, rows)
+        how = (self.goes_on, self.apart, self._call_tokens, self.own is not None, self._call_rows)
+        for part, of_tokens in split_rows(step, *how):
+            rows = self._rows(part, caches)
+            x = self._run(part, len(part.counts), None if self.gathers else self._page(part, caches), rows)
             rows.flush()
             if of_tokens is None:
                 return step.wanted(x)
@@ -141,6 +140,13 @@ class FallbackModel(nn.Module):
             hidden[of_tokens] = x
         assert hidden is not None
         return step.wanted(hidden)
+
+    def _rows(self, step: Step, caches: Mapping[str, Tensor]) -> RowStates:
+        if self.gathers:
+            return GatheredRow(self.states, step, caches, self.places, self.index_places)
+        if self.own is not None:
+            return OwnRows(self.own, self.states, step, caches)
+        return RowStates(self.states, step, caches)
 
     def _page(self, step: Step, caches: Mapping[str, Tensor]) -> PagedStep:
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.paged_specs}
@@ -155,7 +161,7 @@ class FallbackModel(nn.Module):
     def work_bytes(self, max_rows: int) -> int:
         """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and of
         what one layer keeps of all rows."""
-        return 3 * self._call_bytes + 4 * max_rows * self.states.layer_bytes
+        return 3 * self._call_bytes + 4 * min(max_rows, self._call_rows) * self.states.layer_bytes
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> [n, vocab], with whatever the model does to its logits"""
@@ -170,24 +176,53 @@ class FallbackModel(nn.Module):
         count = min(12, self.max_positions)
         rows = torch.arange(2 * count, device=device).view(2, count) * 7 % self.vocab_size
         config = self.causal.config
+        wanted = self._own_logits(rows)
+        if getattr(config, "is_decoder", None) is False and self._looks_ahead(rows, wanted):
+            raise unsupported(config.model_type, "it is no decoder (is_decoder is false), and looks ahead")
+        most = 1e-3 if self.states.dtype == torch.float32 else 0.1
+        self._find_way(rows, wanted, most)
+        notes = [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
+        notes += [f"{config.model_type} {NO_BATCHES}."] if self.apart and not self.gathers else []
+        if device.type == "cuda" and self.ops.captures and not self.apart and self.own is None:
+            self.eager_only = not self._captures(rows, most)
+            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
+        return notes
+
+    def _own_logits(self, rows: Tensor) -> Tensor:
+        """As the model computes them without us, [rows, n, vocab]."""
+        config = self.causal.config
         attention, config._attn_implementation = config._attn_implementation, "eager"
         try:
-            wanted = self.causal(input_ids=rows, use_cache=False).logits.float()
+            return self.causal(input_ids=rows, use_cache=False).logits.float()
         except Exception as failure:
             raise unsupported(config.model_type, f"its own attention fails: {first_line(failure)}") from failure
         finally:
             config._attn_implementation = attention
-        most = 1e-3 if self.states.dtype == torch.float32 else 0.1
-        self.goes_on = not self.states.specs or self._takes_up_states(rows)
-        error = self._error(rows, wanted)
-        if not error <= most:
-            what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
-            raise unsupported(config.model_type, what)
-        notes = [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
-        if device.type == "cuda" and self.ops.captures and not self.gathers:
-            self.eager_only = not self._captures(rows, most)
-            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
-        return notes
+
+    def _looks_ahead(self, rows: Tensor, logits: Tensor) -> bool:
+        """Whether another last token changes anything before it. That may be little: in half precision an encoder
+        passes for what it is not."""
+        others = rows.clone()
+        others[:, -1] = (others[:, -1] + 1) % self.vocab_size
+        changed = (self._own_logits(others) - logits)[:, :-1].abs().max()
+        return not bool(changed <= 1e-4 * logits.abs().max())
+
+    def _find_way(self, rows: Tensor, wanted: Tensor, most: float) -> None:
+        """How rows are handed in so that logits are right: those that keep states as batches, if they may be, else
+        each by itself."""
+        ways = (False, True) if self.states.specs and not self.gathers else (self.apart,)
+        for self.apart in ways:
+            try:
+                self.goes_on = not self.states.specs or self._takes_up_states(rows)
+                error = self._error(rows, wanted)
+            except QuireError:
+                if self.apart == ways[-1]:
+                    raise
+                continue
+            if error <= most:
+                return
+        what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
+        raise unsupported(self.causal.config.model_type, what)
 
     def _captures(self, rows: Tensor, most: float) -> bool:
         num_rows, count = rows.shape
@@ -202,19 +237,20 @@ class FallbackModel(nn.Module):
     def _takes_up_states(self, rows: Tensor) -> bool:
         """Whether layers take up several tokens behind what they have kept, as they do one by one. Logits may not tell:
         of a few tokens little may be kept, and little be made of it. So it is random numbers that were kept, and what
-        is left and returned in both ways is compared with what these numbers change of it."""
-        left = []
+        is left and returned in both ways is compared with what these numbers change of it, which may be nothing: a
+        short convolution has forgotten them by then."""
+        left, rounding = [], min(16 * torch.finfo(self.states.dtype).eps, 0.03)
         for drawn, together in ((True, True), (True, False), (False, False)):
-            caches = {spec.group: _empty_cache(spec, len(rows), 2, rows.device) for spec in self.specs}
+            caches = {spec.group: _empty_cache(spec, len(rows), 3, rows.device) for spec in self.specs}
             generator = torch.Generator().manual_seed(0)
             for layer, (spec, place) in self.states.places.items() if drawn else ():
                 self.states.fill(layer, caches[spec.group][place], generator)
-            spans = ((0, 2),) if together else ((0, 1), (1, 2))
-            hidden = [self._try(_rehearsed_step(self.specs, rows[:, :2], *span), caches) for span in spans]
+            spans = ((1, 3),) if together else ((1, 2), (2, 3))  # what begins may take up nothing
+            hidden = [self._try(_rehearsed_step(self.specs, rows[:, :3], *span), caches) for span in spans]
             kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
             left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
         return all(
-            (at_once - one_by_one).norm() <= 0.5 * (one_by_one - without).norm()
+            (at_once - one_by_one).norm() <= 0.5 * (one_by_one - without).norm() + rounding * one_by_one.norm()
             for at_once, one_by_one, without in zip(*left, strict=True)
         )
 

@@ -46,7 +46,10 @@ class Rehearsal:
         if num_heads % num_kv_heads:
             what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
             raise QuireError("bad_config", what, "Check config.json.")
-        self.layers[_layer_index(module)] = LayerShape(
+        layer = _layer_index(module)
+        if layer in self.layers:  # pages would hold what the last call brought
+            raise unsupported(_type_of(module), "a layer of it attends more than once")
+        self.layers[layer] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
         )  # fmt: skip
         return q.new_empty(q.shape[0], q.shape[2], num_heads, v.shape[-1])

@@ -1,5 +1,5 @@
-"""Building a model of other people's making on meta: what its layers keep, its tables, its weights' names. For
-`fallback`."""
+"""Building a model of other people's making on meta: its tables, its weights' names, where what its layers keep goes;
+and running it. For `fallback`."""
 
 from __future__ import annotations
 
@@ -7,49 +7,20 @@ import copy
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.layers.weights import Part, Weight
 from quire.models.fallback_attention import ATTENTION, LayerShape, PagedStep, Rehearsal, paged_attention, unsupported
-from quire.models.fallback_states import LayerStates, RowStates, StateRehearsal
+from quire.models.fallback_states import RowStates, StateRehearsal
 from quire.types import CacheSpec, QuireError
 
-_KEEP_KEYS = {"full_attention", "sliding_attention"}
-_KEEP_STATE = {"linear_attention", "conv", "hybrid"}  # the last: and keys
-_KEEP_NOTHING = {"moe", "mlp"}
-_OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two: names of one thing
-_OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
-_OLD_NAMES = {"attention", "mamba"}  # which transformers replaces
-_CACHES = ("past_key_values", "cache_params")  # what models call the cache they are given
-_REHEARSED = torch.bfloat16  # some kernels of other people's code know no other type on meta
-CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: that may take a megabyte for each,
-MOST_CALL_TOKENS = 4096  # where it takes little,
-FEWEST_CALL_TOKENS = 16  # where it takes much,
-CALL_BYTES = 2**28  # for the largest tensor
-_TOKENS = torch.zeros(1, 2, dtype=torch.long, device="meta")
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What the layers of a model keep: of each token in pages, of a sequence in slots. A layer may do both."""
-
-    shapes: dict[int, LayerShape]
-    states: dict[int, LayerStates]
-    index_dims: dict[int, int] = field(default_factory=dict)  # layers that keep a key to choose among others, too
-    gathers: bool = False  # attention is the model's own, over keys gathered from pages
-
-    @property
-    def attention(self) -> str:
-        return "eager" if self.gathers else ATTENTION
+CACHES = ("past_key_values", "cache_params")  # what models call the cache they are given
 
 
 def import_transformers(model_type: str) -> Any:
@@ -64,11 +35,14 @@ def import_transformers(model_type: str) -> Any:
     return transformers
 
 
-def check_layers(model_type: str, kinds: Any) -> None:
-    known = _KEEP_KEYS | _KEEP_STATE | _KEEP_NOTHING | _OWN_MASKS | _OLD_NAMES
-    other = next((kind for kind in kinds or () if kind not in known), None)
-    if other is not None:
-        raise unsupported(model_type, f"layers of type {other} keep something of their own, or are not known")
+@cache
+def is_causal(model_type: str) -> bool:
+    """Whether an installed transformers, if there is one, has a causal model of that type."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    except ImportError:
+        return False
+    return model_type in CAUSAL
 
 
 def check_ropes(model_type: str, hf: Any) -> None:
@@ -108,140 +82,25 @@ def body_of(causal: Any) -> Any:
 def run_body(base: Any, tokens: Tensor, positions: Tensor, quire: Rehearsal | PagedStep | None,
              states: StateRehearsal | RowStates | None = None) -> Tensor:  # fmt: skip
     """tokens and positions [rows, n] -> hidden states [rows, n, width]. `states`: for models that keep some."""
-    taken = _parameters(base.__class__)
+    taken = parameters_of(base.__class__)
     # Whether they use a cache they are given, none of them asks `use_cache`; some make one of their own then.
     given: dict[str, Any] = {"use_cache": False, **({} if quire is None else {"quire": quire})}
     if "position_ids" in taken:
         given["position_ids"] = positions
     if states is not None:
-        given[next(name for name in _CACHES if name in taken)] = states
+        given |= dict.fromkeys([name for name in CACHES if name in taken][:1], states)
+        given |= states.hand_in(base, taken)
     if not any(taken[name].kind == inspect.Parameter.VAR_KEYWORD for name in taken):
         given = {name: value for name, value in given.items() if name in taken}
-    return base(input_ids=tokens, **given).last_hidden_state
+    output = base(input_ids=tokens, **given)
+    if states is not None:
+        states.take_back(base, output)
+    return output.last_hidden_state
 
 
 @cache
-def _parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.forward).parameters
-
-
-def rehearse(hf: Any) -> Kept:
-    """What each layer keeps, seen in a forward pass on meta, where nothing is computed."""
-    try:
-        return _rehearse_exchanged(hf)
-    except QuireError as refused:
-        kept = _rehearse_gathered(hf)
-        if kept is None:
-            raise refused from None
-        return kept
-
-
-def _rehearse_exchanged(hf: Any) -> Kept:
-    """With our attention in place of the model's own."""
-    causal = build_on_meta(hf, _REHEARSED, ATTENTION)
-    states = _rehearse_states(causal, Rehearsal()) or StateRehearsal(_REHEARSED)
-    exchanges = getattr(causal, "_supports_attention_backend", False) or states.layers
-    if not exchanges or _OWN_MASKS & {*(getattr(hf, "layer_types", None) or ())}:
-        raise unsupported(hf.model_type, _OWN_WAYS)
-    rehearsal = Rehearsal()
-    try:
-        run_body(body_of(causal), _TOKENS, _TOKENS, rehearsal, StateRehearsal(_REHEARSED) if states.layers else None)
-    except QuireError:
-        raise
-    except Exception as error:  # anything can happen in other people's code
-        raise unsupported(hf.model_type, f"a rehearsal of it failed: {first_line(error)}") from None
-    shapes = rehearsal.layers
-    if not set(states.with_keys) <= set(shapes):
-        raise unsupported(hf.model_type, "some of its attention can't be exchanged")
-    _check_all_keep(causal, set(shapes), set(states.layers))
-    window = None if any(shape.window for shape in shapes.values()) else _window_of_mask(causal, hf)
-    if window is not None:
-        shapes = {layer: replace(shape, window=window) for layer, shape in shapes.items()}
-    return Kept(shapes, states.layers)
-
-
-def _rehearse_gathered(hf: Any) -> Kept | None:
-    """With the model's own attention. None: it fails so, too, or keeps what is not seen. If it can't be built, that is
-    what there is to say of it."""
-    causal = build_on_meta(hf, _REHEARSED, "eager")
-    try:
-        states = _rehearse_states(causal, None)
-        if states is None or not states.with_keys:
-            return None
-        _check_all_keep(causal, set(states.with_keys), set(states.layers))
-    except QuireError:
-        return None
-    return Kept(states.with_keys, states.layers, states.index_dims, gathers=True)
-
-
-def _rehearse_states(causal: Any, attention: Rehearsal | None) -> StateRehearsal | None:
-    """With a cache at hand: what it is used for. None: the model takes none, or fails with one. It may still run
-    without: most keep keys and values alone, which our attention sees."""
-    states = StateRehearsal(_REHEARSED)
-    body = body_of(causal)
-    if not any(name in _parameters(body.__class__) for name in _CACHES):
-        return None
-    try:
-        run_body(body, _TOKENS, _TOKENS, attention, states)
-    except Exception:  # anything can happen in other people's code; who rehearses without a cache will say what
-        return None
-    return states
-
-
-def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
-    """Every layer keeps something, or says that it does not; and who says that there is a state has shown it."""
-    hf = causal.config
-    num_layers = int(hf.num_hidden_layers)
-    kinds = getattr(hf, "layer_types", None) or [None] * num_layers
-    idle = {layer for layer, kind in enumerate(kinds) if kind in _KEEP_NOTHING}
-    if not (attend or recur) or (getattr(causal, "_is_stateful", False) and not recur):
-        raise unsupported(hf.model_type, _OWN_WAYS)
-    if attend | recur | idle != set(range(num_layers)):
-        what = f"{len(attend | recur)} of its {num_layers} layers attend or keep a state that is known here"
-        raise unsupported(hf.model_type, f"{what}, and others may keep one that is not")
-
-
-def _window_of_mask(causal: Any, hf: Any) -> int | None:
-    """Some models tell their mask of a window and not their attention, and give neither to one that makes no use of
-    masks. Those that have it in some layers only say which (`layer_types`), and tell the attention of each."""
-    masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
-    window = getattr(hf, "sliding_window", None)
-    return window if masks and getattr(hf, "layer_types", None) is None else None
-
-
-class _LargestTensor(TorchDispatchMode):
-    """While it is entered, notes how many bytes the largest tensor has that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, Tensor):
-                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
-        return made
-
-
-def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
-    """How many tokens a call may have, and bytes of the largest tensor that it makes then, seen on meta: scans of other
-    people's making may take a thousand times what they return. Of attention by itself that is scores of all tokens
-    before."""
-    causal = build_on_meta(hf, _REHEARSED, kept.attention)
-    tokens = torch.zeros(1, CALL_TOKENS, dtype=torch.long, device="meta")
-    largest = _LargestTensor()
-    with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
-        run_body(body_of(causal), tokens, tokens, None if kept.gathers else Rehearsal(), StateRehearsal(_REHEARSED))
-    num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
-    if kept.gathers:
-        scores = 4 * int(getattr(hf, "num_attention_heads", 1)) * max_len  # of one token
-        call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, FEWEST_CALL_TOKENS))
-        return call_tokens, max(num_bytes, call_tokens * scores)
-    times = 1
-    while 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
-        times *= 2
-    return times * CALL_TOKENS, times * num_bytes
 
 
 def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

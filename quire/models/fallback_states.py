@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.layers.recurrent import state_spec
@@ -26,6 +26,7 @@ from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models.fallback_attention import LayerShape
 from quire.types import CacheSpec
 
+MANY = 2**31  # more than there ever are of anything counted here
 Kind = Literal["conv", "recurrent"]
 Key = tuple[Kind, int]  # a layer may keep several of each
 
@@ -49,7 +50,15 @@ class _PassingCache:
     """What both caches answer alike."""
 
     is_compileable = False
+    is_initialized = True  # asked for by who masks a prompt's beginning otherwise, if it is told what that is
     is_sliding = (False,)  # pages hold all tokens of a layer that does not exchange its attention
+
+    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+        """What else a body is called with, of what it can be: see `fallback_own`."""
+        return {}
+
+    def take_back(self, body: nn.Module, output: Any) -> None:
+        """Hears what came of it."""
 
     def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return keys, values
@@ -75,12 +84,16 @@ class StateRehearsal(_PassingCache):
         self._rehearsed = rehearsed
         self.layers: dict[int, LayerStates] = {}
         self.with_keys: dict[int, LayerShape] = {}  # layers that keep keys and values,
+        self.output: Any = None  # of the model
         self.index_dims: dict[int, int] = {}  # and those that keep a key of another kind, to choose among them
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         heads = keys.shape[1]
         self.with_keys[layer_idx] = LayerShape(heads, heads, keys.shape[-1], values.shape[-1], None, None)
         return keys, values
+
+    def take_back(self, body: nn.Module, output: Any) -> None:
+        self.output = output
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return False
@@ -266,19 +279,22 @@ def _slots(step: Step, spec: CacheSpec) -> Tensor:
 # Rows of equal length together
 
 
-def split_rows(step: Step, goes_on: bool, apart: bool, most: int) -> Iterator[tuple[Step, Tensor | None]]:
+def split_rows(step: Step, goes_on: bool, apart: bool, most: int, begin_apart: bool = False,
+               most_rows: int = MANY) -> Iterator[tuple[Step, Tensor | None]]:  # fmt: skip
     """Rows of a step that have as many tokens as each other, as a step of their own, and where in the whole their
     tokens stand; None: they are the whole. A recurrent layer of other people's making knows batches and no ragged
     rows: all that decode are a batch, and most prompts are batches of one. Unless a model `goes_on` behind what it has
     kept, only rows that begin are taken whole, and others are taken token by token. `apart`: each row is a step of its
-    own. No step has more than `most` tokens, but for decodes, which stay together: such a step can be captured."""
-    by_count: dict[tuple[int, bool], list[int]] = {}
+    own; `begin_apart`: those that begin are not with others. No step has more than `most_rows` rows, nor more than
+    `most` tokens, but for decodes, which stay together: such a step can be captured."""
+    by_count: dict[tuple[int, bool, bool], list[int]] = {}
     for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):
-        by_count.setdefault((count, goes_on or count in (1, bound)), []).append(row)
+        key = (count, goes_on or count in (1, bound), begin_apart and count == bound)
+        by_count.setdefault(key, []).append(row)
     calls = [
         (rows, count, span)
-        for (count, whole), same in by_count.items()
-        for rows in _batches(same, 1 if apart else len(same) if count == 1 else max(most // count, 1))
+        for (count, whole, _), same in by_count.items()
+        for rows in _batches(same, 1 if apart else min(most_rows, MANY if count == 1 else max(most // count, 1)))
         for span in _spans(count, goes_on, whole, most)
     ]
     if len(calls) == 1 and 0 not in step.counts:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.layers.weights import PartSource
+from quire.models.fallback_build import is_causal
 from quire.models.registry import FAMILIES
 from quire.models.shards import SafetensorsCheckpoint
 
@@ -18,6 +19,7 @@ _BEGINNINGS = {  # as files have been published over the years -> as a model of 
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.llm.": "model.llm.",  # which transformers renames
     "lm_head.": "lm_head.",
 }
 # Said of the whole, true of the part.
@@ -29,7 +31,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     text = config.get("text_config")
     if not isinstance(text, dict) or config.get("model_type") in FAMILIES:
         return None
-    if text.get("model_type") not in FAMILIES:
+    kind = text.get("model_type")
+    if not isinstance(kind, str) or not (kind in FAMILIES or is_causal(kind)):
         return None
     return {**{key: config[key] for key in _WHOLE if config.get(key) is not None}, **text}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from quire.config_build import override_config
 from quire.files.source import resolve_model
 from quire.models import fallback, fallback_names, registry
 from quire.models.loader import build_model, load_model
+from quire.models.text_part import text_part
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
+from tests.cpu.families.more_types import small_config, small_with_eyes
 from tests.cpu.paged_harness import assert_equals_transformers
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -37,10 +40,9 @@ def build(config: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("config", "words"), [
-    ({"model_type": "rwkv"}, ("rwkv", "a state of its own")),
-    ({"model_type": "hrm_text", "num_attention_heads": 2, "head_dim": 16}, ("hrm_text", "others may keep one")),
+    ({"model_type": "openai-gpt", "n_head": 2}, ("openai-gpt", "a state of its own")),
     ({"model_type": "deepseek_v4"}, ("deepseek_v4", "layers of type", "keep something of their own")),
-    ({"model_type": "jetmoe"}, ("jetmoe", "a rehearsal of it failed")),
+    ({"model_type": "xmod", "num_attention_heads": 2}, ("xmod", "a rehearsal of it failed", "language unknown")),
     ({"model_type": "bart"}, ("bart", "can't be exchanged")),
     ({"model_type": "no_such_model"}, ("no_such_model is not supported", "no causal model of that type")),
     ({"model_type": "opt", "num_hidden_layers": "many"}, ("opt", "refuses this")),
@@ -105,6 +107,17 @@ def test_a_model_it_gets_wrong_is_refused_when_it_is_loaded(tmp_path: Path, monk
         load(save_opt(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["bert", "roformer"])
+def test_an_encoder_is_refused_whatever_the_precision(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are known as causal for what they can be told to be. In half precision more than that is let pass."""
+    save_checkpoint(Family(kind, lambda: small_config(kind)), tmp_path)
+    monkeypatch.setattr(fallback.FallbackModel, "_error", lambda *unused: 0.0)
+    with pytest.raises(QuireError, match=f"{kind} can't run through transformers here: it is no decoder .*looks ahead"):
+        load(tmp_path)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     path = save_opt(tmp_path) / "model.safetensors"
     tensors = load_file(path)
@@ -165,6 +178,79 @@ def test_names_without_the_body_s_own_are_found(tmp_path: Path) -> None:
     older["h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equals_transformers(load(tmp_path).model, reference)
+
+
+def test_matrices_that_lie_below_each_other_are_taken_apart(tmp_path: Path) -> None:
+    """HRM-Text: gates, queries, keys and values are one tensor in the file and four in the model."""
+    reference = save_checkpoint(Family("hrm_text", lambda: small_config("hrm_text")), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("attn.gqkv_proj.weight"))
+    assert_equals_transformers(load(tmp_path).model, reference)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(QuireError, match=r"gqkv_proj\.weight in the wrong shape: \[255, 64\], which makes no "):
+        load(tmp_path)
+
+
+def test_rows_that_lie_in_turn_are_put_behind_each_other(tmp_path: Path) -> None:
+    """Inkling 2: gates and ups take turns in the file, and experts are read one at a time."""
+    reference = save_checkpoint(Family("inkling2_text", lambda: small_config("inkling2_text"), draw_sharp), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("mlp.experts.w13_weight"))
+    model = load(tmp_path).model
+    assert_equals_transformers(model, reference)
+    ours = next(weight for of, weight in model.named_parameters() if of.endswith("experts.gate_up_proj"))
+    num_rows = ours.shape[1]
+    assert torch.equal(tensors[name][:, 1::2], ours[:, num_rows // 2 :]), "ups"
+
+
+class Chunk:
+    def __init__(self, dim: int):
+        self.dim, self.num_shards_attribute = dim, None
+
+
+class Interleave:
+    def __init__(self, dim: int, inverse: bool = False):
+        self.dim, self.inverse = dim, inverse
+
+
+class Transpose:
+    def __init__(self, dim0: int, dim1: int, check_dims: bool = False):
+        self.dim0, self.dim1, self.check_dims = dim0, dim1, check_dims
+
+
+@pytest.mark.parametrize(("operations", "shape", "expected"), [
+    ([Chunk(0)], (6,), [[0, 1, 2], [3, 4, 5]]),
+    ([Interleave(0)], (6,), [[0, 2, 4, 1, 3, 5]]),
+    ([Interleave(0, True)], (6,), [[0, 3, 1, 4, 2, 5]]),
+    ([Interleave(0), Chunk(0)], (6,), [[0, 2, 4], [1, 3, 5]]),
+    ([Transpose(0, 1)], (3, 2), [[[0, 2, 4], [1, 3, 5]]]),
+    ([Transpose(0, 1, True)], (3, 2), None),
+    ([object()], (6,), None),
+])  # fmt: skip
+def test_what_is_done_to_a_tensor_s_order(operations: list[Any], shape: tuple[int, ...], expected: Any) -> None:
+    targets = ["a", "b"][: len(expected or "a")]
+    converter = SimpleNamespace(source_patterns=["one"], target_patterns=targets, operations=operations)
+    forms = fallback_names._forms_of(converter)
+    assert (forms and [form.change(torch.arange(6).view(shape)).tolist() for form in forms]) == expected
+
+
+@pytest.mark.parametrize(("kind", "model_class"), [
+    ("llama4", "Llama4ForConditionalGeneration"), ("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+])  # fmt: skip
+def test_the_language_model_of_one_with_eyes_is_found(kind: str, model_class: str, tmp_path: Path) -> None:
+    """They are published in no other way, and by names that only the whole is known to have."""
+    reference = save_checkpoint(Family(kind, lambda: small_with_eyes(kind), draw_sharp, model_class), tmp_path)
+    with pytest.warns(UserWarning, match="is run as a model of text alone"):
+        model = load(tmp_path).model
+    assert_equals_transformers(model, reference)
+
+
+def test_a_language_model_that_nobody_knows_is_not() -> None:
+    assert text_part({"model_type": "odd", "text_config": {"model_type": "odd_text"}}) is None
+    assert text_part({"model_type": "odd", "text_config": {"vocab_size": 7}}) is None
+    assert text_part({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}) is not None
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models import fallback
-from quire.models.fallback_build import (
+from quire.models.fallback_build import build_on_meta, make_weights
+from quire.models.fallback_gathered import GatheredRow
+from quire.models.fallback_rehearse import (
     CALL_BYTES,
     CALL_TOKENS,
     FEWEST_CALL_TOKENS,
     MOST_CALL_TOKENS,
-    build_on_meta,
-    make_weights,
     measure_call,
     rehearse,
 )
-from quire.models.fallback_gathered import GatheredRow
 from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
 from quire.models.loader import build_model, load_model
 from quire.types import QuireError
@@ -105,6 +104,14 @@ def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], 
     assert sorted(seen) == whole.tokens.tolist(), "every token once"
 
 
+def test_rows_that_begin_may_be_apart_and_batches_small() -> None:
+    whole = step_of([1, 1, 2, 1, 2, 1], [4, 0, 0, 9, 3, 6])
+    parts = list(split_rows(whole, True, False, most=8, begin_apart=True, most_rows=2))
+    assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3], [5], [1], [2], [4]]
+    parts = list(split_rows(whole, False, False, most=8, begin_apart=True))
+    assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3, 5], [1], [2], [4], [4]]
+
+
 def test_slots_give_back_what_was_put_in() -> None:
     """Several tensors a layer, of types of their own; layers that keep less are in another group."""
     kept = KeptState((2, 3), None), KeptState((4,), torch.float64)
@@ -161,7 +168,7 @@ def test_long_contexts_have_shorter_calls(max_len: int, call_tokens: int) -> Non
     assert found == call_tokens and num_bytes >= call_tokens * 4 * max_len * 4
 
 
-@pytest.mark.parametrize("kind", ["bailing_hybrid", "zamba2", "mamba", "jamba"])
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "zamba2", "zaya", "mamba", "jamba"])
 def test_who_can_not_go_on_is_found_whatever_the_weights(kind: str, tmp_path: Path) -> None:
     """Small ones, with which nearly nothing is kept of a few tokens: logits would not tell."""
     config = small_config(kind)

@@ -25,21 +25,22 @@ CPU = torch.device("cpu")
 Fields = dict[str, Any]
 FAMILIES = {model_type(family): family for family in reversed(all_families())}  # one of each type
 WITHOUT_ROPE = {"gpt2", "mamba2", "nemotron_h", "opt", "granitemoehybrid", "bloom", "falcon", "jamba", "kimi_linear",
-                "zamba2"}  # fmt: skip
+                "rwkv", "zamba2"}  # fmt: skip
 OWN_ROPE = {"gptj"}  # which no config names
-WITHOUT_ACTIVATION = {"bloom", "lfm2", "lfm2_moe"}  # theirs can't be chosen
+WITHOUT_ACTIVATION = {"bloom", "lfm2", "lfm2_moe", "rwkv"}  # theirs can't be chosen
 OWN_SIZES = {
     "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe_lite",
+    "jetmoe",
     "kimi_k2",
     "kimi_linear",
     "minicpm3",
     "youtu",
 }  # any number of heads makes a layer; the checkpoint's shapes must agree
-WITHOUT_HEADS = {"mamba2"}
+WITHOUT_HEADS = {"mamba2", "rwkv"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act", "activation_function",
                "activation")  # fmt: skip
 
@@ -102,7 +103,10 @@ def test_sizes_that_make_no_model_are_named(kind: str, changes: Fields) -> None:
     text = text_fields(config)
     if heads is not None and (kind in OWN_SIZES | WITHOUT_HEADS or (heads not in text and "n_head" not in text)):
         pytest.skip("it has no such field")
-    if kind in ("gpt2", "gpt_neox", "opt", "persimmon", "bloom", "gptj") and "num_key_value_heads" in changes:
+    if (
+        kind in ("gpt2", "gpt_neox", "opt", "persimmon", "bloom", "gptj", "hrm_text")
+        and "num_key_value_heads" in changes
+    ):
         pytest.skip("all heads have keys and values of their own")
     refuse_fields = {**text, **changes}
     said = refuse({**config, "text_config": refuse_fields} if text is not config else refuse_fields)

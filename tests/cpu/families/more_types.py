@@ -28,8 +28,15 @@ SIZES: dict[str, Any] = {
 LEFT_OUT = object()
 SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
     "dbrx": {
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 3.0},
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 0.5},  # more: float32 is too short
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     **{
@@ -39,6 +46,17 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
             "index_n_heads": 16,
         }  # with fewer heads many scores are 0, and which of them is best is anyone's guess
         for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "index_topk": 5,
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "shared_experts_intermediate_size": 24,
+        **{f"swa_{name}": 2 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 24 for name in ("q_lora_rank", "kv_lora_rank")},
+        **{f"swa_{name}": 8 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        "swa_head_dim": 16,
     },
     "falcon": {"head_dim": LEFT_OUT},
     "gemma3n_text": {
@@ -50,6 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "intermediate_size": [96, 96],
         "activation_sparsity_pattern": [0.0, 0.0],
     },
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32},
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]],
         "num_layers": 2,
@@ -58,10 +77,15 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
     },
     "gptj": {"rotary_dim": 8},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "minimax": {"sliding_window": 9},
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": {"pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 9},
+    "rwkv": {"rescale_every": 1},
+    "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0, "v_head_dim": LEFT_OUT, "autocast_kernel_dtype": "float32"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "mamba_dt_rank": 4},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"],
@@ -71,15 +95,30 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can
         "hybrid_layer_ids": [1],
         "mamba_headdim": 32,
     },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 24, "layer_types": ["hybrid_sliding", "hybrid"],
+             "sliding_window": 9},
 }  # fmt: skip
 RIGHT = (  # those that were seen to give the tokens of transformers; a list to hold us to
     "apertus", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
-    "ctrl", "deepseek_v32", "doge", "falcon", "falcon_mamba", "flint", "gemma3n_text", "glm_moe_dsa",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", 
-    "hy_v4", "jamba", "kolibri1", "laguna", "llama4_text", "mamba", "mimo_v2_flash", 
-    "minimax", "minimax_m3_vl_text", "modernbert-decoder", "mpt", "nanochat", "opt", "phimoe",
-    "qwen4_exp_text", "xglm", "zamba", "zamba2",
+    "cohere_compass_text", "ctrl", "dbrx", "deepseek_v32", "diffllama", "doge", "dots3_note_text", "falcon",
+    "falcon_mamba", "flint", "gemma3n_text", "gemma4_unified_text", "glm_moe_dsa", "gpt-sw3", "gpt2", "gpt_bigcode",
+    "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling2_text", "inkling_text", "internlm3",
+    "iquestcoder", "jamba", "jetmoe", "kolibri1", "laguna", "lfm3", "llama4_text", "longcat_flash", "mamba",
+    "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "modernbert-decoder", "moshi", "mpt", "nanochat", "opt",
+    "phimoe", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
+
+
+WITH_EYES = (  # models with images, or sound, whose language model is one of these, and is published in no other way
+    "aria", "cohere_compass", "hyperclovax_vision_v2", "inkling2", "inkling_mm_model", "lfm3_vl", "llama4",
+    "minimax_m3_vl", "qwen4_exp",
+)  # fmt: skip
+EYE_SIZES = {
+    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14,
+    "projection_dim": 32, "projector_input_dim": 32, "projector_output_dim": 64, "vision_output_dim": 64,
+    "out_hidden_size": 64, "text_hidden_size": 64,
+}  # fmt: skip
 
 
 def other_types() -> list[str]:
@@ -90,9 +129,28 @@ def small_config(model_type: str) -> Any:
     """Raises whatever transformers raises where these sizes do not make a config of the type."""
     make = CONFIG_MAPPING[model_type]
     usual = make()
-    given = {**TINY, **{name: size for name, size in SIZES.items() if getattr(usual, name, None) is not None}}
+    given = {**TINY, **{name: size for name, size in SIZES.items() if _has(usual, name)}}
     if hasattr(usual, "qk_rope_head_dim"):  # heads have two widths, and keys are every head's own
         given["num_key_value_heads"] = given["num_attention_heads"]
         given.pop("head_dim", None)
     given |= SPECIAL.get(model_type, {})
     return make(**{name: value for name, value in given.items() if value is not LEFT_OUT})
+
+
+def small_with_eyes(model_type: str) -> Any:
+    """A small config of one of `WITH_EYES`."""
+    make = CONFIG_MAPPING[model_type]
+    usual = make()
+    parts = [name for name in ("vision_config", "audio_config") if _has(usual, name)]
+    given = {
+        part: {name: size for name, size in EYE_SIZES.items() if _has(getattr(usual, part), name)} for part in parts
+    }
+    given["text_config"] = small_config(usual.text_config.model_type).to_dict()
+    return make(**given, tie_word_embeddings=False)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return getattr(config, name, None) is not None
+    except RuntimeError:  # each layer has its own, and a config says so rather than name one
+        return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +17,17 @@ from transformers import (
 
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, draw_wide
+from tests.cpu.families.more_types import small_config
 
 PHI = {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9}
 
 
 def draw_ln(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    draw_wide(name.replace("ln_", "norm_"), parameter, generator)
+    """Norms by other names; and what scales and shifts all of a layer, without drowning what came before it."""
+    scales, shifts = (name.endswith((f"hidden_states_{end}", f"residual_{end}")) for end in ("scale", "bias"))
+    draw_wide("norm.weight" if scales else re.sub(r"ln(?=[_\d.])", "norm", name), parameter, generator)
+    if shifts:
+        parameter.mul_(0.2)
 
 
 FAMILIES = [
@@ -28,6 +35,7 @@ FAMILIES = [
     for family in (
         Family("apertus", lambda: ApertusConfig(**TINY)),
         Family("gpt2", lambda: GPT2Config(**TINY), draw_ln),
+        Family("jetmoe", partial(small_config, "jetmoe"), draw_ln, slow=True),  # looks at numbers before there are any
         Family("opt", lambda: OPTConfig(**TINY, ffn_dim=96, word_embed_proj_dim=64)),
         Family("phimoe", lambda: PhimoeConfig(**TINY, **PHI), draw_sharp),
     )

@@ -1,4 +1,5 @@
-"""Model types without a file of their own whose layers keep a state, or attend by themselves to what is gathered."""
+"""Model types without a file of their own whose layers keep a state, in a cache or in a form of their own, or attend by
+themselves to what is gathered."""
 
 from __future__ import annotations
 
@@ -20,6 +21,10 @@ KINDS = {
     "gptj": "rope of neighbours, in attention classes of its own",
     "llama4_text": "attention to chunks",
     "deepseek_v32": "attention to what another key has chosen",
+    "diffllama": "two sums of values in a layer",
+    "hrm_text": "layers that are run several times, with other keys each time; checkpoints hold four matrices as one",
+    "recurrent_gemma": "states that are left in modules, and attention to a window",
+    "rwkv": "states that are returned, and begin with something other than zeros; one row at a time",
 }
 BY_DEFAULT = ("bailing_hybrid", "jamba", "bloom", "deepseek_v32")
 

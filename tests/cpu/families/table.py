@@ -76,12 +76,15 @@ OTHER = """
 A model type not in this list, if an installed `transformers` (5.17 or later) knows it as a causal model, runs with its
 attention swapped for the paged one: slower, with everything else as above, without quantization. Layers that keep a
 state (convolutions, Mamba, delta nets) keep it in the same slots, with the same snapshots, as families of our own; rows
-with as many tokens as each other are a batch to them. Where attention can't be swapped (ALiBi, chunks, classes of their
-own) the model's own attends to keys gathered from pages, row by row, slower still. On a GPU decode steps of the others
-are captured, if their code allows it (experts in float32 are often taken one by one, and then it does not). `quire`
-says so at start, and compares the model with itself once it is loaded; what would be wrong is refused. Refused by name
-are models with states or caches of their own, and rope that changes with the length of what it is given (longrope).
-Checkpoints may have the names they were published with, and experts or convolutions one by one. Shown on:
+with as many tokens as each other are a batch to them. So do models that return a state in a form of their own and take
+it again, or leave it in their modules (RWKV, xLSTM, RecurrentGemma). Where attention can't be swapped (ALiBi, chunks,
+classes of their own, more than once in a layer) the model's own attends to keys gathered from pages, row by row, slower
+still. On a GPU decode steps of the others are captured, if their code allows it (experts in float32 are often taken one
+by one, and then it does not) and states are in no form of their own. `quire` says so at start, and compares the model
+with itself once it is loaded; what would be wrong is refused. Refused by name are models with caches of their own that
+grow (DeepSeek V4), and rope that changes with the length of what it is given (longrope). Checkpoints may have the names
+they were published with, experts or convolutions one by one, and matrices in turn or below each other. Of a model with
+images or sound the language model runs alone, if `transformers` knows its type (Llama 4, MiniMax M3, Aria). Shown on:
 
 """
 MORE = """

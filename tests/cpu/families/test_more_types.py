@@ -4,6 +4,7 @@ tokens, or is refused in one line. `pytest -m slow tests/cpu/families/test_more_
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import transformers
 
 from quire.types import QuireError
 from tests.cpu.families.checks import check_chunks, check_logits, check_warm_prefix
-from tests.cpu.families.harness import Case, Family
-from tests.cpu.families.more_types import RIGHT, other_types, small_config
+from tests.cpu.families.harness import Case, Family, save_checkpoint
+from tests.cpu.families.more_types import CONFIG_MAPPING, RIGHT, WITH_EYES, other_types, small_config, small_with_eyes
 from tests.cpu.families.others import draw_ln
+from tests.cpu.paged_harness import assert_equals_transformers
+from tests.cpu.rig import load
 
 MOST_PARAMETERS = 60_000_000
 
@@ -36,6 +39,21 @@ def test_it_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
             return
         check_chunks(case)
         check_warm_prefix(case)
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in WITH_EYES if kind in CONFIG_MAPPING])
+def test_the_language_model_of_one_with_eyes_is_right(model_type: str, tmp_path: Path) -> None:
+    """By the names it is published with."""
+    model = save_with_eyes(model_type, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slower
+        assert_equals_transformers(load(tmp_path, page_tokens=4), partial(model, use_cache=False))
+
+
+def save_with_eyes(model_type: str, folder: Path) -> Any:
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    family = Family(model_type, lambda: small_with_eyes(model_type), draw_ln, kinds[model_type])
+    return save_checkpoint(family, folder)
 
 
 def test_what_was_right_is_still_looked_at() -> None:

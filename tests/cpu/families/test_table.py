@@ -26,7 +26,7 @@ def test_families_have_names_of_their_own() -> None:
 
 WINDOWED = {"afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma3_text",
             "gemma4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "mellum", "ministral", "mistral", "olmo3",
-            "phi3", "phimoe", "qwen2", "starcoder2", "vaultgemma"}  # fmt: skip
+            "phi3", "phimoe", "qwen2", "recurrent_gemma", "starcoder2", "vaultgemma"}  # fmt: skip
 
 
 def test_windows_are_proved_where_there_are_any() -> None:

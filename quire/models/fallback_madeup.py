@@ -1,0 +1,44 @@
+"""Numbers where there are none yet, so that code that looks at numbers can be rehearsed. For `fallback_build`.
+
+Weights of a model that is being built are on meta, and so would be all that is computed from them. Some code looks at
+it from the host all the same: how many tokens an expert has, and which. While `MadeUp` is entered, tokens are numbers,
+and whatever comes of numbers and weights is made up: no weight is needed, and the shapes are those of a real run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_META = torch.device("meta")
+_HOST = torch.device("cpu")
+
+
+class MadeUp(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        among_numbers = any(not x.is_meta for x in tensors) or torch.device(kwargs.get("device") or _META) != _META
+        if not among_numbers or not any(x.is_meta for x in tensors):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return args[0]  # numbers stay what they are, and a weight is none
+        return tree_map(self._make_up, func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs)))
+
+    def _make_up(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        made = torch.zeros(x.shape, dtype=x.dtype, device=_HOST)
+        return made.normal_(generator=self._generator) if x.is_floating_point() else made
+
+
+def _to_meta(x: Any) -> Any:
+    return x.to(_META) if isinstance(x, Tensor) else _META if isinstance(x, torch.device) else x

@@ -1,4 +1,4 @@
-"""Numbers where there are none yet, so that code that looks at numbers can be rehearsed. For `fallback_build`.
+"""Numbers where there are none yet, so that code that looks at numbers can be rehearsed. For `fallback_rehearse`.
 
 Weights of a model that is being built are on meta, and so would be all that is computed from them. Some code looks at
 it from the host all the same: how many tokens an expert has, and which. While `MadeUp` is entered, tokens are numbers,

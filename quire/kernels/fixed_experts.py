@@ -37,8 +37,12 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
 def run_experts(x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor,
                 residual: Tensor | None = None) -> Tensor:  # fmt: skip
     """As the reference."""
+    if not isinstance(experts, ExpertWeights):  # in blocks: the native call sees each token by itself anyway
+        from quire.kernels.native.experts import run_packed_experts
+
+        return run_packed_experts(x, experts, chosen, weights, residual)
     num_tokens, top_k = chosen.shape
-    apply = _in_tensors(experts) if isinstance(experts, ExpertWeights) else _in_blocks(experts)
+    apply = _in_tensors(experts)
     parts = x.new_empty(num_tokens * top_k, x.shape[1])
     order = chosen.flatten().argsort(stable=True)  # places of `chosen`, sorted by expert
     found, counts = chosen.flatten()[order].unique_consecutive(return_counts=True)
@@ -60,18 +64,6 @@ def _in_tensors(experts: ExpertWeights) -> Callable[[int, Tensor], Tensor]:
             return functional.linear(inner, experts.down[expert], second)
 
         return in_tiles(both, x)
-
-    return apply
-
-
-def _in_blocks(experts: PackedExperts) -> Callable[[int, Tensor], Tensor]:
-    """The native products see one token at a time anyway."""
-
-    def apply(expert: int, x: Tensor) -> Tensor:
-        inner = experts.gate_up[expert](x)
-        if experts.activation.is_silu_mul:
-            return experts.down[expert](inner, silu_mul=True)
-        return experts.down[expert](_gated(inner, experts.activation))
 
     return apply
 

@@ -57,6 +57,13 @@ class StackDesc(Structure):
     )  # fmt: skip
 
 
+class ExpertsDesc(Structure):
+    _fields_ = (
+        ("gate_up", POINTER(LinearDesc)), ("down", POINTER(LinearDesc)), ("num_experts", c_int64), ("width", c_int64),
+        ("inner_width", c_int64), ("activation", c_int32), ("alpha", c_float), ("shift", c_float), ("limit", c_float),
+    )  # fmt: skip
+
+
 class GroupDesc(Structure):
     _fields_ = (
         ("table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p), ("cache", c_void_p), ("plane", c_int64),
@@ -114,6 +121,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
                _PLACE, _PLACE),
     ),
     "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
+    "quire_experts": (
+        c_int32, (c_void_p, POINTER(ExpertsDesc), _PLACE, c_int64, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+    ),
     "quire_recurrent": (
         c_int32, (c_void_p, POINTER(RecurrentDesc), POINTER(RowsDesc), POINTER(Columns), POINTER(Columns),
                   POINTER(Columns), POINTER(Columns), _PLACE),
@@ -126,8 +136,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
 }  # fmt: skip
 # For lack of memory.
-_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_recurrent", "quire_short_conv",
-             "quire_choose")  # fmt: skip
+_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_experts", "quire_recurrent",
+             "quire_short_conv", "quire_choose")  # fmt: skip
 
 
 def _check(code: int, function: object, arguments: object) -> None:

@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "experts.h"
 #include "pack.h"
 #include "recurrent.h"
 #include "stack.h"
@@ -134,6 +135,11 @@ int32_t quire_attend(Context* context, const StepDesc* step, const float* q, int
 
 int32_t quire_stack(Context* context, const StackDesc* stack, const StepDesc* step, float* out) {
     return attempt([&] { run_stack(*context, *stack, *step, out); });
+}
+
+int32_t quire_experts(Context* context, const ExpertsDesc* experts, const float* x, int64_t num_tokens,
+                      const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out) {
+    return attempt([&] { run_experts(*context, *experts, x, num_tokens, chosen, weights, num_sent, residual, out); });
 }
 
 int32_t quire_recurrent(Context* context, const RecurrentDesc* layer, const RowsDesc* rows, const Columns* mixed,

@@ -93,7 +93,7 @@ struct Context {
     Pool pool;
     std::mutex busy;
     Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
-        parts, convolved, heads;
+        parts, convolved, heads, places, jobs;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

@@ -1,0 +1,178 @@
+#include "experts.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+namespace quire {
+
+namespace {
+
+struct Job {  // one expert and the tokens that are sent to it
+    int64_t expert, first, count;  // first: its place among all that are sent
+    int64_t tiles_before;          // of the jobs before it, in the products at hand
+};
+
+// What is sent somewhere, sorted by expert; among those of one expert, by token.
+struct Sorted {
+    int64_t num_sent;     // in all
+    int64_t* token_of;    // [num_sent]
+    int64_t* job_of;      // [num_sent]
+    int64_t* place_of;    // [tokens * sent]: where what a token sends went
+    Job* jobs;
+    int64_t num_jobs;
+};
+
+int64_t grain(int64_t count, int threads) { return std::max<int64_t>(1, count / (threads * 6)); }
+
+Sorted sort_by_expert(Context& c, const ExpertsDesc& experts, const int64_t* chosen, int64_t num_tokens, int64_t sent) {
+    const int64_t total = num_tokens * sent, num_experts = experts.num_experts;
+    int64_t* memory = c.places.take_as<int64_t>(3 * total + num_experts + 1);
+    Sorted sorted = {total, memory, memory + total, memory + 2 * total, nullptr, 0};
+    int64_t* starts = memory + 3 * total;
+    memset(starts, 0, sizeof(int64_t) * size_t(num_experts + 1));
+    for (int64_t i = 0; i < total; ++i) ++starts[chosen[i] + 1];
+    sorted.jobs = c.jobs.take_as<Job>(std::min(total, num_experts));
+    for (int64_t e = 0; e < num_experts; ++e) {
+        if (starts[e + 1]) sorted.jobs[sorted.num_jobs++] = {e, starts[e], starts[e + 1], 0};
+        starts[e + 1] += starts[e];
+    }
+    for (int64_t i = 0; i < total; ++i) {
+        const int64_t place = starts[chosen[i]]++;
+        sorted.token_of[place] = i / sent;
+        sorted.place_of[i] = place;
+    }
+    for (int64_t j = 0; j < sorted.num_jobs; ++j)
+        std::fill_n(sorted.job_of + sorted.jobs[j].first, sorted.jobs[j].count, j);
+    return sorted;
+}
+
+// Whether any of the experts at hand multiplies floats, or blocks.
+bool any_of(const LinearDesc* linears, const Sorted& sorted, bool floats) {
+    for (int64_t j = 0; j < sorted.num_jobs; ++j) {
+        const LinearDesc& linear = linears[sorted.jobs[j].expert];
+        for (int64_t i = 0; i < linear.num_parts; ++i)
+            if (is_float(linear.parts[i].form) == floats) return true;
+    }
+    return false;
+}
+
+// Vectors of all that are sent, as products read them: blocks and factors of each job lie together.
+struct Ready {
+    float* floats;
+    Block* blocks;
+    Factors* factors;
+    int64_t columns;
+};
+
+void round(const Kernels& kernels, const Ready& ready, const Job& job, int64_t place, const float* x) {
+    const int64_t num_blocks = ready.columns / kBlock;
+    kernels.quantize(x, ready.columns, ready.blocks + place * num_blocks,
+                     ready.factors + job.first * num_blocks + place - job.first, job.count);
+}
+
+// Every job's product: out [sent, rows].
+void multiply(Context& c, const LinearDesc* linears, Sorted& sorted, const Ready& ready, int64_t rows, float* out) {
+    int64_t tiles = 0;
+    for (int64_t j = 0; j < sorted.num_jobs; ++j) {
+        Job& job = sorted.jobs[j];
+        job.tiles_before = tiles;
+        for (int64_t i = 0; i < linears[job.expert].num_parts; ++i) tiles += num_tiles(linears[job.expert].parts[i]);
+    }
+    c.pool.share(tiles, grain(tiles, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        const Job* after = std::upper_bound(sorted.jobs, sorted.jobs + sorted.num_jobs, first,
+                                            [](int64_t tile, const Job& job) { return tile < job.tiles_before; });
+        for (const Job* job = after - 1; job < sorted.jobs + sorted.num_jobs && job->tiles_before < stop; ++job) {
+            const LinearDesc& linear = linears[job->expert];
+            const int64_t at = job->first * (ready.columns / kBlock);
+            const Inputs in = {ready.floats + job->first * ready.columns, ready.blocks + at, ready.factors + at,
+                               job->count};
+            int64_t row = 0, before = job->tiles_before;
+            for (int64_t i = 0; i < linear.num_parts; ++i) {
+                const Matrix& part = linear.parts[i];
+                const int64_t count = num_tiles(part), from = std::max(first - before, int64_t(0));
+                const int64_t to = std::min(stop - before, count);
+                if (from < to) {
+                    const Target target = {out + job->first * rows + row, rows,
+                                           linear.bias ? linear.bias + row : nullptr, nullptr};
+                    c.kernels->product(part, from, to, in, job->count, target);
+                }
+                row += part.rows;
+                before += count;
+            }
+        }
+    });
+}
+
+// gate_up [2 * inner], changed where something is clamped or scaled; a NaN stays one.
+void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up, float* out) {
+    const int64_t n = experts.inner_width;
+    float *gate = gate_up, *up = gate_up + n;
+    const float limit = experts.limit, alpha = experts.alpha;
+    if (limit > 0)
+        for (int64_t i = 0; i < n; ++i) {
+            gate[i] = gate[i] > limit ? limit : gate[i];
+            up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+        }
+    if (alpha != 1.0f || experts.shift != 0.0f)  // alpha * gate * sigmoid(alpha * gate) is alpha times too much
+        for (int64_t i = 0; i < n; ++i) {
+            gate[i] *= alpha;
+            up[i] = (up[i] + experts.shift) / alpha;
+        }
+    kernels.activate(experts.activation, gate, up, n, out);
+}
+
+}  // namespace
+
+void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t num_tokens, const int64_t* chosen,
+                 const float* weights, int64_t num_sent, const float* residual, float* out) {
+    std::lock_guard<std::mutex> lock(c.busy);
+    const int64_t width = experts.width, inner = experts.inner_width, widest = std::max(width, inner);
+    Sorted sorted = sort_by_expert(c, experts, chosen, num_tokens, num_sent);
+    const int64_t total = sorted.num_sent;
+    float* floats = c.floats.take_as<float>(total * widest);
+    Block* blocks = c.blocks.take_as<Block>(total * (widest / kBlock));
+    Factors* factors = c.factors.take_as<Factors>(total * (widest / kBlock));
+    float* gate_up = c.inner.take_as<float>(total * 2 * inner);
+    float* shares = c.branch.take_as<float>(total * width);
+    const bool floats_up = any_of(experts.gate_up, sorted, true), blocks_up = any_of(experts.gate_up, sorted, false);
+    const bool blocks_down = any_of(experts.down, sorted, false);
+    Run run(c.pool);
+    Ready ready = {floats, blocks, factors, width};
+    c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t s = first; s < stop; ++s) {
+            const float* row = x + sorted.token_of[s] * width;
+            if (floats_up) memcpy(floats + s * width, row, sizeof(float) * size_t(width));
+            if (blocks_up) round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, row);
+        }
+    });
+    multiply(c, experts.gate_up, sorted, ready, 2 * inner, gate_up);
+    ready.columns = inner;
+    c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t s = first; s < stop; ++s) {
+            activate(*c.kernels, experts, gate_up + s * 2 * inner, floats + s * inner);
+            if (blocks_down) round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, floats + s * inner);
+        }
+    });
+    multiply(c, experts.down, sorted, ready, width, shares);
+    c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t t = first; t < stop; ++t) {
+            float* row = out + t * width;
+            if (residual) memcpy(row, residual + t * width, sizeof(float) * size_t(width));
+            else memset(row, 0, sizeof(float) * size_t(width));
+            // Places rise with experts, so taking the least that is left takes them in the experts' order.
+            int64_t last = -1;
+            for (int64_t n = 0; n < num_sent; ++n) {
+                int64_t best = -1;
+                for (int64_t k = 0; k < num_sent; ++k) {
+                    const int64_t place = sorted.place_of[t * num_sent + k];
+                    if (place > last && (best < 0 || place < sorted.place_of[best])) best = t * num_sent + k;
+                }
+                last = sorted.place_of[best];
+                c.kernels->add_scaled(shares + last * width, weights[best], width, row);
+            }
+        }
+    });
+}
+
+}  // namespace quire

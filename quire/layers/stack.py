@@ -7,25 +7,43 @@ one by one everywhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.kernels.table import Ops
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.mlp import GatedMLP, PlainMLP
+from quire.layers.moe import MoE, SharedExpert
 from quire.layers.norm import LayerNorm, Norm, WideQKNorm
 from quire.layers.rope import Rope
 from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
+    from quire.kernels.native.library import Native
+    from quire.kernels.native.matrix import PackedLinear
+    from quire.kernels.native.mixture import MixturePlan
     from quire.kernels.native.stack import LayerPlan, NormPlan, Stack
 
 
-def plan_layer(attention: Attention, mlp: GatedMLP | PlainMLP, group: int, rope: int) -> LayerPlan:
+Block = GatedMLP | PlainMLP | MoE
+
+
+def fits_stack(block: nn.Module) -> bool:
+    """Whether a stack can run a layer with this feed-forward block, or mixture with experts in blocks."""
+    if type(block) is not MoE:
+        return isinstance(block, GatedMLP | PlainMLP)
+    from quire.kernels.native.mixture import MixturePlan
+
+    is_usual = block.shared is None or type(block.shared) is SharedExpert
+    return is_usual and isinstance(block.experts.gate_up, list) and MixturePlan.fits(block.routing)
+
+
+def plan_layer(attention: Attention, mlp: Block, group: int, rope: int) -> LayerPlan:
     """`group`, `rope`: which of the step's groups and of the stack's ropes are the layer's."""
     from quire.kernels.native.stack import LayerPlan
 
@@ -34,7 +52,9 @@ def plan_layer(attention: Attention, mlp: GatedMLP | PlainMLP, group: int, rope:
         q_norm, k_norm = attention.head_norm.q_weight, attention.head_norm.k_weight
     elif isinstance(attention.qkv_norm, WideQKNorm):
         q_norm, k_norm = attention.qkv_norm.q_norm.weight, attention.qkv_norm.k_norm.weight
-    up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+    up, down = None, None
+    if not isinstance(mlp, MoE):
+        up, down = (mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up).packed, mlp.down.packed
     return LayerPlan(
         before_attention=_plan_norm(attention.norm),
         after_attention=_plan_norm(attention.join.norm),
@@ -42,14 +62,41 @@ def plan_layer(attention: Attention, mlp: GatedMLP | PlainMLP, group: int, rope:
         after_mlp=_plan_norm(mlp.join.norm),
         qkv=attention.qkv.packed,  # type: ignore[arg-type]
         out=attention.out.packed,  # type: ignore[arg-type]
-        up=up.packed,  # type: ignore[arg-type]
-        down=mlp.down.packed,  # type: ignore[arg-type]
+        up=up,  # type: ignore[arg-type]
+        down=down,  # type: ignore[arg-type]
+        mixture=_plan_mixture(mlp) if isinstance(mlp, MoE) else None,
         q_norm=q_norm,
         k_norm=k_norm,
+        sinks=attention.sinks,
         group=group,
         cache_index=attention.cache_index,
         rope=rope,
     )
+
+
+def _plan_mixture(block: MoE) -> MixturePlan:
+    from quire.kernels.native.experts import PackedExperts
+    from quire.kernels.native.mixture import MixturePlan
+
+    experts, shared = block.experts.weights(), block.shared
+    assert isinstance(experts, PackedExperts)
+    plan = MixturePlan(experts, _of_floats(block.router, block.router_bias, experts.native), block.routing,
+                       block.choice_bias)  # fmt: skip
+    if not isinstance(shared, SharedExpert):
+        return plan
+    gate = None if shared.gate is None else _of_floats(shared.gate.weight, shared.gate.bias, experts.native)
+    up: Any = shared.gate_up.packed
+    down: Any = shared.down.packed
+    return replace(plan, shared_up=up, shared_down=down, shared_gate=gate)
+
+
+def _of_floats(weight: Tensor, bias: Tensor | None, native: Native) -> PackedLinear:
+    """A small matrix that is never quantized."""
+    from quire.kernels.native.matrix import PackedLinear, pack_floats
+
+    rows, columns = weight.shape
+    matrix = pack_floats(native, "F32", rows, columns, lambda first, count: weight[first : first + count])
+    return PackedLinear([matrix], bias)
 
 
 def _plan_norm(norm: Norm | None) -> NormPlan | None:
@@ -63,9 +110,9 @@ def _plan_norm(norm: Norm | None) -> NormPlan | None:
 
 
 def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, ropes: Sequence[Rope],
-               attention: Attention, mlp: GatedMLP | PlainMLP, *, activation: str,
+               attention: Attention, *, activation: str, has_gate: bool,
                is_parallel: bool) -> Stack:  # fmt: skip
-    """`attention`, `mlp`: any layer's, for what they all share."""
+    """`attention`: any layer's, for what they all share."""
     from quire.kernels.native.stack import Stack, StackPlan
 
     assert ops.native is not None
@@ -79,11 +126,11 @@ def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        inner_width=layers[0].down.in_features,
+        inner_width=max([layer.down.in_features for layer in layers if layer.down is not None], default=0),
         frequencies=torch.stack([rope.frequencies for rope in ropes]).contiguous(),
         rope_scales=torch.tensor([rope.scale for rope in ropes]),
         activation=activation,
-        has_gate=isinstance(mlp, GatedMLP),
+        has_gate=has_gate,
         takes_mean=isinstance(norm, LayerNorm),
         is_parallel=is_parallel,
         is_wide=isinstance(attention.qkv_norm, WideQKNorm),

@@ -29,7 +29,7 @@ from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, T
 from quire.layers.partial import HeadOrder
 from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.stack import make_stack, plan_layer, run_stack
+from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
 from quire.layers.step import Step
 from quire.models.dense_config import DenseConfig
 from quire.models.dense_families import read_dense
@@ -133,14 +133,8 @@ class DenseModel(nn.Module):
 
     @classmethod
     def fits_native(cls, config: DenseConfig) -> bool:
-        """Whether the native CPU library can run all its layers in one call."""
-        from quire.kernels.native.library import MAX_GROUP
-
-        if cls is not DenseModel or config.sinks or config.head_norms is not None or config.clip is not None:
-            return False
-        if config.sharpening is not None or config.attention_names.gate is not None or config.qk_norm == "turned":
-            return False
-        return config.num_heads // config.num_kv_heads <= MAX_GROUP
+        """Whether the native CPU library can run all its layers in one call, whatever its weights are kept as."""
+        return cls is DenseModel and not config.sinks and attends_natively(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
@@ -169,7 +163,7 @@ class DenseModel(nn.Module):
     @cached_property
     def stack(self) -> Stack | None:
         """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
-        if self.ops.native is None or not self.fits_native(self.config):
+        if self.ops.native is None or not self.is_one_call():
             return None
         groups = [spec.group for spec in self.specs]
         layers: Any = list(self.layers)
@@ -178,9 +172,27 @@ class DenseModel(nn.Module):
             for layer, group, rope in zip(layers, self.layer_groups, self.layer_ropes, strict=True)
         ]
         return make_stack(
-            self.ops, self.embedding, plans, self.norm, self.ropes, layers[0].attention, layers[0].mlp,
-            activation=self.config.activation, is_parallel=self.config.parallel,
+            self.ops, self.embedding, plans, self.norm, self.ropes, layers[0].attention,
+            activation=self.config.activation, has_gate=self.config.gated, is_parallel=self.config.parallel,
         )  # fmt: skip
+
+    def is_one_call(self) -> bool:
+        """Mixtures are, if their experts are in blocks."""
+        if type(self) is DenseModel:
+            return self.fits_native(self.config)
+        blocks = (fits_stack(layer.mlp) for layer in self.layers if isinstance(layer, DenseLayer))
+        return attends_natively(self.config) and not self.config.parallel and all(blocks)
+
+
+def attends_natively(config: DenseConfig) -> bool:
+    """Whether the native library's stack knows this kind of attention."""
+    from quire.kernels.native.library import MAX_GROUP
+
+    if config.head_norms is not None or config.clip is not None or config.sharpening is not None:
+        return False
+    if config.attention_names.gate is not None or config.qk_norm == "turned":
+        return False
+    return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
 
 def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

@@ -19,6 +19,7 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_fast": 1, "gelu_new": 1, "gelu_pytor
                "relu2": 4}  # fmt: skip
 BLOCK = 32  # columns of a block
 MAX_GROUP = 64  # query heads of one key-value head that attention has room for
+MAX_MEMBERS = 16  # experts that a group of them is judged by
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
 
 
@@ -38,11 +39,28 @@ class NormDesc(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
+class ExpertsDesc(Structure):
+    _fields_ = (
+        ("gate_up", POINTER(LinearDesc)), ("down", POINTER(LinearDesc)), ("num_experts", c_int64), ("width", c_int64),
+        ("inner_width", c_int64), ("activation", c_int32), ("alpha", c_float), ("shift", c_float), ("limit", c_float),
+    )  # fmt: skip
+
+
+class MixtureDesc(Structure):
+    _fields_ = (
+        ("experts", ExpertsDesc), ("router", LinearDesc), ("choice_bias", c_void_p), ("shared_up", LinearDesc),
+        ("shared_down", LinearDesc), ("shared_gate", LinearDesc), ("top_k", c_int64), ("num_groups", c_int64),
+        ("top_groups", c_int64), ("group_members", c_int64), ("is_sigmoid", c_int32), ("normalises", c_int32),
+        ("scale", c_float),
+    )  # fmt: skip
+
+
 class LayerDesc(Structure):
     _fields_ = (
         ("before_attention", NormDesc), ("after_attention", NormDesc), ("before_mlp", NormDesc),
         ("after_mlp", NormDesc), ("qkv", LinearDesc), ("out", LinearDesc), ("up", LinearDesc), ("down", LinearDesc),
-        ("q_norm", c_void_p), ("k_norm", c_void_p), ("group", c_int64), ("cache_index", c_int64), ("rope", c_int64),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("sinks", c_void_p), ("mixture", POINTER(MixtureDesc)),
+        ("group", c_int64), ("cache_index", c_int64), ("rope", c_int64),
     )  # fmt: skip
 
 
@@ -54,13 +72,6 @@ class StackDesc(Structure):
         ("activation", c_int32), ("has_gate", c_int32), ("takes_mean", c_int32), ("is_parallel", c_int32),
         ("is_wide", c_int32), ("eps", c_float), ("attention_scale", c_float), ("softcap", c_float),
         ("embedding_scale", c_float), ("residual_scale", c_float),
-    )  # fmt: skip
-
-
-class ExpertsDesc(Structure):
-    _fields_ = (
-        ("gate_up", POINTER(LinearDesc)), ("down", POINTER(LinearDesc)), ("num_experts", c_int64), ("width", c_int64),
-        ("inner_width", c_int64), ("activation", c_int32), ("alpha", c_float), ("shift", c_float), ("limit", c_float),
     )  # fmt: skip
 
 

@@ -1,18 +1,29 @@
-"""A whole dense decoder in one call: embedding, every layer, the last norm. `DenseModel` describes itself as a
+"""A whole decoder in one call: embedding, every layer, the last norm. `DenseModel` describes itself as a
 `StackPlan` once its weights are real; a step then costs one call instead of ten per layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, pointer
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import ACTIVATIONS, GroupDesc, LayerDesc, Native, NormDesc, StackDesc, StepDesc
+from quire.kernels.native.library import (
+    ACTIVATIONS,
+    GroupDesc,
+    LayerDesc,
+    LinearDesc,
+    MixtureDesc,
+    Native,
+    NormDesc,
+    StackDesc,
+    StepDesc,
+)
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix
+from quire.kernels.native.mixture import MixturePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +40,12 @@ class LayerPlan:
     after_mlp: NormPlan | None
     qkv: PackedLinear
     out: PackedLinear
-    up: PackedLinear  # gate and up, where there is a gate
-    down: PackedLinear
+    up: PackedLinear | None  # gate and up, where there is a gate
+    down: PackedLinear | None
+    mixture: MixturePlan | None  # in place of these two
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None  # [heads]
     group: int  # which of the groups of a step
     cache_index: int  # its place in that group
     rope: int  # which of the stack's
@@ -48,7 +61,7 @@ class StackPlan:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    inner_width: int
+    inner_width: int  # of the widest block without experts
     frequencies: Tensor  # [ropes, head_dim / 2]
     rope_scales: Tensor  # [ropes]
     activation: str  # a key of ACTIVATIONS
@@ -79,7 +92,9 @@ class Stack:
         self.native = native
         self._plan = plan  # keeps the memory that the descriptions point to
         self._width = plan.embedding.shape[1]
-        self._layers = (LayerDesc * len(plan.layers))(*(_describe(layer) for layer in plan.layers))
+        self._mixtures = [None if layer.mixture is None else layer.mixture.describe() for layer in plan.layers]
+        layers = (_describe(*pair) for pair in zip(plan.layers, self._mixtures, strict=True))
+        self._layers = (LayerDesc * len(plan.layers))(*layers)
         self._desc = StackDesc(
             plan.embedding.desc, self._layers, len(plan.layers), _norm(plan.norm), plan.frequencies.data_ptr(),
             plan.rope_scales.data_ptr(), len(plan.rope_scales), self._width, plan.num_heads, plan.num_kv_heads,
@@ -102,11 +117,12 @@ class Stack:
         return out
 
 
-def _describe(layer: LayerPlan) -> LayerDesc:
+def _describe(layer: LayerPlan, mixture: MixtureDesc | None) -> LayerDesc:
+    up, down = (LinearDesc() if linear is None else linear.desc for linear in (layer.up, layer.down))
     return LayerDesc(
         _norm(layer.before_attention), _norm(layer.after_attention), _norm(layer.before_mlp), _norm(layer.after_mlp),
-        layer.qkv.desc, layer.out.desc, layer.up.desc, layer.down.desc, _place(layer.q_norm), _place(layer.k_norm),
-        layer.group, layer.cache_index, layer.rope,
+        layer.qkv.desc, layer.out.desc, up, down, _place(layer.q_norm), _place(layer.k_norm), _place(layer.sinks),
+        None if mixture is None else pointer(mixture), layer.group, layer.cache_index, layer.rope,
     )  # fmt: skip
 
 

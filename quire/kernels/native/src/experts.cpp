@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include "linear.h"
+
 #include <string.h>
 
 #include <algorithm>
@@ -22,8 +24,6 @@ struct Sorted {
     Job* jobs;
     int64_t num_jobs;
 };
-
-int64_t grain(int64_t count, int threads) { return std::max<int64_t>(1, count / (threads * 6)); }
 
 Sorted sort_by_expert(Context& c, const ExpertsDesc& experts, const int64_t* chosen, int64_t num_tokens, int64_t sent) {
     const int64_t total = num_tokens * sent, num_experts = experts.num_experts;
@@ -124,20 +124,18 @@ void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up
 
 }  // namespace
 
-void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t num_tokens, const int64_t* chosen,
+void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t num_tokens, const int64_t* chosen,
                  const float* weights, int64_t num_sent, const float* residual, float* out) {
-    std::lock_guard<std::mutex> lock(c.busy);
     const int64_t width = experts.width, inner = experts.inner_width, widest = std::max(width, inner);
     Sorted sorted = sort_by_expert(c, experts, chosen, num_tokens, num_sent);
     const int64_t total = sorted.num_sent;
     float* floats = c.floats.take_as<float>(total * widest);
     Block* blocks = c.blocks.take_as<Block>(total * (widest / kBlock));
     Factors* factors = c.factors.take_as<Factors>(total * (widest / kBlock));
-    float* gate_up = c.inner.take_as<float>(total * 2 * inner);
-    float* shares = c.branch.take_as<float>(total * width);
+    float* gate_up = c.expert_inner.take_as<float>(total * 2 * inner);
+    float* shares = c.shares.take_as<float>(total * width);
     const bool floats_up = any_of(experts.gate_up, sorted, true), blocks_up = any_of(experts.gate_up, sorted, false);
     const bool blocks_down = any_of(experts.down, sorted, false);
-    Run run(c.pool);
     Ready ready = {floats, blocks, factors, width};
     c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t s = first; s < stop; ++s) {
@@ -158,8 +156,8 @@ void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             float* row = out + t * width;
-            if (residual) memcpy(row, residual + t * width, sizeof(float) * size_t(width));
-            else memset(row, 0, sizeof(float) * size_t(width));
+            if (residual && residual != out) memcpy(row, residual + t * width, sizeof(float) * size_t(width));
+            else if (!residual) memset(row, 0, sizeof(float) * size_t(width));
             // Places rise with experts, so taking the least that is left takes them in the experts' order.
             int64_t last = -1;
             for (int64_t n = 0; n < num_sent; ++n) {
@@ -173,6 +171,13 @@ void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
             }
         }
     });
+}
+
+void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t num_tokens, const int64_t* chosen,
+                 const float* weights, int64_t num_sent, const float* residual, float* out) {
+    std::lock_guard<std::mutex> lock(c.busy);
+    Run run(c.pool);
+    mix_experts(c, experts, x, num_tokens, chosen, weights, num_sent, residual, out);
 }
 
 }  // namespace quire

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "linear.h"
+#include "mixture.h"
 #include "pack.h"
 
 namespace quire {
@@ -18,97 +20,6 @@ struct Shape {
     int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
     int64_t group() const { return num_heads / num_kv_heads; }
 };
-
-int64_t grain(int64_t count, int threads) { return std::max<int64_t>(1, count / (threads * 6)); }
-
-// --------------------------------------------------------------------------------------------------------------------
-// Products
-
-struct Needs {
-    bool floats = false, blocks = false;
-};
-
-Needs needs(const LinearDesc& linear) {
-    Needs found;
-    for (int64_t i = 0; i < linear.num_parts; ++i)
-        (is_float(linear.parts[i].form) ? found.floats : found.blocks) = true;
-    return found;
-}
-
-void reserve_inputs(Context& c, int64_t num_tokens, int64_t columns) {
-    c.floats.take_as<float>(num_tokens * columns);
-    c.blocks.take_as<Block>(num_tokens * (columns / kBlock));
-    c.factors.take_as<Factors>(num_tokens * (columns / kBlock));
-}
-
-// What is done to a token's vector before a product: nothing, a norm, or an activation.
-struct Before {
-    NormDesc norm = {nullptr, nullptr};
-    float eps = 0;
-    bool takes_mean = false;
-    bool activates = false;
-    Activation activation = Activation::kSilu;
-    bool has_gate = true;  // the vector is gate and up side by side
-};
-
-void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool takes_mean, const float* x, int64_t n,
-              float* out) {
-    if (takes_mean) kernels.layer_norm(x, norm.weight, norm.bias, eps, n, out);
-    else kernels.norm(x, norm.weight, eps, n, out);
-}
-
-// That, then rounding.
-Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, int64_t columns,
-               const Before& before) {
-    const Needs need = needs(linear);
-    float* floats = static_cast<float*>(c.floats.take(0));
-    Block* blocks = static_cast<Block*>(c.blocks.take(0));
-    Factors* factors = static_cast<Factors*>(c.factors.take(0));
-    c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
-        for (int64_t t = first; t < stop; ++t) {
-            const float* row = x + t * columns * (before.activates && before.has_gate ? 2 : 1);
-            const float* up = before.has_gate ? row + columns : nullptr;
-            float* ready = floats + t * columns;
-            if (before.norm.weight)
-                run_norm(*c.kernels, before.norm, before.eps, before.takes_mean, row, columns, ready);
-            else if (before.activates) c.kernels->activate(before.activation, row, up, columns, ready);
-            else ready = const_cast<float*>(row);
-            if (need.blocks)
-                c.kernels->quantize(ready, columns, blocks + t * (columns / kBlock), factors + t, num_tokens);
-        }
-    });
-    return {before.norm.weight || before.activates ? floats : x, blocks, factors, num_tokens};
-}
-
-void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t num_tokens,
-              const float* residual, float* out) {
-    int64_t rows = 0, tiles = 0;
-    for (int64_t i = 0; i < linear.num_parts; ++i) {
-        rows += linear.parts[i].rows;
-        tiles += num_tiles(linear.parts[i]);
-    }
-    c.pool.share(tiles, grain(tiles, c.pool.size()), [&](int64_t first, int64_t stop, int) {
-        int64_t row = 0, before = 0;
-        for (int64_t i = 0; i < linear.num_parts; ++i) {
-            const Matrix& part = linear.parts[i];
-            const int64_t count = num_tiles(part), from = std::max(first - before, int64_t(0));
-            const int64_t to = std::min(stop - before, count);
-            if (from < to) {
-                const Target target = {out + row, rows, linear.bias ? linear.bias + row : nullptr,
-                                       residual ? residual + row : nullptr};
-                c.kernels->product(part, from, to, in, num_tokens, target);
-            }
-            row += part.rows;
-            before += count;
-        }
-    });
-}
-
-void apply(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
-           const float* residual, float* out) {
-    const Inputs in = prepare(c, linear, x, num_tokens, linear.parts[0].columns, before);
-    multiply(c, linear, in, num_tokens, residual, out);
-}
 
 // --------------------------------------------------------------------------------------------------------------------
 // Attention
@@ -264,13 +175,14 @@ void rope_write(Context& c, const StepDesc& step, const GroupDesc& group, const 
     });
 }
 
-// A block's last product comes back to the stream: inside the product, or normed or scaled on the way.
-void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const float* x, int64_t num_tokens,
-          const Before& before, const NormDesc& after, float* stream) {
-    if (!after.weight && stack.residual_scale == 1.0f) return apply(c, linear, x, num_tokens, before, stream, stream);
+bool joins_plainly(const StackDesc& stack, const NormDesc& after) {
+    return !after.weight && stack.residual_scale == 1.0f;
+}
+
+// What a block has left in `branch` comes to the stream, normed or scaled on the way.
+void add_branch(Context& c, const StackDesc& stack, const NormDesc& after, int64_t num_tokens, float* stream) {
     const int64_t width = stack.width;
     float* branch = static_cast<float*>(c.branch.take(0));
-    apply(c, linear, x, num_tokens, before, nullptr, branch);
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             float* row = branch + t * width;
@@ -280,22 +192,37 @@ void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const fl
     });
 }
 
+// A block's last product comes back to the stream: inside the product, or by way of `branch`.
+void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const float* x, int64_t num_tokens,
+          const Before& before, const NormDesc& after, float* stream) {
+    if (joins_plainly(stack, after)) return apply(c, linear, x, num_tokens, before, stream, stream);
+    apply(c, linear, x, num_tokens, before, nullptr, static_cast<float*>(c.branch.take(0)));
+    add_branch(c, stack, after, num_tokens, stream);
+}
+
+// A mixture of experts in place of a feed-forward block.
+void mix(Context& c, const StackDesc& stack, const LayerDesc& layer, int64_t num_tokens, float* stream) {
+    const int64_t width = stack.width;
+    float* normed = c.normed.take_as<float>(num_tokens * width);
+    c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
+        for (int64_t t = first; t < stop; ++t) {
+            const float* row = stream + t * width;
+            if (layer.before_mlp.weight)
+                run_norm(*c.kernels, layer.before_mlp, stack.eps, stack.takes_mean, row, width, normed + t * width);
+            else memcpy(normed + t * width, row, sizeof(float) * size_t(width));
+        }
+    });
+    if (joins_plainly(stack, layer.after_mlp)) return run_mixture(c, *layer.mixture, normed, num_tokens, stream);
+    float* branch = static_cast<float*>(c.branch.take(0));
+    memset(branch, 0, sizeof(float) * size_t(num_tokens * width));
+    run_mixture(c, *layer.mixture, normed, num_tokens, branch);
+    add_branch(c, stack, layer.after_mlp, num_tokens, stream);
+}
+
 }  // namespace
 
 // --------------------------------------------------------------------------------------------------------------------
 // Calls
-
-void run_linear(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm, float eps,
-                bool silu, const float* residual, float* out) {
-    std::lock_guard<std::mutex> lock(c.busy);
-    reserve_inputs(c, num_tokens, linear.parts[0].columns);
-    Before before;
-    before.norm.weight = norm;
-    before.eps = eps;
-    before.activates = silu;
-    Run run(c.pool);
-    apply(c, linear, x, num_tokens, before, residual, out);
-}
 
 void run_attention(Context& c, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
                    int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
@@ -396,7 +323,12 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
                 memmove(stream + t * width, stream + step.wanted[t] * width, sizeof(float) * size_t(width));
         }
         attend_all(c, step, group, shape, units, units_here,
-                   {qkv, k, v, shape.qkv_width(), stack.attention_scale, stack.softcap, nullptr, attended});
+                   {qkv, k, v, shape.qkv_width(), stack.attention_scale, stack.softcap, layer.sinks, attended});
+        if (layer.mixture) {
+            join(c, stack, layer.out, attended, count, Before(), layer.after_attention, stream);
+            mix(c, stack, layer, count, stream);
+            continue;
+        }
         const Before normed = after_norm(stack, layer.before_mlp);
         if (stack.is_parallel) apply(c, layer.up, stream, count, normed, nullptr, inner);
         join(c, stack, layer.out, attended, count, Before(), layer.after_attention, stream);

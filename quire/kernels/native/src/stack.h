@@ -23,10 +23,14 @@ struct NormDesc {
     const float* bias;    // or null
 };
 
+struct MixtureDesc;  // mixture.h
+
 struct LayerDesc {
     NormDesc before_attention, after_attention, before_mlp, after_mlp;
     LinearDesc qkv, out, up, down;  // up: gate and up, where there is a gate
     const float *q_norm, *k_norm;   // or null
+    const float* sinks;             // [heads], or null
+    const MixtureDesc* mixture;     // in place of up and down, or null
     int64_t group, cache_index, rope;
 };
 
@@ -93,7 +97,8 @@ struct Context {
     Pool pool;
     std::mutex busy;
     Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
-        parts, convolved, heads, places, jobs;
+        parts, convolved, heads, places, jobs,
+        shares, expert_inner, normed, logits, chosen, weights, ranks;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

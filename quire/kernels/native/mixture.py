@@ -1,0 +1,44 @@
+"""A mixture of experts as a stack runs it: router, choice, shared expert and experts, described once. `Stack` takes it
+in place of a layer's feed-forward block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.experts import Routing
+from quire.kernels.native.experts import PackedExperts
+from quire.kernels.native.library import MAX_MEMBERS, LinearDesc, MixtureDesc
+from quire.kernels.native.matrix import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class MixturePlan:
+    experts: PackedExperts
+    router: PackedLinear  # of floats
+    routing: Routing
+    choice_bias: Tensor | None = None  # [experts] float32
+    shared_up: PackedLinear | None = None
+    shared_down: PackedLinear | None = None
+    shared_gate: PackedLinear | None = None  # one row of floats
+
+    def describe(self) -> MixtureDesc:
+        routing = self.routing
+        assert self.fits(routing)
+        return MixtureDesc(
+            self.experts.desc, self.router.desc, None if self.choice_bias is None else self.choice_bias.data_ptr(),
+            _desc(self.shared_up), _desc(self.shared_down), _desc(self.shared_gate), routing.top_k,
+            routing.num_groups, routing.top_groups, routing.group_members, routing.score == "sigmoid",
+            routing.normalise, routing.scale,
+        )  # fmt: skip
+
+    @staticmethod
+    def fits(routing: Routing) -> bool:
+        """Shared experts are not among the others here."""
+        return routing.num_shared == 0 and routing.group_members <= MAX_MEMBERS
+
+
+def _desc(linear: PackedLinear | None) -> LinearDesc:
+    return LinearDesc() if linear is None else linear.desc

@@ -1,0 +1,25 @@
+// A mixture of experts with its router and its shared expert, as a stack runs it. The struct is filled in by
+// `quire/kernels/native/library.py`.
+#pragma once
+
+#include "experts.h"
+
+namespace quire {
+
+constexpr int kMostMembers = 16;  // of a group that it is judged by
+
+struct MixtureDesc {
+    ExpertsDesc experts;
+    LinearDesc router;                  // of floats, with the router's bias
+    const float* choice_bias;           // [experts], added to scores for choosing only; or null
+    LinearDesc shared_up, shared_down;  // without parts: there is no shared expert
+    LinearDesc shared_gate;             // one row of floats; without parts: its output is taken as it is
+    int64_t top_k, num_groups, top_groups, group_members;  // see `Routing` in quire/kernels/experts.py
+    int32_t is_sigmoid, normalises;
+    float scale;
+};
+
+// x [tokens, width], normed; adds all experts' shares to `onto`, which is not x. Within a call.
+void run_mixture(Context& context, const MixtureDesc& mixture, const float* x, int64_t num_tokens, float* onto);
+
+}  // namespace quire

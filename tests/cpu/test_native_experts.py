@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights, GatedActivation
+from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, pack_floats
-from quire.kernels.reference_experts import run_experts
-from tests.cpu.test_native_quant import ISAS, open_or_skip
+from quire.kernels.native.mixture import MixturePlan, run_mixture
+from quire.kernels.reference_experts import route, run_experts
+from tests.cpu.families.harness import all_families, save_checkpoint
+from tests.cpu.native_isas import open_or_skip
+from tests.cpu.rig import load
+from tests.cpu.test_native_quant import ISAS
 
 GPT_OSS = GatedActivation(1.702, 1.0, 7.0)
 GELU = GatedActivation(curve="gelu_tanh")
@@ -100,3 +105,62 @@ def test_no_tokens() -> None:
     packed, _ = draw(open_or_skip("portable"), "Q8_0", 4, 64, 64, GatedActivation(), False)
     x, chosen, shares = send(1, 4, 2, 64)
     assert run_packed_experts(x[:0], packed, chosen[:0], shares[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize(("name", "is_one_call"), [
+    ("qwen3_moe", True), ("mixtral", True), ("qwen2_moe", True), ("glm4_moe", True), ("gpt_oss", True),
+    ("flex_olmo", True), ("granitemoe", True), ("granitemoeshared", False), ("afmoe", False), ("cohere2_moe", False),
+])  # fmt: skip
+def test_mixtures_in_blocks_are_one_call(name: str, is_one_call: bool, tmp_path: Path) -> None:
+    """Those whose attention and shared expert the stack knows; `families/cpu_paths.py` compares their numbers."""
+    open_or_skip("portable")
+    family = next(family for family in all_families() if family.name == name)
+    save_checkpoint(family, tmp_path)
+    in_blocks: Any = load(tmp_path, quant="q8_0")
+    assert (in_blocks.stack is not None) == is_one_call
+    floats: Any = load(tmp_path)
+    assert floats.stack is None  # torch multiplies those faster
+
+
+def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The stack's choice, seen through experts that return which they are: each adds one column of its own."""
+    native = open_or_skip("portable")
+    num, width = routing.num_experts, 64 + routing.num_experts
+    zeros = torch.zeros
+
+    def pack(matrix: Tensor) -> PackedLinear:
+        rows, columns = matrix.shape
+        return PackedLinear([pack_floats(native, "F32", rows, columns, lambda first, n: matrix[first : first + n])])
+
+    gate_up, down = [], []
+    for expert in range(num):
+        up = zeros(2, width)
+        up[:, 0] = torch.tensor([30.0, 1.0])  # silu(30) * 1 is 30
+        out = zeros(width, 1)
+        out[64 + expert] = 1 / 30
+        gate_up.append(pack(up))
+        down.append(pack(out))
+    router = zeros(num, width)
+    router[:, 0] = logits
+    plan = MixturePlan(PackedExperts(gate_up, down, GatedActivation()), pack(router), routing, bias)
+    x = zeros(1, width)
+    x[0, 0] = 1.0
+    shares = run_mixture(native, plan, x)[0, 64:]
+    return shares.nonzero().flatten(), shares
+
+
+@pytest.mark.parametrize("routing", [
+    Routing(8, 3), Routing(8, 3, normalise=False, scale=2.5), Routing(8, 2, "sigmoid"),
+    Routing(16, 4, "sigmoid", num_groups=4, top_groups=2, group_members=2, scale=1.5),
+    Routing(16, 3, num_groups=8, top_groups=3), Routing(5, 5),
+])  # fmt: skip
+def test_experts_are_chosen_as_in_torch(routing: Routing) -> None:
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(routing.num_experts, generator=generator)
+        bias = torch.randn(routing.num_experts, generator=generator) * 0.3 if seed % 2 else None
+        chosen, weights = route(logits[None], bias, routing)
+        want = torch.zeros(routing.num_experts).scatter_(0, chosen[0], weights[0])
+        found, shares = choose(logits, routing, bias)
+        assert sorted(chosen[0].tolist()) == found.tolist()
+        assert (shares - want).abs().max() <= 1e-5 * want.max()

@@ -135,6 +135,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_experts": (
         c_int32, (c_void_p, POINTER(ExpertsDesc), _PLACE, c_int64, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
+    "quire_mixture": (c_int32, (c_void_p, POINTER(MixtureDesc), _PLACE, c_int64, _PLACE)),
     "quire_recurrent": (
         c_int32, (c_void_p, POINTER(RecurrentDesc), POINTER(RowsDesc), POINTER(Columns), POINTER(Columns),
                   POINTER(Columns), POINTER(Columns), _PLACE),
@@ -147,8 +148,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
 }  # fmt: skip
 # For lack of memory.
-_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_experts", "quire_recurrent",
-             "quire_short_conv", "quire_choose")  # fmt: skip
+_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_experts", "quire_mixture",
+             "quire_recurrent", "quire_short_conv", "quire_choose")  # fmt: skip
 
 
 def _check(code: int, function: object, arguments: object) -> None:

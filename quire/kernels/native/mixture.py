@@ -4,13 +4,15 @@ in place of a layer's feed-forward block.
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.kernels.experts import Routing
 from quire.kernels.native.experts import PackedExperts
-from quire.kernels.native.library import MAX_MEMBERS, LinearDesc, MixtureDesc
+from quire.kernels.native.library import MAX_MEMBERS, LinearDesc, MixtureDesc, Native
 from quire.kernels.native.matrix import PackedLinear
 
 
@@ -38,6 +40,14 @@ class MixturePlan:
     def fits(routing: Routing) -> bool:
         """Shared experts are not among the others here."""
         return routing.num_shared == 0 and routing.group_members <= MAX_MEMBERS
+
+
+def run_mixture(native: Native, plan: MixturePlan, x: Tensor) -> Tensor:
+    """All experts' shares of x [tokens, width] float32, outside of any stack."""
+    out = torch.zeros_like(x)
+    desc = plan.describe()
+    native.library.quire_mixture(native.context, byref(desc), x.data_ptr(), len(x), out.data_ptr())
+    return out
 
 
 def _desc(linear: PackedLinear | None) -> LinearDesc:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "mixture.h"
 #include "pack.h"
 #include "recurrent.h"
 #include "stack.h"
@@ -140,6 +141,14 @@ int32_t quire_stack(Context* context, const StackDesc* stack, const StepDesc* st
 int32_t quire_experts(Context* context, const ExpertsDesc* experts, const float* x, int64_t num_tokens,
                       const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out) {
     return attempt([&] { run_experts(*context, *experts, x, num_tokens, chosen, weights, num_sent, residual, out); });
+}
+
+int32_t quire_mixture(Context* context, const MixtureDesc* mixture, const float* x, int64_t num_tokens, float* onto) {
+    return attempt([&] {
+        std::lock_guard<std::mutex> lock(context->busy);
+        Run run(context->pool);
+        run_mixture(*context, *mixture, x, num_tokens, onto);
+    });
 }
 
 int32_t quire_recurrent(Context* context, const RecurrentDesc* layer, const RowsDesc* rows, const Columns* mixed,

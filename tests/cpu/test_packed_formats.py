@@ -21,36 +21,19 @@ from quire.kernels.table import select_ops
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.weights import weights_bytes
-from quire.models.loader import LoadedModel, build_model, load_model, read_config
+from quire.models.loader import build_model, load_model, read_config
 from quire.types import QuireError
-from tests.cpu.families.harness import Family, all_families, save_checkpoint
+from tests.cpu.families.harness import save_checkpoint
 from tests.cpu.packers import FORMATS, Format, pack_folder, say
-from tests.cpu.paged_harness import HarnessRow, PagedHarness
+from tests.cpu.test_packed_tensors import CPU, TOKENS, family, load, logits_of
 
-CPU = torch.device("cpu")
-TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
 BY_BFLOAT16 = 0.02  # where the library decodes to bfloat16
 LAYER = "model.layers.1.mlp.up_proj"
 needs_native = pytest.mark.skipif(select_ops("cpu").native is None, reason="the native library is not built")
 
 
-def family(name: str) -> Family:
-    return next(family for family in all_families() if family.name == name)
-
-
 def form_of(name: str) -> Format:
     return next(form for form in FORMATS if form.name == name)
-
-
-def load(folder: Path, **options: Any) -> LoadedModel:
-    given = {"dtype": "float32", "device": CPU, "max_model_len": None, "page_tokens": 16, **options}
-    return load_model(resolve_model(str(folder)), **given)
-
-
-def logits_of(model: Any) -> Tensor:
-    row = HarnessRow(list(TOKENS))
-    harness = PagedHarness(model, num_pages=40, seed=2)
-    return torch.cat([harness.step([(row, count)]) for count in (20, 1, 29)])
 
 
 def packed_and_decoded(name: str, form: Format, tmp_path: Path) -> tuple[Path, Path]:

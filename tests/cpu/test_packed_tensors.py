@@ -3,7 +3,6 @@ such a file is named."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +22,13 @@ from quire.models.packed import Quantization, find_floats
 from quire.models.shards import SafetensorsCheckpoint
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, save_checkpoint
+from tests.cpu.packers import PRODUCTS, say
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 
 CPU = torch.device("cpu")
 LARGEST = 448.0  # of e4m3
 TOKENS = [(7 * i * i + 3) % 256 for i in range(50)]
 UP = "model.layers.1.mlp.up_proj.weight"
-PRODUCTS = tuple(f"{end}.weight" for end in ("proj", "mqa", "w1", "w2", "w3", "qkvz"))
 
 Scaled = dict[str, Tensor]
 Change = Callable[[Scaled], object]
@@ -66,11 +65,6 @@ def pack_folder(folder: Path, block: tuple[int, int] | None, scale_dtype: torch.
     scheme = "dynamic" if block else "static"
     size = {"fmt": "float8_e4m3fn", "weight_block_size": list(block)} if block else {}
     say(folder, {"quant_method": "fp8", "activation_scheme": scheme, **size})
-
-
-def say(folder: Path, quantized: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
 
 
 def edit(folder: Path, change: Change) -> None:

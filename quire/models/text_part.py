@@ -18,6 +18,7 @@ from quire.models.shards import SafetensorsCheckpoint
 _BEGINNINGS = {  # as files have been published over the years -> as a model of text alone has them
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.llm.": "model.llm.",  # which transformers renames
     "lm_head.": "lm_head.",

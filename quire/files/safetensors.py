@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 64 << 20
 MAX_DIMS = 16
 
-_BITS = {
+BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -97,14 +97,14 @@ def _check_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorEn
     if not isinstance(entry, dict):
         _fail(path, f"the entry of tensor {name!r} is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         _fail(path, f"tensor {name!r} has the unknown type {dtype!r}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
         _fail(path, f"tensor {name!r} has the shape {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         _fail(path, f"tensor {name!r} has the offsets {offsets!r}")
     start, end = offsets
-    num_bits = math.prod(shape) * _BITS[dtype]
+    num_bits = math.prod(shape) * BITS[dtype]
     if num_bits % 8 or end - start != num_bits // 8:
         _fail(path, f"tensor {name!r} of {dtype} {shape} takes {num_bits / 8:g} bytes but lies at {start} to {end}")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)

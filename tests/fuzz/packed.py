@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from quire.files.safetensors import _BITS
+from quire.files.safetensors import BITS
 from quire.models.packed import read_quantization
 from quire.models.shards import SafetensorsCheckpoint
 from tests.cpu.packers import FORMATS
@@ -59,7 +59,7 @@ class PackedCheckpoint(Fuzzed):
         if what == 0:
             del tensors[name]
         elif what == 1:
-            tensors[name] = [rng.choice(list(_BITS)), shape]
+            tensors[name] = [rng.choice(list(BITS)), shape]
         elif what == 2 and shape:
             shape[rng.randrange(len(shape))] = rng.choice((0, 1, 2, 7, 16, 31, 33, 64, 128))
             tensors[name] = [kind, shape]
@@ -74,7 +74,7 @@ class PackedCheckpoint(Fuzzed):
         config, tensors, data = json.loads(case)
         header, place = {}, 0
         for name, (kind, shape) in tensors.items():
-            size = math.prod(shape) * _BITS[kind] // 8
+            size = math.prod(shape) * BITS[kind] // 8
             header[name] = {"dtype": kind, "shape": shape, "data_offsets": [place, place + size]}
             place += size
         if place > MOST_BYTES:

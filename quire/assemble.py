@@ -117,6 +117,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         eos_ids=eos_ids,
         defaults=loaded.generation_defaults,
         clock=engine.scheduler.clock,
+        special_in_content=config.model.special_in_content,
     )
     desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
     return Assembly(engine, edge, memory, files, loaded.dtype, desk)

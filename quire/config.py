@@ -36,6 +36,7 @@ class ModelConfig:
                       choices=("none", "fp8", "q8_0", "q4_0"))  # fmt: skip
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
+    special_in_content: bool = knob(False, "control tokens spelled in a message become real ones instead of text")
     random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
 
 

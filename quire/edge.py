@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
+from quire.text.prompts import encode_chat, encode_within, render_chat, too_long
 from quire.text.resolve import resolve_params
 from quire.text.stream import TextStream
 from quire.text.template import ChatTemplate
@@ -30,7 +31,6 @@ from quire.types import (
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-MAX_PROMPT_CHARS = 64_000_000
 
 
 @dataclass(slots=True)
@@ -71,32 +71,32 @@ class Edge:
     eos_ids: tuple[int, ...]
     defaults: dict[str, Any]  # the model's own sampling parameters
     clock: Callable[[], float] = time.monotonic
+    special_in_content: bool = False  # control tokens spelled in messages keep their meaning
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, token ids or messages to token ids, within the model's limits."""
         if isinstance(prompt, str):
-            if len(prompt) > MAX_PROMPT_CHARS:
-                raise QuireError("prompt_too_long", f"The prompt has {len(prompt)} characters.", "Shorten it.")
-            tokens = self._need_tokenizer().encode(prompt)
+            tokens = encode_within(self._need_tokenizer(), prompt, self.max_len - 1)
         elif prompt and isinstance(prompt[0], dict):
             tokens = self.encode_chat(list(prompt))  # type: ignore[arg-type]
         else:
             tokens = self._check_ids(prompt)
         if not tokens:
             raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
-        if len(tokens) >= self.max_len:
-            raise QuireError(
-                "prompt_too_long",
-                f"The prompt has {len(tokens)} tokens, the model's limit is {self.max_len} for prompt and output.",
-                "Shorten the prompt, or raise max_model_len if the model allows it.",
-                "prompt",
-            )
+        self.check_length(len(tokens))
         return tokens
+
+    def check_length(self, count: int) -> None:
+        if count >= self.max_len:
+            raise too_long(count, self.max_len - 1)
 
     def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
         _refuse_pictures(messages)
-        text = self.template().render(messages, **template_kwargs)
-        return self._need_tokenizer().encode(text, add_special=False)  # the template writes BOS itself
+        tokenizer = self._need_tokenizer()
+        segments = render_chat(
+            self.template(), tokenizer, messages, special_in_content=self.special_in_content, **template_kwargs
+        )
+        return encode_chat(tokenizer, segments, self.max_len - 1)
 
     def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from quire.config import ServerConfig
 from quire.edge import Edge
 from quire.engine.client import EngineClient, Ticket
+from quire.server.chat import ChatPrompts
 from quire.server.metrics import Metrics
 from quire.server.sample import ChannelParser, Piece, PlainText, Sample
 from quire.text.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ class Totals:
 
 
 class Generation:
-    def __init__(self, client: EngineClient, edge: Edge, config: ServerConfig, metrics: Metrics):
+    def __init__(self, client: EngineClient, edge: Edge, prompts: ChatPrompts, config: ServerConfig, metrics: Metrics):
+        self._prompts = prompts
         self.client = client
         self.edge = edge
         self._config = config
@@ -63,9 +65,10 @@ class Generation:
         self._max_samples = min(config.max_samples, self._max_open)  # more would be told to come back, for ever
         self._max_waiting_tokens = int(limits["max_waiting_tokens"])
 
-    def open(self, job: Job) -> Run:
+    async def open(self, job: Job) -> Run:
         """Submit a job. Raises at once if it is not valid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
+        job.params = await self._prompts.resolve(job.params)  # once, for all prompts and samples
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
         # The engine's own logs and traces are found by the id the client knows; the rest makes it unique.
         name = f"{job.request_id or 'gen'}-{secrets.token_hex(4)}"
@@ -98,13 +101,7 @@ class Generation:
     def _check_length(self, tokens: list[int]) -> None:
         if not tokens:
             raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
-        if len(tokens) >= self.edge.max_len:
-            raise QuireError(
-                "prompt_too_long",
-                f"The prompt has {len(tokens)} tokens, the model's limit is {self.edge.max_len} for prompt and output.",
-                "Shorten the prompt.",
-                "prompt",
-            )
+        self.edge.check_length(len(tokens))
 
     def _admit(self, groups: list[list[Request]]) -> None:
         """The same bounds the engine's queue has, kept here too: a refusal then costs no round trip."""

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from quire.server.encoding import to_json
-from quire.server.route_parts import error_docs
+from quire.server.route_parts import api_router
 from quire.server.state import Server
 
 
 def ops_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Operation"], responses=error_docs("openai"))
+    router = api_router(server, "Operation", "openai")
 
     @router.get("/health", response_model=None, include_in_schema=False)  # what other servers' tools ask for
     @router.get("/healthz", response_model=None)
@@ -46,7 +46,7 @@ def ops_router(server: Server) -> APIRouter:
 
 
 def admin_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Operation"], responses=error_docs("openai"))
+    router = api_router(server, "Operation", "openai")
 
     @router.get("/admin/engine")
     async def engine() -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 
+from quire.server.bodies import body_route
 from quire.server.errors import ApiError, Dialect, error_body
 from quire.server.gate import route_label
 from quire.server.generation import Job
 from quire.server.schemas import Service
+from quire.server.state import Server
 from quire.types import SamplingParams
 
 _STATUSES = {
@@ -25,6 +27,12 @@ _STATUSES = {
     503: ("engine_lost", "The engine is not there; see Retry-After."),
     504: ("deadline_exceeded", "The request ran out of time."),
 }
+
+
+def api_router(server: Server, tag: str, dialect: Dialect) -> APIRouter:
+    """A router whose bodies are read within bounds."""
+    route = body_route(server.held, server.chat.check_body)
+    return APIRouter(tags=[tag], responses=error_docs(dialect), route_class=route)
 
 
 def job_of(request: Request, body: Service, prompts: list[list[int]], params: SamplingParams) -> Job:

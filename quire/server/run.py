@@ -25,6 +25,7 @@ from quire.engine.client import EngineClient
 from quire.engine.supervisor import Budget, Supervisor, link_starter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
+from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
 from quire.server.connection import Connection
 from quire.server.generation import Generation
@@ -33,6 +34,8 @@ from quire.server.logs import LibraryLines, Log
 from quire.server.metrics import Metrics
 from quire.server.state import Server
 from quire.server.store import ResponseStore
+from quire.server.textwork.pool import TextWork, WorkerPool
+from quire.server.textwork.tasks import Setup
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
@@ -47,6 +50,8 @@ async def serve(
     """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
     log = Log(config.server.log_level, config.server.log_form)
     listener = bind(config.server.host, config.server.port, config.server.send_timeout)
+    setup = Setup.of(config, files)
+    work = WorkerPool(setup, log.write)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # while the model loads there is nothing to drain
@@ -56,22 +61,28 @@ async def serve(
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
         start_link = link_starter(engine_command, config.server.start_timeout)
         supervisor = Supervisor(EngineClient(), start_link, engine_settings(config), Budget.of(config), log=log.write)
+        starting = asyncio.create_task(work.start())
         await supervisor.start()
+        await starting
     except BaseException as error:
         listener.close()
+        await work.close()
         if isinstance(error, asyncio.CancelledError) and task.uncancel() == 0:
             return 128 + signal.SIGTERM
         raise
     server = None
     try:
-        server = make_server(config, supervisor, tokenizer, log)
+        server = make_server(config, supervisor, tokenizer, log, setup, work)
         return await _run(server, listener, create_app(server, version), on_ready)
     finally:
         listener.close()
+        await work.close()
         await supervisor.stop(at_once=server is None or server.at_once)
 
 
-def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, log: Log) -> Server:
+def make_server(
+    config: Config, supervisor: Supervisor, tokenizer: Tokenizer, log: Log, setup: Setup, work: TextWork
+) -> Server:
     client = supervisor.client
     ready, settings = client.ready, config.server
     edge = Edge(
@@ -81,7 +92,9 @@ def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, lo
         max_len=ready.max_len,
         eos_ids=tuple(ready.eos_ids),
         defaults=ready.defaults,
+        special_in_content=config.model.special_in_content,
     )
+    chat = ChatPrompts(edge, setup, work)
     metrics = Metrics()
     metrics.watch(supervisor)
     return Server(
@@ -90,8 +103,9 @@ def make_server(config: Config, supervisor: Supervisor, tokenizer: Tokenizer, lo
         supervisor=supervisor,
         edge=edge,
         metrics=metrics,
-        generation=Generation(client, edge, settings, metrics),
-        chat=ChatPrompts(edge, config),
+        generation=Generation(client, edge, chat, settings, metrics),
+        chat=chat,
+        held=HeldBodies(),
         store=ResponseStore(settings.response_store, settings.max_stored, settings.max_stored_bytes),
         names=served_names(config),
         keys=KeyRing(settings.api_key),

@@ -11,6 +11,7 @@ from quire.edge import Edge
 from quire.engine.client import EngineClient
 from quire.engine.states import ProcessState
 from quire.engine.supervisor import Supervisor
+from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
 from quire.server.errors import INSIDE_CODES, ApiError
 from quire.server.generation import Generation
@@ -30,6 +31,7 @@ class Server:
     metrics: Metrics
     generation: Generation
     chat: ChatPrompts
+    held: HeldBodies
     store: ResponseStore
     names: list[str]  # the model's names; the first one is shown
     keys: KeyRing

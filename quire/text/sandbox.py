@@ -22,10 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_REPEATED = 1 << 20  # items or characters a product may have
 MAX_TEXT = 1 << 26  # characters a text built from others may have
 MAX_WIDTH = 1 << 16  # that a text may be padded to
-MAX_POWER_BITS = 4096
+MAX_INT_BITS = 4096  # of a product or a power
 MAX_TURNS = 5_000_000  # of loops and macros in one rendering
 MAX_SECONDS = 3.0
-TICK = "_quire_tick"  # the name a rendering's budget has inside the template
+# The variable that holds a rendering's budget. It is no identifier, so no template can read it or set another.
+BUDGET = "quire budget"
 _PADDED = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _WIDTH = re.compile(r"[0-9]{6,}|\*")  # in a format: as much padding as nobody needs, or a width from elsewhere
 
@@ -48,10 +49,15 @@ class _GenerationTag(Extension):
 class Budget:
     """What one rendering may take. The template calls it at every turn of a loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = time.thread_time):
+        # Processor time of this thread: a rendering is not refused because the machine is busy with other work.
         self._clock = clock
         self._until = clock() + MAX_SECONDS
         self._turns = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self._turns > MAX_TURNS or self._clock() > self._until
 
     def __call__(self) -> str:
         self._turns += 1
@@ -65,6 +71,10 @@ class Budget:
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "+", "%"])
 
+    def tick(self, context: Any) -> str:
+        """Count one turn of a loop. `_count_turns` writes calls of this method into the template."""
+        return context.parent[BUDGET]()
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if hasattr(left, "__len__") and hasattr(right, "__len__") and len(left) + len(right) > MAX_TEXT:
@@ -72,11 +82,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "%":
             if isinstance(left, str) and _WIDTH.search(left):
                 raise OverflowError("a format is too wide")
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_INT_BITS:
+                raise OverflowError("a product is too large")
         elif operator == "*":
             for count, repeated in ((left, right), (right, left)):
                 if isinstance(count, int) and hasattr(repeated, "__len__") and count * len(repeated) > MAX_REPEATED:
                     raise OverflowError(f"a product of {count} times {len(repeated)} is too long")
-        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > MAX_POWER_BITS:
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > MAX_INT_BITS:
             raise OverflowError("a power is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -108,7 +121,7 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
 def _count_turns(tree: nodes.Template) -> None:
     """A call of the budget at the start of every loop's and macro's body, and around what is strung together."""
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        tick = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None)
         loop.body.insert(0, nodes.Output([tick]).set_lineno(loop.lineno))  # type: ignore[attr-defined]
     for joined in list(tree.find_all(nodes.Concat)):
         # a ~ b ~ c as a sum of texts, which is checked: doubling a text thirty times would be a gigabyte

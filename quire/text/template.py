@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
+
+if TYPE_CHECKING:
+    from quire.text.sandbox import Budget
 
 MAX_PROMPT_CHARS = 32_000_000
 MAX_SOURCE_CHARS = 1_000_000
@@ -61,23 +64,26 @@ class ChatTemplate:
         `continue_final_message` leaves the last message open, for the model to write on; no generation prompt is added
         then. Further keyword arguments are variables for the template, such as `enable_thinking`.
         """
+        from quire.text.sandbox import Budget
+
         _check_messages(messages)
-        prepared = [self._with_fitting_content(message) for message in messages]
+        budget = Budget()  # one for the whole call, the trial of content forms included
+        prepared = [self._with_fitting_content(message, budget) for message in messages]
         if continue_final_message:
             add_generation_prompt = False
             prepared[-1] = _marked(prepared[-1])
         variables = {"tools": tools, "documents": documents, **kwargs}
-        text = self._run(prepared, add_generation_prompt=add_generation_prompt, **variables)
+        text = self._run(prepared, budget, add_generation_prompt=add_generation_prompt, **variables)
         if continue_final_message:
             text, mark, _ = text.rpartition(_CUT)
             if not mark:
                 raise _template_error("does not show the final message, so it can't be continued")
         return text
 
-    def _run(self, messages: list[Message], **variables: Any) -> str:
-        from quire.text.sandbox import TICK, Budget, TemplateRefusal
+    def _run(self, messages: list[Message], budget: Budget, **variables: Any) -> str:
+        from quire.text.sandbox import BUDGET, TemplateRefusal
 
-        context = {**self._special_tokens, **variables, "messages": messages, TICK: Budget()}
+        context = {**self._special_tokens, **variables, "messages": messages, BUDGET: budget}
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(context):
@@ -96,42 +102,44 @@ class ChatTemplate:
 
     # -- text given as a list of parts
 
-    def _with_fitting_content(self, message: Message) -> Message:
+    def _with_fitting_content(self, message: Message, budget: Budget) -> Message:
         """Content in the form the template can show: a list of text parts is joined by line breaks for a template that
         takes strings only, and a string becomes a list of one part for a template that takes lists only."""
         content = message.get("content")
-        form = self._content_form(message["role"])
+        form = self._content_form(message["role"], budget)
         if isinstance(content, str) and form == "list":
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and form == "string":
             return {**message, "content": "\n".join(_text_of(part) for part in content)}
         return message
 
-    def _content_form(self, role: str) -> ContentForm:
+    def _content_form(self, role: str, budget: Budget) -> ContentForm:
         """Which forms of content the template can show for a role. Found by trying both on a tiny conversation."""
         if role not in ("system", "user", "assistant"):
-            return "list" if self._content_form("user") == "list" else "string"
+            return "list" if self._content_form("user", budget) == "list" else "string"
         if role not in self._forms:
-            self._forms[role] = self._try_forms(role)
+            self._forms[role] = self._try_forms(role, budget)
         return self._forms[role]
 
-    def _try_forms(self, role: str) -> ContentForm:
-        as_string = self._try(role, _PROBE)
-        as_list = self._try(role, [{"type": "text", "text": _PROBE}])
+    def _try_forms(self, role: str, budget: Budget) -> ContentForm:
+        as_string = self._try(role, _PROBE, budget)
+        as_list = self._try(role, [{"type": "text", "text": _PROBE}], budget)
         # A template that does not know lists prints the list itself, quotes and all, or fails.
         shows_list = _PROBE in as_list and not any(f"{quote}{_PROBE}{quote}" in as_list for quote in "'\"")
         if not shows_list:
             return "string"
         return "either" if _PROBE in as_string else "list"
 
-    def _try(self, role: str, content: Any) -> str:
+    def _try(self, role: str, content: Any, budget: Budget) -> str:
         """The tiny conversation's text, or none if the template fails on it."""
         empty = "-" if isinstance(content, str) else [{"type": "text", "text": "-"}]
         user, probe = {"role": "user", "content": empty}, {"role": role, "content": content}
         conversation = {"system": [probe, user], "user": [probe], "assistant": [user, probe, user]}[role]
         try:
-            return self._run(conversation, add_generation_prompt=False, tools=None, documents=None)
+            return self._run(conversation, budget, add_generation_prompt=False, tools=None, documents=None)
         except QuireError:
+            if budget.is_spent:
+                raise
             return ""
 
 
@@ -146,6 +154,13 @@ def template_for(tokenizer: Tokenizer, override: str | None = None) -> ChatTempl
             "Use --raw to send the text as it is, or --chat-template to give a template.",
         )
     return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+
+
+def template_source(tokenizer: Tokenizer | None, override: str | None) -> str:
+    """The text of the template that is in force; empty where there is none."""
+    if override is not None:
+        return _read_override(override)
+    return (tokenizer.chat_template if tokenizer is not None else None) or ""
 
 
 def _read_override(override: str) -> str:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ class Tokenizer:
     @property
     def rule(self) -> PieceRule:
         return self._vocabulary.rule
+
+    @cached_property
+    def special_spellings(self) -> tuple[str, ...]:
+        """How control tokens are written in text, longest first. One character alone is no spelling."""
+        return self._spellings(self._vocabulary.special_ids)
+
+    @cached_property
+    def turn_spellings(self) -> tuple[str, ...]:
+        """The spellings of the tokens that begin a text or end a turn."""
+        bos = () if self.bos_id is None else (self.bos_id,)
+        return self._spellings({*bos, *self.eos_ids})
+
+    def _spellings(self, ids: Iterable[int]) -> tuple[str, ...]:
+        known = (self._vocabulary.token_text(i) for i in ids if 0 <= i < self._vocabulary.size)
+        return tuple(sorted({text for text in known if text and len(text) > 1}, key=lambda text: (-len(text), text)))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._vocabulary.special_ids

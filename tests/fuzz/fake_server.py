@@ -11,9 +11,12 @@ from quire.config_build import override_config
 from quire.engine import wire
 from quire.engine.client import EngineClient
 from quire.engine.supervisor import Budget, Supervisor
+from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.logs import Log
 from quire.server.run import make_server
+from quire.server.textwork.pool import InlineTextWork
+from quire.server.textwork.tasks import Setup, TextTasks
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, Timing, TokenLogprobs, Usage
 
@@ -58,7 +61,10 @@ class FakeServer:
         supervisor.states.move("started")
         self.lines: list[str] = []
         log = Log("error", stream=_Lines(self.lines))  # type: ignore[arg-type]
-        self.server = make_server(config, supervisor, Tokenizer.from_folder(model), log)
+        setup = Setup.of(config, ModelFiles("folder", model, "tiny", None))
+        tokenizer = Tokenizer.from_folder(model)
+        work = InlineTextWork(TextTasks(setup, tokenizer))
+        self.server = make_server(config, supervisor, tokenizer, log, setup, work)
         self.app = create_app(self.server, "test")
 
     async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None,

@@ -12,6 +12,7 @@ from quire.types import QuireError, SamplingParams
 
 class Letters:
     vocab_size = 0x110000
+    special_spellings = turn_spellings = ()
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token).encode()

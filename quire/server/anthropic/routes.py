@@ -12,12 +12,12 @@ from quire.server.anthropic.schemas import CountBody, MessagesBody
 from quire.server.anthropic.translate import conversation_of, params_of
 from quire.server.generation import Job
 from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import error_docs, job_of
+from quire.server.route_parts import api_router, job_of
 from quire.server.state import Server
 
 
 def anthropic_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"], responses=error_docs("anthropic"))
+    router = api_router(server, "Anthropic", "anthropic")
 
     @router.post("/v1/messages", response_model=None)
     async def messages(request: Request, body: MessagesBody) -> Response:
@@ -27,7 +27,7 @@ def anthropic_router(server: Server) -> APIRouter:
         prompt = await server.chat.make(conversation_of(body))
         job: Job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
-        run = server.generation.open(job)
+        run = await server.generation.open(job)
         if body.stream:
             stream = MessageStream(run, model)
             return await stream_reply(request, run, stream, server)
@@ -37,7 +37,7 @@ def anthropic_router(server: Server) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody) -> dict[str, Any]:
         server.check_model(body.model)
-        prompt = await server.chat.make(conversation_of(body))
+        prompt = await server.chat.make(conversation_of(body), shown=True)
         return {"input_tokens": len(prompt.tokens)}
 
     return router

@@ -23,7 +23,7 @@ from quire.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.chat import Conversation
+from quire.server.conversation import Conversation
 from quire.server.errors import ApiError, bad_request
 from quire.server.schemas import sampling_params, schema_text
 from quire.types import GrammarSpec, SamplingParams

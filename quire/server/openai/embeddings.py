@@ -16,7 +16,7 @@ from quire.server.gather import Gather
 from quire.server.generation import Run
 from quire.server.openai.schemas import TokenPrompt
 from quire.server.replies import whole_reply
-from quire.server.route_parts import error_docs, job_of
+from quire.server.route_parts import api_router, job_of
 from quire.server.schemas import Name, Service
 from quire.server.state import Server
 from quire.types import SamplingParams
@@ -35,7 +35,7 @@ class EmbeddingsBody(Service):
 
 
 def embeddings_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=error_docs("openai"))
+    router = api_router(server, "OpenAI", "openai")
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
@@ -46,7 +46,7 @@ def embeddings_router(server: Server) -> APIRouter:
         prompts = [await server.chat.encode(text) for text in texts]
         # The one token that ends the prompt's last step is sampled all the same, and shown to nobody.
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=body.pooling)
-        run = server.generation.open(job_of(request, body, prompts, params))
+        run = await server.generation.open(job_of(request, body, prompts, params))
         whole = EmbeddingsWhole(run, model, body)
         return await whole_reply(request, run, whole.take, whole.body, server)
 

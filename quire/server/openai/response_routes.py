@@ -14,13 +14,13 @@ from quire.server.openai.response_schemas import ResponsesBody
 from quire.server.openai.response_translate import conversation_of, items_of, messages_of, params_of, stored_items
 from quire.server.openai.responses import ResponseState, ResponseStream, ResponseWhole
 from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import error_docs, job_of
+from quire.server.route_parts import api_router, job_of
 from quire.server.state import Server
 from quire.server.store import StoredResponse
 
 
 def responses_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=error_docs("openai"))
+    router = api_router(server, "OpenAI", "openai")
 
     async def find(request: Request, response_id: str, param: str) -> StoredResponse:
         found = await server.store.get(response_id, owner_of(request))
@@ -39,7 +39,7 @@ def responses_router(server: Server) -> APIRouter:
         prompt = await server.chat.make(conversation_of(body, messages))
         job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
-        run = server.generation.open(job)
+        run = await server.generation.open(job)
         state = ResponseState(run, model, body, server.generation.tokenizer)
 
         async def store(state: ResponseState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.chat import Conversation
+from quire.server.conversation import Conversation
 from quire.server.errors import ApiError, bad_request
 from quire.server.gather import new_id
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool

@@ -16,12 +16,12 @@ from quire.server.openai.completions import CompletionStream, CompletionWhole
 from quire.server.openai.schemas import ChatBody, CompletionBody, OpenAISampling
 from quire.server.openai.translate import chat_params, conversation_of, output_grammar, output_param, params_of
 from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import error_docs, job_of
+from quire.server.route_parts import api_router, job_of
 from quire.server.state import Server
 
 
 def openai_router(server: Server) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=error_docs("openai"))
+    router = api_router(server, "OpenAI", "openai")
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def openai_router(server: Server) -> APIRouter:
         prompt = await server.chat.make(conversation_of(body))
         job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
-        run = server.generation.open(job)
+        run = await server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
             whole = ChatWhole(run, model, tokenizer, bool(body.logprobs), body.prompt_logprobs is not None)
@@ -62,7 +62,7 @@ def openai_router(server: Server) -> APIRouter:
         grammar = server.chat.check_output(output_grammar(body.response_format, body.structured_outputs))
         job = job_of(request, body, prompts, replace(params, grammar=grammar))
         job.grammar_param = output_param(body.structured_outputs)
-        run: Run = server.generation.open(job)
+        run: Run = await server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
             whole = CompletionWhole(run, model, tokenizer, body)

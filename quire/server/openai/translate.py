@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.server.chat import Conversation
+from quire.server.conversation import Conversation
 from quire.server.errors import bad_request, in_client_words
 from quire.server.openai.schemas import (
     ChatBody,

@@ -1,0 +1,133 @@
+"""Request bodies on their way in: read within bounds, decoded strictly, large ones checked by a worker process first.
+
+`body_route` makes the route class of every router that takes a body. A body beyond `INLINE_BODY` bytes is decoded and
+validated in a text worker before this process decodes it, so that no body costs this process more than a small
+multiple of its size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import ApiError, from_validation
+
+INLINE_BODY = 64 << 10
+MAX_HELD = 256 << 20  # bytes of all bodies held at a time
+
+_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+CheckLarge = Callable[[str, bytes], Awaitable[None]]
+
+
+class HeldBodies:
+    """Bytes of the bodies that this process holds, over all connections."""
+
+    def __init__(self, limit: int = MAX_HELD):
+        self._limit = limit
+        self.num_bytes = 0
+
+    def take(self, count: int) -> None:
+        if self.num_bytes + count > self._limit:
+            message = f"The server holds {self.num_bytes} bytes of requests. Try again a little later."
+            raise ApiError(503, "overloaded", message, headers={"retry-after": "1", "connection": "close"})
+        self.num_bytes += count
+
+    def give_back(self, count: int) -> None:
+        self.num_bytes -= count
+
+
+def decode_json(body: bytes) -> Any:
+    """Strict JSON: no NaN or infinities, no half surrogate pairs, no numbers beyond a float."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if _SURROGATE.search(_PAIR.sub(b"", body)):
+            message = "The body holds half a surrogate pair, which is no text. Send valid Unicode."
+            raise ApiError(400, "invalid_text", message) from None
+        raise json.JSONDecodeError(str(error).removeprefix("JSON is malformed: "), "", 0) from None
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+
+
+def validate_body(path: str, value: Any) -> None:
+    """Raise the error of a decoded body that does not fit its route's model; other paths take none."""
+    model = body_models().get(path)
+    if model is None:
+        return
+    try:
+        model.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise from_validation([{**one, "loc": ("body", *one["loc"])} for one in found]) from None
+
+
+def body_models() -> dict[str, type[BaseModel]]:
+    """The model of the body of every route that takes one."""
+    from quire.server.anthropic.schemas import CountBody, MessagesBody
+    from quire.server.openai.embeddings import EmbeddingsBody
+    from quire.server.openai.response_schemas import ResponsesBody
+    from quire.server.openai.schemas import ChatBody, CompletionBody
+    from quire.server.text_routes import DetokenizeBody, TokenizeBody
+
+    return {
+        "/v1/chat/completions": ChatBody,
+        "/v1/completions": CompletionBody,
+        "/v1/responses": ResponsesBody,
+        "/v1/embeddings": EmbeddingsBody,
+        "/v1/messages": MessagesBody,
+        "/v1/messages/count_tokens": CountBody,
+        "/tokenize": TokenizeBody,
+        "/detokenize": DetokenizeBody,
+        "/render": ChatBody,
+    }
+
+
+def body_route(held: HeldBodies, check_large: CheckLarge) -> type[APIRoute]:
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+
+            async def handle_bounded(request: Request) -> Response:
+                return await handle(_BoundedRequest(request, held, check_large))
+
+            return handle_bounded
+
+        async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await super().handle(scope, receive, send)
+            finally:  # the reply has been sent, to its last event
+                held.give_back(scope.get("state", {}).pop("held_bytes", 0))
+
+    return BodyRoute
+
+
+class _BoundedRequest(Request):
+    def __init__(self, request: Request, held: HeldBodies, check_large: CheckLarge):
+        super().__init__(request.scope, request.receive)
+        self._held, self._check_large = held, check_large
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            chunks: list[bytes] = []
+            async for chunk in self.stream():
+                self._held.take(len(chunk))
+                self.state.held_bytes = getattr(self.state, "held_bytes", 0) + len(chunk)
+                chunks.append(chunk)
+            body = b"".join(chunks)
+            if len(body) > INLINE_BODY:
+                await self._check_large(self.url.path, body)
+            self._body = body
+        return self._body
+
+    async def json(self) -> Any:
+        return decode_json(await self.body())

@@ -1,0 +1,104 @@
+"""A text worker process: `python -m quire.server.textwork.process FD` serves tasks that arrive on that socket.
+
+Frames are four bytes of length and a msgpack message. The first one is the `Setup`; each one after it is a task, and
+is answered by one result. The kernel ends the process when a task takes too much processor time, whatever the code is
+doing then, and refuses it memory beyond its limit. The process leaves when its socket closes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+import msgspec
+
+from quire.server.textwork.tasks import Refused, Result, Setup, Task, TextTasks
+
+MAX_FRAME = 1 << 30
+MEMORY = 1 << 30  # bytes beyond what the process has once it is set up
+KEPT_MEMORY = 256 << 20  # a process that keeps more than this after a task is replaced
+FIXED_SECONDS, BYTES_PER_SECOND = 5.0, 400_000  # processor time for a task of so many bytes
+TOO_MUCH_MEMORY = "text_too_large"
+
+
+def processor_seconds(num_bytes: int) -> float:
+    """What one task may take. Tokenizers read some megabytes a second; a template has 3 s of its own."""
+    return FIXED_SECONDS + num_bytes / BYTES_PER_SECOND
+
+
+def main(descriptor: int) -> int:
+    link = socket.socket(fileno=descriptor)
+    setup = read_frame(link)
+    if setup is None:
+        return 0
+    tasks = TextTasks.load(msgspec.msgpack.decode(setup, type=Setup))
+    memory = _memory_bytes()[0] + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Task)
+    write_frame(link, b"")  # ready
+    resident = _memory_bytes()[1]
+    while (payload := read_frame(link)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds(len(payload)))
+        result = _run(tasks, decoder, payload)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_frame(link, msgspec.msgpack.encode(result))
+        del payload, result
+        if _memory_bytes()[1] > resident + KEPT_MEMORY:
+            return 0
+    return 0
+
+
+def _run(tasks: TextTasks, decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Result:
+    try:
+        return tasks.run(decoder.decode(payload))
+    except MemoryError:
+        what = f"Reading the request took more than {MEMORY >> 20} MiB of memory."
+        return Refused(TOO_MUCH_MEMORY, what, "Send less.")
+    except RecursionError:
+        return Refused("invalid_value", "The request is nested too deeply.", "Send a flatter one.", status=400)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Address space and resident memory of this process."""
+    with open("/proc/self/statm") as file:
+        pages = file.read().split()
+    size = os.sysconf("SC_PAGE_SIZE")
+    return int(pages[0]) * size, int(pages[1]) * size
+
+
+def read_frame(link: socket.socket) -> bytes | None:
+    head = _read(link, 4)
+    if head is None:
+        return None
+    (length,) = struct.unpack("<I", head)
+    return _read(link, length) if length <= MAX_FRAME else None
+
+
+def _read(link: socket.socket, length: int) -> bytes | None:
+    buffer = bytearray(length)
+    view = memoryview(buffer)
+    while view:
+        count = link.recv_into(view)
+        if not count:
+            return None
+        view = view[count:]
+    return bytes(buffer)
+
+
+def write_frame(link: socket.socket, payload: bytes) -> None:
+    link.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(int(sys.argv[1]))
+    except (KeyboardInterrupt, ConnectionError):
+        code = 0
+    sys.exit(code)

@@ -1,0 +1,239 @@
+"""What a text worker does: the tasks, their results, and `TextTasks`, which does them.
+
+Tasks and results are typed and cross a process boundary as msgpack. A task that is refused for a reason the client can
+mend gives `Refused`, which `raise_refusal` turns into the error again on the other side.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+from operator import countOf
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from quire.config import Config
+from quire.files.source import ModelFiles
+from quire.server.conversation import Conversation, ConversationLimits
+from quire.server.errors import ApiError
+from quire.server.textwork.prompt_maker import PromptMaker
+from quire.text.channels import choose_format, choose_reasoning
+from quire.text.loading import load_tokenizer
+from quire.text.prompts import encode_within
+from quire.text.resolve import bad_word_ids
+from quire.text.template import template_for, template_source
+from quire.text.tokenizer import Tokenizer
+from quire.types import GrammarSpec, QuireError
+
+MAX_NODES = 250_000  # JSON values in one body, token ids aside
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a worker has to know of the model and of the server's settings."""
+
+    kind: str
+    path: str
+    chat_template: str | None
+    tool_format: str | None  # None: read off the template
+    max_messages: int
+    max_tools: int
+    max_schema: int
+    special_in_content: bool
+
+    @classmethod
+    def of(cls, config: Config, files: ModelFiles) -> Setup:
+        server, model = config.server, config.model
+        return cls(
+            files.kind,
+            str(files.path),
+            model.chat_template,
+            server.tool_format,
+            server.max_messages,
+            server.max_tools,
+            server.max_schema,
+            model.special_in_content,
+        )
+
+    @property
+    def files(self) -> ModelFiles:
+        return ModelFiles("gguf" if self.kind == "gguf" else "folder", Path(self.path), "", None)
+
+    @property
+    def limits(self) -> ConversationLimits:
+        return ConversationLimits(self.max_messages, self.max_tools, self.max_schema)
+
+
+class RenderChat(msgspec.Struct, tag=True, frozen=True):
+    conversation: Conversation
+    max_tokens: int
+    with_text: bool = False
+
+
+class EncodeText(msgspec.Struct, tag=True, frozen=True):
+    text: str
+    max_tokens: int
+    add_special: bool = True
+
+
+class DecodeTokens(msgspec.Struct, tag=True, frozen=True):
+    ids: bytes  # int32 each
+    skip_special: bool
+
+
+class FindWords(msgspec.Struct, tag=True, frozen=True):
+    bad_words: tuple[str, ...]
+    dry_breakers: tuple[str, ...]
+
+
+class CheckBody(msgspec.Struct, tag=True, frozen=True):
+    path: str
+    body: bytes
+
+
+class Rendered(msgspec.Struct, tag=True, frozen=True):
+    text: str
+    ids: bytes
+    grammar: GrammarSpec | None
+    grammar_param: str
+    reasoning_open: bool
+    show_special: bool
+
+
+class Encoded(msgspec.Struct, tag=True, frozen=True):
+    ids: bytes
+
+
+class Decoded(msgspec.Struct, tag=True, frozen=True):
+    text: str
+
+
+class FoundWords(msgspec.Struct, tag=True, frozen=True):
+    bad_token_ids: tuple[tuple[int, ...], ...]
+    dry_breaker_ids: tuple[int, ...]
+
+
+class BodyFits(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    code: str
+    what: str
+    hint: str | None = None
+    param: str | None = None
+    status: int = 0  # of an API error; 0 for an error of the engine's kind
+
+
+Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody
+Result = Rendered | Encoded | Decoded | FoundWords | BodyFits | Refused
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()
+
+
+def raise_refusal(refused: Refused) -> NoReturn:
+    if refused.status:
+        raise ApiError(refused.status, refused.code, refused.what, refused.param)
+    raise QuireError(refused.code, refused.what, refused.hint or "", refused.param)
+
+
+@dataclass
+class TextTasks:
+    """Does tasks, one at a time, in the process it lives in."""
+
+    setup: Setup
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, setup: Setup) -> TextTasks:
+        tokenizer = load_tokenizer(setup.files)
+        if tokenizer is None:
+            raise QuireError("no_tokenizer", "This model has no tokenizer.")
+        return cls(setup, tokenizer)
+
+    def run(self, task: Task) -> Result:
+        try:
+            return self._run(task)
+        except ApiError as error:
+            return Refused(error.code, error.message, None, error.param, error.status)
+        except QuireError as error:
+            return Refused(error.code, error.what, error.hint, error.param)
+
+    def _run(self, task: Task) -> Result:
+        match task:
+            case RenderChat(conversation, max_tokens, with_text):
+                made = self.prompts.make(conversation, max_tokens)
+                return Rendered(
+                    made.text if with_text else "",
+                    pack_ids(made.tokens),
+                    made.grammar,
+                    made.grammar_param,
+                    made.reasoning_open,
+                    made.show_special,
+                )
+            case EncodeText(text, max_tokens, add_special):
+                return Encoded(pack_ids(encode_within(self.tokenizer, text, max_tokens, add_special=add_special)))
+            case DecodeTokens(ids, skip_special):
+                return Decoded(self.tokenizer.decode(unpack_ids(ids), skip_special=skip_special))
+            case FindWords(bad_words, dry_breakers):
+                bad = dict.fromkeys(ids for word in bad_words for ids in bad_word_ids(word, self.tokenizer))
+                breakers = {i for text in dry_breakers for i in self.tokenizer.ids_containing(text)}
+                return FoundWords(tuple(bad), tuple(sorted(breakers)))
+            case CheckBody(path, body):
+                check_body(path, body)
+                return BodyFits()
+
+    @cached_property
+    def prompts(self) -> PromptMaker:
+        setup = self.setup
+        source = template_source(self.tokenizer, setup.chat_template)
+        return PromptMaker(
+            self.tokenizer,
+            template_for(self.tokenizer, setup.chat_template),
+            tool_format_for(source, setup.tool_format),
+            choose_reasoning(source),
+            setup.limits,
+            setup.special_in_content,
+        )
+
+
+def tool_format_for(source: str, configured: str | None) -> str:
+    return configured or choose_format(source) or "json"
+
+
+def check_body(path: str, body: bytes) -> None:
+    """Raise the error the HTTP process would answer with. Decoding here first keeps a body that grows in memory, or
+    that fails after long work, out of that process."""
+    from quire.server.bodies import decode_json, validate_body
+
+    try:
+        value = decode_json(body)
+    except json.JSONDecodeError as error:
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error.msg}.") from None
+    if _num_nodes(value, MAX_NODES) > MAX_NODES:
+        raise ApiError(400, "body_too_complex", f"The body holds more than {MAX_NODES} JSON values.")
+    validate_body(path, value)
+
+
+def _num_nodes(value: Any, limit: int) -> int:
+    """How many values a decoded body holds, up to `limit`. Lists of token ids count as one value each."""
+    count, stack = 0, [value]
+    while stack and count <= limit:
+        value = stack.pop()
+        count += 1
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list) and countOf(map(type, value), int) != len(value):
+            stack.extend(value)
+    return count

@@ -1,0 +1,136 @@
+"""Prompts within bounds: text that can't fit is refused early, and message content never becomes control tokens.
+
+`encode_within` stops encoding a text once it can't fit the context. `render_chat` renders a conversation so that the
+spelling of a control token inside a message stays text; `encode_chat` encodes the result. The edge and the text worker
+of the server call these.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError
+
+CHARS_PER_TOKEN = 8  # a first look reads this many characters for each token that fits
+CUT_TOKENS = 64  # a text cut in the middle of a word may have this many tokens more than its part of the whole
+_ANCHOR = "\n"  # no vocabulary merges a line break with the text after it
+
+Message = dict[str, Any]
+
+
+def encode_within(tokenizer: Tokenizer, text: str, limit: int, *, add_special: bool = True) -> list[int]:
+    """The token ids of `text`. Raises `prompt_too_long` if a beginning of it already has more than `limit` tokens, so
+    that the cost of a text that can't fit follows from the limit and not from the text."""
+    size = max(limit * CHARS_PER_TOKEN, 4096)
+    while size < len(text):
+        count = len(tokenizer.encode(text[:size], add_special=False))
+        if count > limit + CUT_TOKENS:
+            raise too_long(count - CUT_TOKENS, limit, at_least=True)
+        size *= 2
+    ids = tokenizer.encode(text, add_special=add_special)
+    if len(ids) > limit:
+        raise too_long(len(ids), limit)
+    return ids
+
+
+def too_long(count: int, limit: int, *, at_least: bool = False) -> QuireError:
+    """`limit` is the most tokens a prompt may have: one less than the context, which also holds the output."""
+    shown = f"at least {count}" if at_least else f"{count}"
+    what = f"The prompt has {shown} tokens, the model's limit is {limit + 1} for prompt and output."
+    return QuireError(
+        "prompt_too_long", what, "Shorten the prompt, or raise max_model_len if the model allows it.", "prompt"
+    )
+
+
+def render_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    *,
+    special_in_content: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    **variables: Any,
+) -> list[str]:
+    """The prompt's text in segments. No special token may reach across two segments; joined they are the whole text.
+
+    A message that spells a control token is cut inside the spelling, which is then encoded as text. Such cuts are the
+    only ones, so other conversations are one segment. `special_in_content` leaves the spelling as it is."""
+    if special_in_content:
+        return [template.render(messages, tools=tools, **variables)]
+    cutter = _Cutter(tokenizer)
+    cut_messages = [cutter.cut_message(message) if isinstance(message, dict) else message for message in messages]
+    cut_tools = cutter.cut(tools)
+    text = template.render(cut_messages, tools=cut_tools, **variables)
+    return text.split(cutter.mark) if cutter.has_cut else [text]
+
+
+def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[int]:
+    """The token ids of a rendered conversation, at most `limit` of them. Templates write BOS themselves."""
+    ids = encode_within(tokenizer, segments[0], limit, add_special=False)
+    for segment in segments[1:]:
+        ids = ids + _encode_inside(tokenizer, segment, limit)
+        if len(ids) > limit:
+            raise too_long(len(ids), limit, at_least=True)
+    return ids
+
+
+def _encode_inside(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
+    """The ids of text that follows other text: a space that the tokenizer puts before a text is left out."""
+    before = tokenizer.encode(_ANCHOR, add_special=False)
+    ids = encode_within(tokenizer, _ANCHOR + text, limit + len(before), add_special=False)
+    if ids[: len(before)] == before:
+        return ids[len(before) :]
+    return encode_within(tokenizer, text, limit, add_special=False)
+
+
+class _Cutter:
+    """Puts a mark inside every spelling of a control token. The mark is made of random digits, which no message can
+    foresee and which templates, JSON and upper case leave alone."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.mark = f"{secrets.randbits(128):039d}"
+        self.has_cut = False
+        self._special = tokenizer.special_spellings
+        self._ends = tuple(text for text in tokenizer.turn_spellings if text in self._special)
+
+    def cut_message(self, message: Message) -> Message:
+        """An assistant's message is what the model wrote: its markers of tool calls and reasoning keep their meaning,
+        but nothing in it ends the turn."""
+        spellings = self._ends if message.get("role") == "assistant" else self._special
+        return {name: value if name == "role" else self.cut(value, spellings) for name, value in message.items()}
+
+    def cut(self, value: Any, spellings: tuple[str, ...] | None = None) -> Any:
+        spellings = self._special if spellings is None else spellings
+        if isinstance(value, str):
+            return self._cut_text(value, spellings)
+        if isinstance(value, Mapping):
+            return {name: self.cut(inner, spellings) for name, inner in value.items()}
+        if isinstance(value, list):
+            return self._cut_parts([self.cut(inner, spellings) for inner in value], spellings)
+        return value
+
+    def _cut_text(self, text: str, spellings: tuple[str, ...]) -> str:
+        for spelling in spellings:
+            if spelling in text:
+                self.has_cut = True
+                text = text.replace(spelling, spelling[0] + self.mark + spelling[1:])
+        return text
+
+    def _cut_parts(self, parts: list[Any], spellings: tuple[str, ...]) -> list[Any]:
+        """Templates may join text parts without anything between them: two halves must not make a control token."""
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        joined = "".join(texts)
+        if len(texts) < 2 or not any(spelling in joined for spelling in spellings):
+            return parts
+        self.has_cut = True
+        first = True
+        cut: list[Any] = []
+        for part in parts:
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part, first = (part if first else {**part, "text": self.mark + part["text"]}), False
+            cut.append(part)
+        return cut

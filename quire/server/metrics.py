@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+LOOP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class Metrics:
@@ -49,6 +50,15 @@ class Metrics:
         self._prompt = Counter("quire_prompt_tokens", "Prompt tokens", route, **registry)
         self._cached = Counter("quire_cached_tokens", "Prompt tokens that came from the cache", route, **registry)
         self._output = Counter("quire_output_tokens", "Tokens generated", route, **registry)
+        self._loop_delay = Histogram(
+            "quire_http_loop_delay_seconds", "How late the event loop ran a timer", buckets=LOOP_SECONDS, **registry
+        )
+        self._loop_computing = Histogram(
+            "quire_http_loop_computing_seconds",
+            "Of each such delay, processor time of this process",
+            buckets=LOOP_SECONDS,
+            **registry,
+        )
 
     def watch(self, supervisor: Supervisor) -> None:
         self.registry.register(_EngineCollector(supervisor))
@@ -78,6 +88,10 @@ class Metrics:
 
     def first_token(self, route: str, seconds: float) -> None:
         self._first_token.labels(route).observe(seconds)
+
+    def loop_delayed(self, delay: float, computing: float) -> None:
+        self._loop_delay.observe(delay)
+        self._loop_computing.observe(computing)
 
     def sample_ended(self, route: str, usage: Usage, timing: Timing, per_token: float | None, total: float) -> None:
         self._prompt.labels(route).inc(usage.prompt_tokens)

@@ -31,6 +31,7 @@ from quire.server.connection import Connection
 from quire.server.generation import Generation
 from quire.server.keys import KeyRing, RateLimits
 from quire.server.logs import LibraryLines, Log
+from quire.server.loop_delay import LoopDelay
 from quire.server.metrics import Metrics
 from quire.server.state import Server
 from quire.server.store import ResponseStore
@@ -159,7 +160,10 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     host, port = listener.getsockname()[:2]
     if http.started:
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    delay = LoopDelay(loop, server.metrics.loop_delayed)
+    delay.start()
     await serving
+    delay.stop()
     await server.store.close()
     return 0
 

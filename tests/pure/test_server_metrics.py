@@ -38,6 +38,7 @@ def make_text() -> str:
     metrics.failed("/r", "code")
     metrics.disconnected("/r")
     metrics.first_token("/r", 0.1)
+    metrics.loop_delayed(0.2, 0.01)
     metrics.sample_ended("/r", Usage(7, 5, 3), Timing(0.01, 0.1, 0.2), 0.05, 0.2)
     return metrics.render().decode()
 
@@ -65,6 +66,12 @@ def test_tokens_are_counted_by_route() -> None:
     text = make_text()
     for line in ("quire_prompt_tokens_total", "quire_cached_tokens_total", "quire_output_tokens_total"):
         assert f'{line}{{route="/r"}}' in text
+
+
+def test_loop_delay_is_counted_by_the_clock_and_by_the_processor() -> None:
+    text = make_text()
+    assert 'quire_http_loop_delay_seconds_bucket{le="0.15"} 0.0' in text
+    assert 'quire_http_loop_computing_seconds_bucket{le="0.01"} 1.0' in text
 
 
 def test_the_dashboard_asks_only_for_what_there_is() -> None:

@@ -240,7 +240,9 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
         ids = range(min(tokenizer.vocab_size, vocab_size))  # some tokenizers know more tokens than their model
         tokens = [tokenizer.token_bytes(i) for i in ids]
         special = [i for i in ids if tokenizer.is_special(i)]
-        return GrammarCompiler(tokens, eos_ids, special_ids=special, vocab_size=vocab_size)
+        return GrammarCompiler(
+            tokens, eos_ids, special_ids=special, vocab_size=vocab_size, encode=tokenizer.encode_inside
+        )
 
     return GrammarDesk(make_compiler)
 

@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from quire.engine.grammar_source import MAX_CHARS, check_size, explain, library_grammar
+from quire.engine.grammar_tokens import Encode
 from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
 from quire.types import GrammarSpec, Plan, QuireError, Request
@@ -138,10 +139,11 @@ class GrammarCompiler:
     """Specs to grammars, within limits: size, time, how many wait, how many are kept. Any thread may call it."""
 
     def __init__(self, tokenizer_bytes: Sequence[bytes], eos_ids: Sequence[int], *, special_ids: Sequence[int] = (),
-                 vocab_size: int | None = None, max_chars: int = MAX_CHARS, num_threads: int = 2,
-                 max_cached: int = MAX_CACHED, max_pending: int = MAX_PENDING):  # fmt: skip
-        """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more."""
-        self._vocabulary = Vocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size)
+                 vocab_size: int | None = None, encode: Encode | None = None, max_chars: int = MAX_CHARS,
+                 num_threads: int = 2, max_cached: int = MAX_CACHED, max_pending: int = MAX_PENDING):  # fmt: skip
+        """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more; `encode`: the
+        model's own tokens of a text inside another, for text that is forced."""
+        self._vocabulary = Vocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size, encode)
         self._max_chars = max_chars
         self._max_cached = max_cached
         self._max_pending = max_pending

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from quire.engine.grammar_tokens import CanonicalTokens, Encode
 from quire.types import QuireError
 
 
@@ -13,12 +14,13 @@ class Vocabulary:
     """Shared by all grammars of a model. The library's part is built on first use, by one thread."""
 
     def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (),
-                 vocab_size: int | None = None):  # fmt: skip
+                 vocab_size: int | None = None, encode: Encode | None = None):  # fmt: skip
         size = max(len(tokens), vocab_size or 0)
         if not eos_ids:
             raise QuireError("no_end_token", "The model has no end-of-sequence token.", "Grammars need one.")
         self._tokens = [*tokens, *[b""] * (size - len(tokens))]
         self._special_ids = frozenset(special_ids)
+        self._encode = encode
         self._lock = threading.Lock()
         self._library: Any = None
         self.eos_ids = frozenset(eos_ids)
@@ -37,33 +39,35 @@ class Vocabulary:
     def library(self) -> Any:
         with self._lock:
             if self._library is None:
-                self._library = library_tokenizer(self._tokens, self._eos_order, self._special_ids)
+                self._library = library_tokenizer(self._tokens, self._eos_order, self._special_ids, self._encode)
             return self._library
 
 
 class _Wrapped:
-    """The attributes the library reads off a tokenizer. It asks to tokenize only for tokens it would force ahead, which
-    we never let it do, and when it is built; one token a byte is an answer it accepts."""
+    """The attributes the library reads off a tokenizer. It calls it for the tokens of text that is forced."""
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int]):
+    def __init__(
+        self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int], encode: Encode | None
+    ):
         self.tokens = list(tokens)
         self.eos_token_id = eos_ids[0]
         self.bos_token_id = None
         self.special_token_ids = sorted(special_ids)
-        self._one_byte = {token: index for index, token in reversed(list(enumerate(tokens))) if len(token) == 1}
+        self._write = CanonicalTokens(tokens, frozenset([*special_ids, *eos_ids]), encode)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        raw = text.encode() if isinstance(text, str) else text
-        return [self._one_byte[piece] for byte in raw if (piece := bytes([byte])) in self._one_byte]
+        return self._write(text)
 
 
-def library_tokenizer(tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = ()) -> Any:
-    """`tokens`: the bytes of each id, one entry for each of the model's logits; ids without text are empty."""
+def library_tokenizer(tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (),
+                      encode: Encode | None = None) -> Any:  # fmt: skip
+    """`tokens`: the bytes of each id, one entry for each of the model's logits; ids without text are empty. `encode`:
+    see `CanonicalTokens`."""
     from llguidance import LLTokenizer
 
-    return LLTokenizer(_Wrapped(tokens, eos_ids, special_ids), eos_token=list(eos_ids))  # type: ignore[arg-type]
+    return LLTokenizer(_Wrapped(tokens, eos_ids, special_ids, encode), eos_token=list(eos_ids))  # type: ignore[arg-type]
 
 
 def _mask(ids: Collection[int], num_bytes: int) -> bytes:

@@ -12,8 +12,6 @@ from typing import Any
 from quire.text.tokenizer import Tokenizer
 from quire.types import SamplingParams
 
-_ANCHOR = "\n"  # no vocabulary merges a line break with the word after it
-
 
 def resolve_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """Fill `bad_token_ids` from `bad_words` and, if DRY is on, `dry_breaker_ids` from `dry_breakers`."""
@@ -33,14 +31,5 @@ def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     Only the tokenizer's own way of writing it is found; a model that spells the word in odd pieces gets around it.
     """
     bare = word.lstrip(" ") or word
-    ways = (_ids_within_text(bare, tokenizer), _ids_within_text(" " + bare, tokenizer))
+    ways = (tuple(tokenizer.encode_inside(bare)), tuple(tokenizer.encode_inside(" " + bare)))
     return [ids for ids in dict.fromkeys(ways) if ids]
-
-
-def _ids_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of this text in the middle of another, so that a prefix space the tokenizer adds is not part of it."""
-    before = tokenizer.encode(_ANCHOR, add_special=False)
-    ids = tokenizer.encode(_ANCHOR + text, add_special=False)
-    if ids[: len(before)] == before:
-        return tuple(ids[len(before) :])
-    return tuple(tokenizer.encode(text, add_special=False))

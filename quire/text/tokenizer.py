@@ -20,6 +20,7 @@ from quire.types import QuireError
 
 MAX_SEARCHES_KEPT = 256
 MAX_WORDS_KEPT = 2048  # of which the backend remembers the tokens; its own 10,000 are megabytes that fill for hours
+_ANCHOR = "\n"  # no vocabulary merges a line break with the word after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,15 @@ class Tokenizer:
         if add_special:
             return [*self._vocabulary.prefix_ids, *ids, *self._vocabulary.suffix_ids]
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of a text in the middle of another: a space that the tokenizer puts before a text is left out."""
+        alone = self.encode(text, add_special=False)
+        if b"".join(map(self.token_bytes, alone)) == text.encode():
+            return alone
+        before = self.encode(_ANCHOR, add_special=False)
+        ids = self.encode(_ANCHOR + text, add_special=False)
+        return ids[len(before) :] if ids[: len(before)] == before else alone
 
     # -- ids to text
 

@@ -162,7 +162,13 @@ def test_the_real_model_under_a_few_hundred_schemas() -> None:
     tokenizer = Tokenizer.from_gguf(open_gguf(path).metadata)
     tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
-    compiler = GrammarCompiler(tokens, tokenizer.eos_ids, special_ids=special, vocab_size=loaded.model.vocab_size)
+    compiler = GrammarCompiler(
+        tokens,
+        tokenizer.eos_ids,
+        special_ids=special,
+        vocab_size=loaded.model.vocab_size,
+        encode=tokenizer.encode_inside,
+    )
     engine = make_engine(loaded.model, max_len=1024, max_rows=32, max_batch_tokens=512, page_tokens=16, num_pages=2000)
     schemas = make_schemas(200, seed=11)
     requests = []

@@ -22,7 +22,9 @@ VOCAB = len(TOKENS) + 37  # a padded output layer
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(TOKENS, (EOS, END), special_ids=(EOS, END, SPECIAL), vocab_size=VOCAB)
+    made = GrammarCompiler(
+        TOKENS, (EOS, END), special_ids=(EOS, END, SPECIAL), vocab_size=VOCAB, encode=lambda text: list(text.encode())
+    )
     yield made
     made.close()
 

@@ -148,6 +148,7 @@ def _place(error: Mapping[str, Any]) -> str | None:
     place, parts = "", list(error["loc"][1:])
     unknown = str(parts.pop())[:200] if parts and error["type"] == "extra_forbidden" else None
     for part in parts:
+        part = part if isinstance(part, int) else str(part)[:200]  # a key of the client's may be of any length
         if isinstance(part, int):
             place += f"[{part}]"
         elif part.isidentifier() and part not in _TYPE_NAMES and not part[0].isupper():

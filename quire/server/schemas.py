@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from quire.server.errors import bad_request
-from quire.types import MAX_STOPS, SamplingParams
+from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, SamplingParams
+
+MAX_ITEMS = 1 << 20  # of any list in a body that has no closer bound
+MAX_PROMPT_TOKENS = 1 << 24  # of one prompt given as token ids
 
 
 class Body(BaseModel):
-    """Unknown fields are errors, and a number in quotes is not a number."""
+    """Unknown fields are errors, and a number in quotes is not a number.
+
+    A body costs no more than a small multiple of its size, right or wrong: lists are `Items`, whose validation ends at
+    the first wrong item, and of the unknown fields of an object one is reported."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, value: Any) -> Any:
+        fields = cls.model_fields
+        if not isinstance(value, dict) or len(value) <= len(fields):
+            return value
+        known = {field.alias or name for name, field in fields.items()}
+        first = next(name for name in value if name not in known)
+        return {name: inner for name, inner in value.items() if name in known or name == first}
 
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Name = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+TokenPrompt = Annotated[TokenList, Field(min_length=1)]
+Stop = str | Annotated[Items[str], Field(max_length=MAX_STOPS)]
+
+
+def _keep_one_wrong_bias(value: Any) -> Any:
+    """Validation of an object reports every wrong value; one is enough."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASED:
+        raise ValueError(f"it has {len(value)} entries, the limit is {MAX_BIASED}")
+    wrong = next((token for token, bias in value.items() if type(bias) not in (int, float)), None)
+    return value if wrong is None else {wrong: value[wrong]}
+
+
+LogitBias = Annotated[dict[str, float], BeforeValidator(_keep_one_wrong_bias)]
 
 
 class Service(Body):
@@ -44,7 +77,7 @@ class Sampling(Service):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -54,9 +87,9 @@ class Sampling(Service):
     dry_base: float | None = None
     dry_allowed_len: int | None = None
     dry_range: int | None = None
-    dry_breakers: Annotated[list[str], Field(max_length=64)] | None = None
-    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    dry_breakers: Annotated[Items[str], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    stop_token_ids: Annotated[Items[Token], Field(max_length=MAX_STOPS)] | None = None
     include_stop: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import Field
 
 from quire.server.errors import bad_request
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.translate import conversation_of
 from quire.server.route_parts import api_router
-from quire.server.schemas import Body, Name, Token
+from quire.server.schemas import Body, Name, TokenList
 from quire.server.state import Server
 
 
@@ -24,7 +23,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: Name | None = None
-    tokens: Annotated[list[Token], Field(max_length=1 << 22)]
+    tokens: TokenList
     skip_special_tokens: bool = False
 
 

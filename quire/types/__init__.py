@@ -5,7 +5,7 @@ numbers, strings, tuples and lists. The scheduler fills these in, the runtime re
 """
 
 from quire.types.errors import QuireError
-from quire.types.params import MAX_STOPS, GrammarSpec, SamplingParams
+from quire.types.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, GrammarSpec, SamplingParams
 from quire.types.plans import (
     CacheSpec,
     Copy,
@@ -20,6 +20,8 @@ from quire.types.plans import (
 from quire.types.requests import Delta, FinishReason, Request, Status, Timing, Usage
 
 __all__ = [
+    "MAX_BAD_WORDS",
+    "MAX_BIASED",
     "MAX_STOPS",
     "CacheSpec",
     "Copy",

@@ -39,6 +39,9 @@ FUZZED = f"{PURE}fuzz.py::test_random_input_is_taken_or_refused"
 FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed"
 ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
 CONNECTION = f"{PURE}server_connection.py::test_a_head"
+BODIES = f"{PURE}server_bodies.py::test"
+SCHEMAS = "quire/server/schemas.py"
+ENDS_EARLY = f"{BODIES}_validation_ends_at_the_first_errors"
 ROUTES = f"{E2E}security.py::test_every_route_but_the_probes_and_the_page_wants_a_key"
 
 REMOVALS: tuple[Removal, ...] = (
@@ -117,8 +120,9 @@ REMOVALS: tuple[Removal, ...] = (
          "quire/engine/driver.py", "                if error is not None:\n                    raise error\n", ""),
     # -- unbounded fields
     _one("unbounded fields", "lists of a body have a bound", BAD_BODIES,
-         "quire/server/schemas.py", "Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]",
-         "Stop = str | list[str]"),
+         SCHEMAS, "Stop = str | Annotated[Items[str], Field(max_length=MAX_STOPS)]", "Stop = str | Items[str]"),
+    _one("unbounded fields", "bodies together have a bound", f"{BODIES}_bodies_together_have_a_bound",
+         "quire/server/bodies.py", "if self.num_bytes + count > self._limit:", "if False:"),
     _one("unbounded fields", "the body has a bound", f"{E2E}bad_input.py::test_oversized_body",
          GATE, "if size > limit:", "if False:"),
     _one("unbounded fields", "messages between the processes have bounds",
@@ -134,6 +138,23 @@ REMOVALS: tuple[Removal, ...] = (
     _one("unbounded fields", "stored responses have a bound",
          f"{PURE}server_store.py::test_large_ones_go_when_they_take_too_much",
          "quire/server/store.py", "while self._num_bytes > self._max_bytes and", "while False and"),
+    # -- bodies
+    _one("errors that outgrow their body", "lists end at the first wrong item", ENDS_EARLY,
+         SCHEMAS, "TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]",
+         "TokenList = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS)]"),
+    _one("errors that outgrow their body", "one unknown field is reported", ENDS_EARLY,
+         SCHEMAS, "if not isinstance(value, dict) or len(value) <= len(fields):", "if True:"),
+    _one("errors that outgrow their body", "one wrong value is reported", ENDS_EARLY,
+         SCHEMAS, "return value if wrong is None else {wrong: value[wrong]}", "return value"),
+    _one("errors that outgrow their body", "every list ends early",
+         f"{BODIES}_every_list_of_a_body_ends_at_its_first_wrong_item_and_has_a_bound",
+         SCHEMAS, "Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]",
+         "Items = Annotated[list[T], Field(max_length=MAX_ITEMS)]"),
+    _one("errors that outgrow their body", "keys are cut",
+         f"{BODIES}_a_key_of_the_clients_is_not_repeated_at_length",
+         "quire/server/errors.py", "else str(part)[:200]  # a key", "else str(part)  # a key"),
+    _one("text that is no text", "JSON is read strictly", f"{BODIES}_json_is_read_strictly",
+         "quire/server/bodies.py", "return msgspec.json.decode(body)", "return json.loads(body)"),
     # -- heads
     _one("heads that do not end", "a head has a time", f"{CONNECTION}_that_does_not_end_in_time_is_cut_off",
          "quire/server/connection.py", "self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)",

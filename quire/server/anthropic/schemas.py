@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schemas import Body, Name, Sampling
+from quire.server.schemas import Body, Items, Name, Sampling
 from quire.types import MAX_STOPS
 
 JsonObject = dict[str, Any]
@@ -16,7 +16,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: JsonObject | None = None
-    citations: list[JsonObject] | None = None
+    citations: Items[JsonObject] | None = None
 
 
 class ImageBlock(Body):
@@ -51,7 +51,7 @@ ResultPart = Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discri
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | list[ResultPart] | None = None
+    content: str | Items[ResultPart] | None = None
     is_error: bool | None = None
     cache_control: JsonObject | None = None
 
@@ -75,7 +75,7 @@ Block = Annotated[
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Items[Block]
 
 
 class Tool(Body):
@@ -87,8 +87,8 @@ class Tool(Body):
     cache_control: JsonObject | None = None
     eager_input_streaming: bool | None = None
     defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-    input_examples: list[JsonObject] | None = None
+    allowed_callers: Items[str] | None = None
+    input_examples: Items[JsonObject] | None = None
 
 
 class ToolChoice(Body):
@@ -117,9 +117,9 @@ class CountBody(Sampling):
     """What a prompt is made of."""
 
     model: Name | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[InputMessage], Field(min_length=1)]
+    system: str | Items[TextBlock] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -127,8 +127,8 @@ class CountBody(Sampling):
     # Accepted, without effect here:
     cache_control: JsonObject | None = None
     context_management: JsonObject | None = None
-    mcp_servers: Annotated[list[JsonObject], Field(max_length=0)] | None = None
-    betas: list[str] | None = None
+    mcp_servers: Annotated[Items[JsonObject], Field(max_length=0)] | None = None
+    betas: Items[str] | None = None
     speed: str | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
@@ -136,7 +136,7 @@ class CountBody(Sampling):
 
 class MessagesBody(CountBody):
     max_tokens: int
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
     # Accepted, without effect here:
     metadata: JsonObject | None = None

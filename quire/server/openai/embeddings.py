@@ -14,18 +14,17 @@ from starlette.responses import Response
 from quire.server.errors import bad_request
 from quire.server.gather import Gather
 from quire.server.generation import Run
-from quire.server.openai.schemas import TokenPrompt
 from quire.server.replies import whole_reply
 from quire.server.route_parts import api_router, job_of
-from quire.server.schemas import Name, Service
+from quire.server.schemas import Items, Name, Service, TokenPrompt
 from quire.server.state import Server
 from quire.types import SamplingParams
 
 
 class EmbeddingsBody(Service):
     model: Name | None = None
-    input: str | TokenPrompt | Annotated[list[str], Field(min_length=1)] | Annotated[
-        list[TokenPrompt], Field(min_length=1)
+    input: str | TokenPrompt | Annotated[Items[str], Field(min_length=1)] | Annotated[
+        Items[TokenPrompt], Field(min_length=1)
     ]  # fmt: skip
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None

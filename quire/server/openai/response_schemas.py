@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quire.server.openai.schemas import StructuredOutputs
-from quire.server.schemas import Body, Name, Sampling, Stop
+from quire.server.schemas import Body, Items, Name, Sampling, Stop
 
 JsonObject = dict[str, Any]
 
@@ -17,8 +17,8 @@ class InputPart(Body):
                   "input_file", "input_audio"]  # fmt: skip
     text: str | None = None
     refusal: str | None = None
-    annotations: list[JsonObject] | None = None
-    logprobs: list[JsonObject] | None = None
+    annotations: Items[JsonObject] | None = None
+    logprobs: Items[JsonObject] | None = None
     image_url: Any = None
     detail: str | None = None
     file_id: str | None = None
@@ -35,14 +35,14 @@ class InputItem(Body):
     id: Name | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[InputPart] | None = None
+    content: str | Items[InputPart] | None = None
     phase: str | None = None
     call_id: Name | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
-    summary: list[InputPart] | None = None
+    output: str | Items[InputPart] | None = None
+    summary: Items[InputPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -53,7 +53,7 @@ class ResponseTool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=4096)] | None = None  # of a namespace
+    tools: Annotated[Items[ResponseTool], Field(max_length=4096)] | None = None  # of a namespace
 
 
 class NamedResponseTool(Body):
@@ -87,7 +87,7 @@ class ResponseStreamOptions(Body):
 
 class ResponsesBody(Sampling):
     model: Name | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[Items[InputItem], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: Name | None = None
     max_output_tokens: int | None = None
@@ -95,7 +95,7 @@ class ResponsesBody(Sampling):
     stop: Stop | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Items[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -107,7 +107,7 @@ class ResponsesBody(Sampling):
     background: Literal[False] | None = None
     chat_template_kwargs: JsonObject | None = None
     # Accepted, without effect here:
-    include: list[str] | None = None
+    include: Items[str] | None = None
     max_tool_calls: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None

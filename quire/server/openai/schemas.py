@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schemas import Body, Name, Sampling, Stop, Token
+from quire.server.schemas import Body, Items, Name, Sampling, Stop, TokenPrompt
 
 JsonObject = dict[str, Any]
 
@@ -41,15 +41,15 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=256)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     # What our own and others' replies hold, sent back as it came:
     refusal: str | None = None
-    annotations: list[JsonObject] | None = None
+    annotations: Items[JsonObject] | None = None
     audio: JsonObject | None = None
     function_call: None = None
 
@@ -92,7 +92,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[JsonObject | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None  # the grammar engine takes 2000
+    choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = None  # the grammar engine takes 2000
     grammar: str | None = None
 
 
@@ -108,12 +108,12 @@ class OpenAISampling(Sampling):
 
 
 class ChatBody(OpenAISampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -126,7 +126,7 @@ class ChatBody(OpenAISampling):
     metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonObject | None = None
@@ -134,12 +134,9 @@ class ChatBody(OpenAISampling):
     verbosity: str | None = None
 
 
-TokenPrompt = Annotated[list[Token], Field(min_length=1)]
-
-
 class CompletionBody(OpenAISampling):
-    prompt: str | TokenPrompt | Annotated[list[str], Field(min_length=1)] | Annotated[
-        list[TokenPrompt], Field(min_length=1)
+    prompt: str | TokenPrompt | Annotated[Items[str], Field(min_length=1)] | Annotated[
+        Items[TokenPrompt], Field(min_length=1)
     ]  # fmt: skip
     max_tokens: int | None = 16
     logprobs: int | None = None

@@ -1,0 +1,130 @@
+"""Bodies cost a small multiple of their size, right or wrong: validation ends early and holds little."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+pytest.importorskip("tokenizers")
+
+from pydantic import ValidationError
+
+from quire.server.bodies import INLINE_BODY, HeldBodies, body_models, decode_json, validate_body
+from quire.server.errors import ApiError
+from tests.fuzz.fake_server import FakeServer
+
+MANY = 20_000  # items: a body of them stays below INLINE_BODY
+USER = {"role": "user", "content": "x"}
+WRONG_BODIES = [
+    ("/v1/completions", {"prompt": [1] * MANY + [-1]}, "prompt[20000]"),
+    ("/v1/completions", {"prompt": [[1]] * MANY + [1]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": "x", "stop": [1] * MANY}, "stop[0]"),
+    ("/v1/embeddings", {"input": [1] * MANY + [-1]}, "input[20000]"),
+    ("/v1/chat/completions", {"messages": [1] * MANY}, "messages[0]"),
+    ("/v1/chat/completions", {"messages": [{**USER, "tool_calls": [{}] * MANY}]}, "messages[0].tool_calls[0].id"),
+    ("/v1/chat/completions", {"messages": [USER], **{f"a{i}": 1 for i in range(4000)}}, "a0"),
+    ("/v1/chat/completions", {"messages": [{**USER, **{f"a{i}": 1 for i in range(4000)}}]}, "messages[0].a0"),
+    ("/v1/chat/completions", {"messages": [USER], "logit_bias": {str(i): "x" for i in range(4000)}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": [USER], "logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
+    ("/v1/responses", {"input": [1] * MANY}, "input[0]"),
+    ("/v1/responses", {"input": "x", "tools": [{}] * MANY}, "tools[0].type"),
+    ("/v1/messages", {"messages": [1] * MANY, "max_tokens": 1}, "messages[0]"),
+    ("/v1/messages", {"messages": [{**USER, "content": [{}] * MANY}], "max_tokens": 1}, "messages[0].content[0]"),
+    ("/detokenize", {"tokens": [1] * MANY + ["x"]}, "tokens[20000]"),
+]
+
+
+@pytest.fixture(scope="module")
+def post(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    async def make() -> FakeServer:
+        return FakeServer(tmp_path_factory.mktemp("bodies"))
+
+    with asyncio.Runner() as runner:
+        server = runner.run(make())
+        yield lambda path, body: runner.run(server.post(path, body))
+
+
+@pytest.mark.parametrize("path,value,param", WRONG_BODIES, ids=[f"{p} {w}" for p, _, w in WRONG_BODIES])
+def test_validation_ends_at_the_first_errors(post: Any, path: str, value: Any, param: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        body_models()[path].model_validate(value)
+    assert wrong.value.error_count() <= 5
+    body = json.dumps(value).encode()
+    assert len(body) < 3 * INLINE_BODY
+    post(path, body)  # what is made once is not this body's cost
+    tracemalloc.start()
+    try:
+        status, answer = post(path, body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    error = json.loads(answer)["error"]
+    assert status == 400 and error["param"] == param and len(error["message"]) < 500, error
+    assert peak < 40 * len(body), "values of the body, and next to nothing for its errors"
+
+
+def test_every_list_of_a_body_ends_at_its_first_wrong_item_and_has_a_bound() -> None:
+    """The rule holds for fields that are added later, too."""
+    found = 0
+    for path, model in body_models().items():
+        for place, schema in _nodes(model.__pydantic_core_schema__):
+            if schema.get("type") == "list":
+                found += 1
+                assert schema.get("fail_fast") and schema.get("max_length") is not None, f"{path} {place}: {schema}"
+    assert found > 40
+
+
+def _nodes(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(schema, dict):
+        yield place, schema
+        for name, inner in schema.items():
+            if name not in ("metadata", "serialization"):
+                yield from _nodes(inner, f"{place}.{name}")
+    elif isinstance(schema, (list, tuple)):
+        for index, inner in enumerate(schema):
+            yield from _nodes(inner, f"{place}[{index}]")
+
+
+def test_a_key_of_the_clients_is_not_repeated_at_length() -> None:
+    with pytest.raises(ApiError) as refused:
+        validate_body("/v1/chat/completions", {"messages": [USER], "logit_bias": {"a" * 60_000: "x"}})
+    assert len(refused.value.message) < 500 and len(refused.value.param or "") < 500
+
+
+@pytest.mark.parametrize(
+    "body,code",
+    [
+        (b'{"prompt": "\\ud800"}', "invalid_text"),
+        (b'{"prompt": "\\ud83d\\ude00 \\udc00"}', "invalid_text"),
+        (b'{"temperature": NaN}', None),
+        (b'{"temperature": -Infinity}', None),
+        (b'{"temperature": 1e999}', None),
+        (b'{"prompt": "\xff"}', None),
+        (b"[" * 60_000, None),
+    ],
+)
+def test_json_is_read_strictly(body: bytes, code: str | None) -> None:
+    with pytest.raises(ApiError if code else json.JSONDecodeError) as refused:
+        decode_json(body)
+    assert code is None or refused.value.code == code  # type: ignore[union-attr]
+    assert decode_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\U0001f600"}
+
+
+def test_bodies_together_have_a_bound() -> None:
+    held = HeldBodies(limit=1000)
+    held.take(900)
+    with pytest.raises(ApiError, match="900 bytes") as refused:
+        held.take(101)
+    assert refused.value.status == 503 and "retry-after" in refused.value.headers
+    held.give_back(900)
+    held.take(1000)

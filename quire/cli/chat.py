@@ -1,21 +1,20 @@
 """`quire chat`: a plain conversation at the terminal, or one turn per line of a pipe. Uses nothing but the public API.
 
-`Conversation` keeps the turns; `Session` reads lines, obeys the slash commands, streams answers and sees to it that
-they find room in the context.
+`Conversation` keeps the turns; `Session` takes messages (read by `messages`), obeys the slash commands, streams answers
+and sees to it that they find room in the context.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.messages import Message, Prompt, history_path, join_blocks, line_editing
+from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import AnswerLines, is_terminal, print_dim, print_error, print_note
 from quire.cli.run import (
     OpenLLM,
@@ -40,18 +39,19 @@ HELP = """\
 /system TEXT   set the system message (without TEXT: show it; /system none removes it)
 /stats         turns and tokens so far
 /exit          leave (so does Ctrl-D)
-Ctrl-C stops the current answer."""
-HISTORY_LINES = 1000
+A message of several lines stands between \"\"\" and \"\"\"; a paste of several lines is one message.
+Ctrl-C stops the current answer or drops the line you are typing; twice on an empty line it leaves."""
 MIN_ROOM = 256  # tokens an answer should find free; less only where the whole context is small
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chat",
-        usage="quire chat [options]",
+        usage="quire chat [MODEL] [options]",
         help="hold a conversation",
-        description="Hold a conversation. With a pipe as stdin each line is a turn.",
+        description='Hold a conversation. With a pipe as stdin each line is a turn, and so is what stands between """.',
     )
+    add_positional_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser)
     add_config_flags(parser, groups=ENGINE_TABLES)
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
 
 
 def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
-    config = config_from_args(args)
+    config = config_from_args(take_positional_model(args))
     params = sampling_params(args)
     system = None if args.system is None else check_text(args.system, "--system")
     with open_llm(config) as llm:
@@ -70,8 +70,8 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
         if not is_terminal(sys.stdin):
             return session.read_pipe()
         print_dim(f"{short_name(config)} · /help lists the commands, Ctrl-D leaves")
-        with line_history(history_path()):
-            return session.read_terminal()
+        with line_editing(history_path()) as readline:
+            return session.read_terminal(Prompt(readline))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,25 +108,25 @@ class Session:
     def read_pipe(self) -> int:
         """Each line a turn; the first error ends it, since what follows would answer something else."""
         try:
-            for line in sys.stdin:
-                if not self.take(line.strip()):
+            for message in join_blocks(sys.stdin):
+                if not self.take(message):
                     break
         except UnicodeDecodeError as error:
             raise not_utf8("stdin", error.start) from None
         return 0
 
-    def read_terminal(self) -> int:
+    def read_terminal(self, prompt: Prompt) -> int:
         interrupted = False
         while True:
             try:
-                line = input("> " if is_terminal(sys.stdout) else "")
-                if not self.take(line.strip()):
-                    return 0
+                message = prompt.read()
                 interrupted = False
+                if not self.take(message):
+                    return 0
             except EOFError:
                 print(file=sys.stderr)
                 return 0
-            except KeyboardInterrupt:  # at the prompt; an answer handles its own
+            except KeyboardInterrupt:  # on an empty line; an answer handles its own
                 if interrupted:
                     raise
                 interrupted = True
@@ -135,13 +135,14 @@ class Session:
             except QuireError as error:
                 print_error(error.what, error.hint)
 
-    def take(self, line: str) -> bool:
-        """One line of the person's; False to leave."""
-        if re.fullmatch(r"/\w+( .*)?", line):
-            command, _, rest = line[1:].partition(" ")
+    def take(self, message: Message) -> bool:
+        """One message of the person's; False to leave. Of several lines the first keeps its indentation."""
+        text = message.text.strip("\r\n") if "\n" in message.text.strip() else message.text.strip()
+        if not message.is_quoted and re.fullmatch(r"/\w+( .*)?", text):
+            command, _, rest = text[1:].partition(" ")
             return self.obey(command, rest.strip())
-        if line:
-            self.answer(check_text(line, "the line"))
+        if text.strip():
+            self.answer(check_text(text, "the message"))
         return True
 
     def obey(self, command: str, rest: str) -> bool:
@@ -226,33 +227,3 @@ class Session:
             lines.append(f"context    {used} of {self.llm.edge.max_len} tokens after the last answer")
             lines.append(f"last       {summary(self.last)}")
         return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Line editing
-
-
-def history_path() -> Path:
-    base = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
-    return folder / "quire" / "chat_history"
-
-
-@contextmanager
-def line_history(path: Path) -> Iterator[None]:
-    """Arrow keys and earlier lines, kept between conversations in a file only its owner reads."""
-    try:
-        import readline
-    except ImportError:  # a Python built without it: lines are then simply not editable
-        yield
-        return
-    with suppress(OSError):
-        readline.read_history_file(path)
-    readline.set_history_length(HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # a read-only home only means no history
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)
-            readline.write_history_file(path)

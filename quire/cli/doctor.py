@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import quire
+from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import format_bytes, waiting, write_json
 from quire.config import Config, knobs
 from quire.config_build import (
@@ -34,16 +35,17 @@ LIBRARIES = {"flash-attn-3": "FlashAttention-3", "flash-attn": "FlashAttention",
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        usage="quire doctor [--model M] [options]",
+        usage="quire doctor [MODEL] [options]",
         help="show what this machine has and what is missing",
         description="Show the machine, packages, settings and memory plan. Fetches nothing.",
     )
+    add_positional_model(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(parser, groups=ENGINE_TABLES)
 
 
 def run(args: Namespace) -> int:
-    config = config_from_args(args)
+    config = config_from_args(take_positional_model(args))
     with waiting("Looking around …"):
         report = examine(config)
     if args.json:

@@ -12,10 +12,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from quire.cli.wrapping import WordWrap
 
 if TYPE_CHECKING:
     from quire.config import Config
@@ -46,15 +47,22 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-@dataclass(slots=True)
 class AnswerLines:
-    """An answer on its way to stdout. However it ends, what comes next begins on a line of its own."""
+    """An answer on its way to stdout, wrapped at words where that is a terminal. However it ends, what comes next
+    begins on a line of its own."""
 
-    said: str = ""
+    def __init__(self) -> None:
+        self.said = ""
+        can_wrap = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+        self._wrap = WordWrap(lambda: _num_columns(sys.stdout)) if can_wrap else None
 
     def write(self, text: str) -> None:
         self.said += text
-        write_text(text)
+        if self._wrap is None:
+            write_text(text)
+        else:
+            sys.stdout.write(self._wrap.feed(printable(text)))
+            sys.stdout.flush()
 
     def __enter__(self) -> AnswerLines:
         return self
@@ -62,6 +70,14 @@ class AnswerLines:
     def __exit__(self, *_: object) -> None:
         if self.said and not self.said.endswith("\n"):
             write_text("\n")
+
+
+def _num_columns(stream: TextIO) -> int:
+    """Of a terminal; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def write_json(value: Any) -> None:
@@ -101,9 +117,11 @@ class _PlainWarnings:
 
 
 def print_dim(text: str) -> None:
-    """An aside for a person at a terminal; nobody else sees it."""
+    """An aside for a person at a terminal, wrapped at words; a pipe does not get it."""
     if is_terminal(sys.stderr):
-        print(_styled("2", one_line(text)), file=sys.stderr, flush=True)
+        from textwrap import fill
+
+        print(_styled("2", fill(one_line(text), max(_num_columns(sys.stderr) - 1, 20))), file=sys.stderr, flush=True)
 
 
 def _mark(word: str, style: str, text: str) -> None:

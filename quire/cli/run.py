@@ -1,10 +1,11 @@
-"""`quire run PROMPT`: one prompt in, the answer streamed to stdout. Uses nothing but the public API.
+"""`quire run [MODEL] PROMPT`: one prompt in, the answer streamed to stdout. Uses nothing but the public API.
 
 The sampling flags, the way a model is opened and the way an answer is streamed are shared with `quire chat`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from quire.cli.model_argument import add_positional_model, looks_like_model, take_positional_model
 from quire.cli.output import AnswerLines, LoadingShare, format_seconds, print_dim, waiting, write_json
 from quire.config import Config
 from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
@@ -29,10 +31,11 @@ OpenLLM = Callable[[Config], "LLM"]
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
-        usage="quire run PROMPT [options]",
+        usage="quire run [MODEL] PROMPT [options]",
         help="answer one prompt",
         description="Answer one prompt; the text goes to stdout as it comes.",
     )
+    add_positional_model(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer")
     parser.add_argument("--stdin", action="store_true", help="read the prompt from stdin (after PROMPT, if both)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -47,7 +50,7 @@ def run(args: Namespace) -> int:
 
 
 def run_command(args: Namespace, open_llm: OpenLLM) -> int:
-    config = config_from_args(args)
+    config = config_from_args(_take_words(args))
     params = sampling_params(args)
     prompt = _prompt(args)
     output = None
@@ -66,6 +69,26 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The prompt
+
+
+def _take_words(args: Namespace) -> Namespace:
+    """One word is the prompt, two are the model and the prompt. argparse calls the first of them MODEL."""
+    first, second = args.positional_model, args.prompt
+    if second is None:
+        args.positional_model, args.prompt = None, first
+        if first is not None and not args.stdin and _names_model_alone(first):
+            hint = f'Give one behind it: quire run {first} "…", or quire chat {first} for a conversation.'
+            raise QuireError("empty_prompt", f"{first} names a model, and there is no prompt.", hint)
+    elif not looks_like_model(first):
+        what = f"{first!r} is no model: neither built in, nor on this disk, nor a hub id such as owner/name."
+        hint = f'A prompt of several words needs quotes: quire run "{first} {second}".'
+        raise QuireError("usage", what, hint, param="model")
+    return take_positional_model(args)
+
+
+def _names_model_alone(word: str) -> bool:
+    """What is surely meant as a model: a prompt may be a hub id's form (and/or), or a file's name."""
+    return looks_like_model(word) and "/" not in word and (word.endswith(".gguf") or not os.path.lexists(word))
 
 
 def _prompt(args: Namespace) -> str | list[dict[str, str]]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from quire import __version__
+from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import print_note, waiting
 from quire.cli.run import short_name
 from quire.config import Config
@@ -28,16 +29,12 @@ def add_parser(subparsers: Any) -> None:
         help="answer OpenAI's and Anthropic's clients over HTTP",
         description="Serve a model over HTTP. Clients need nothing but the URL that is printed once it is ready.",
     )
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+    add_positional_model(parser)
     add_config_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    if args.positional_model is not None:
-        if hasattr(args, "model"):
-            raise QuireError("usage", "The model is named twice.", "Give MODEL or --model, not both.")
-        args.model = args.positional_model
-    return serve_config(config_from_args(args))
+    return serve_config(config_from_args(take_positional_model(args)))
 
 
 def serve_config(config: Config, engine_command: Sequence[str] | None = None,

@@ -151,7 +151,7 @@ def template_for(tokenizer: Tokenizer, override: str | None = None) -> ChatTempl
         raise QuireError(
             "no_chat_template",
             "The model has no chat template, so it is not known how to write a conversation for it.",
-            "Use --raw to send the text as it is, or --chat-template to give a template.",
+            "Give one with --chat-template, or let `quire run --raw` or /v1/completions continue plain text.",
         )
     return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from quire.cli import chat as command
+from quire.cli import messages
+from quire.config import Config
 from quire.types import QuireError
 from tests.pure.fake_llm import FakeLLM
 
@@ -42,6 +44,51 @@ def test_each_line_is_a_turn_that_remembers_the_others(capsys: pytest.CaptureFix
     assert contents(llm.asked[0]) == ["s:Be kind", "u:I am Ada"]
     assert contents(llm.asked[1]) == ["s:Be kind", "u:I am Ada", "a:Hello Ada", "u:Who am I?"]
     assert llm.is_closed
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('"""\nfirst\n\n  second\n"""\n', "first\n\n  second"),
+        ('"""first\nsecond"""\n', "first\nsecond"),
+        ('"""one line"""\n', "one line"),
+        ('  """\r\n/reset\r\n"""\r\n', "/reset"),
+    ],
+)
+def test_what_stands_between_triple_quotes_is_one_turn(
+    lines: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = FakeLLM([["a"], ["b"]])
+    assert chat(llm, f"{lines}next\n") == 0
+    assert contents(llm.asked[0]) == [f"u:{message}"]
+    assert contents(llm.asked[1])[-1] == "u:next"
+
+
+def test_an_open_block_at_the_end_of_a_pipe_is_an_error() -> None:
+    llm = FakeLLM([["a"]])
+    with pytest.raises(QuireError, match="ends inside a block") as caught:
+        chat(llm, '"""\nhalf\n')
+    assert '"""' in caught.value.hint and not llm.asked
+
+
+def test_a_block_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_CHARACTERS", 100)
+    with pytest.raises(QuireError, match="more than 100 characters"):
+        chat(FakeLLM([]), '"""\n' + "x" * 99 + "\n")
+
+
+def test_the_model_may_be_named_without_a_flag() -> None:
+    parser = ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    seen: list[str] = []
+
+    def open_llm(config: Config) -> FakeLLM:
+        seen.append(config.model.model)
+        raise QuireError("stop", "Seen enough.")
+
+    with pytest.raises(QuireError, match="Seen enough"):
+        command.chat_command(parser.parse_args(["chat", "some/model"]), open_llm)  # type: ignore[arg-type]
+    assert seen == ["some/model"]
 
 
 def test_sampling_flags_hold_for_every_turn(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +146,64 @@ def test_stdin_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == "invalid_prompt"
 
 
+# -- messages from a terminal, without one
+
+
+class Typist:
+    """Readline and `input` with prepared lines; Ctrl-C with something typed is an exception with that text."""
+
+    def __init__(self, *lines: str | BaseException):
+        self.lines = list(lines)
+        self.prompts: list[str] = []
+        self.history: list[str] = []
+        self.buffer = ""
+
+    def ask(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        line = self.lines.pop(0)
+        if isinstance(line, BaseException):
+            self.buffer = str(line)
+            raise line
+        return line
+
+    def get_line_buffer(self) -> str:
+        return self.buffer
+
+    def get_current_history_length(self) -> int:
+        return len(self.history)
+
+    def get_history_item(self, index: int) -> str | None:
+        return self.history[index - 1] if self.history else None
+
+    def add_history(self, entry: str) -> None:
+        self.history.append(entry)
+
+
+def test_ctrl_c_drops_a_typed_line_and_leaves_an_empty_one_to_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    typist = Typist(KeyboardInterrupt("half a li"), '"""', "one", KeyboardInterrupt(""), "hello", KeyboardInterrupt(""))
+    prompt = messages.Prompt(typist, typist.ask)
+    assert prompt.read() == messages.Message("hello")
+    assert not typist.lines[1:]
+    with pytest.raises(KeyboardInterrupt):
+        prompt.read()
+    assert typist.history == ["hello"]
+
+
+def test_without_bracketed_paste_lines_that_wait_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    typist = Typist("one", "two", "three", "apart")
+    waiting = iter([True, True, False, False])
+    monkeypatch.setattr(messages, "_more_waits", lambda: next(waiting))
+    prompt = messages.Prompt(None, typist.ask)
+    assert [prompt.read().text, prompt.read().text] == ["one\ntwo\nthree", "apart"]
+
+
+def test_an_entry_is_remembered_once() -> None:
+    typist = Typist("a", "a", '"""', "b", '"""', "  ")
+    prompt = messages.Prompt(typist, typist.ask)
+    assert [prompt.read().text for _ in range(4)] == ["a", "a", "b", "  "]
+    assert typist.history == ["a", '"""\nb\n"""']
+
+
 # -- a full context
 
 
@@ -147,10 +252,10 @@ def test_a_message_that_never_fits_is_refused_and_nothing_forgotten(capsys: pyte
 
 def test_history_lies_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert command.history_path() == tmp_path / "quire" / "chat_history"
+    assert messages.history_path() == tmp_path / "quire" / "chat_history"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    assert command.history_path() == tmp_path / "me" / ".local" / "state" / "quire" / "chat_history"
+    assert messages.history_path() == tmp_path / "me" / ".local" / "state" / "quire" / "chat_history"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
@@ -158,10 +263,13 @@ def test_history_is_kept_and_private(tmp_path: Path) -> None:
     readline = pytest.importorskip("readline")
     path = tmp_path / "a" / "history"
     readline.clear_history()
-    with command.line_history(path):
-        readline.add_history("hello")
-    assert "hello" in path.read_text()
+    entries = ["hello", "two\nlines", "C:\\new \\\\n", "\u2028 cut"]
+    with messages.line_editing(path):
+        for entry in entries:
+            readline.add_history(entry)
+    assert path.read_text("utf-8").startswith("hello\ntwo\\nlines\n")
     assert os.stat(path).st_mode & 0o077 == 0
     readline.clear_history()
-    with command.line_history(path):
-        assert readline.get_history_item(readline.get_current_history_length()) == "hello"
+    with messages.line_editing(path):
+        kept = [readline.get_history_item(index + 1) for index in range(readline.get_current_history_length())]
+    assert kept == [*entries[:3], "\n cut"]  # as the terminal shows a line separator

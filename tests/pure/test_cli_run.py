@@ -221,3 +221,36 @@ def test_a_terminal_is_not_steered() -> None:
 )
 def test_format_bytes(size: int, shown: str) -> None:
     assert format_bytes(size) == shown
+
+
+# -- the model, named without a flag
+
+
+def test_two_words_are_the_model_and_the_prompt() -> None:
+    args = parse("smollm2", "Why?")
+    seen: list[str] = []
+    llm = FakeLLM([["ok"]])
+    command.run_command(args, lambda config: seen.append(config.model.model) or llm)  # type: ignore[func-returns-value, arg-type, return-value]
+    assert seen == ["smollm2"]
+    assert llm.asked == [[{"role": "user", "content": "Why?"}]]
+
+
+def test_two_words_that_name_no_model_were_a_prompt_without_quotes() -> None:
+    error = refuse("why", "not")
+    assert "'why' is no model" in error.what and 'quire run "why not"' in error.hint
+
+
+def test_a_model_without_a_prompt_is_refused_with_advice() -> None:
+    error = refuse("smollm2")
+    assert error.what == "smollm2 names a model, and there is no prompt."
+    assert 'quire run smollm2 "…"' in error.hint and "quire chat smollm2" in error.hint
+
+
+def test_a_model_named_twice_is_refused() -> None:
+    assert refuse("smollm2", "Why?", "--model", "other").what == "The model is named twice."
+
+
+def test_one_word_of_a_hub_ids_form_is_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM([["ok"]])
+    assert answer(llm, "and/or") == 0
+    assert llm.asked == [[{"role": "user", "content": "and/or"}]]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import fcntl
 import os
+import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +29,13 @@ from tests.pure.fake_llm import FakeLLM
 
 class Llm(FakeLLM):
     def _speak(self, pieces, prompt_len):
-        if self.asked[-1][-1]["content"] == "endless":
+        content = self.asked[-1][-1]["content"]
+        with open("asked", "a") as file:
+            file.write(repr(content) + "\\n")
+        if content == "endless":
             pieces = self.endless()
+        if content == "long":
+            pieces = ["The qui", "ck brown fox jum", "ps over the lazy dog aga", "in and again."]
         return super()._speak(pieces, prompt_len)
 
     def endless(self):
@@ -43,12 +53,13 @@ sys.exit(main())
 class Terminal:
     """A child on a pty; `expect` reads until some text has appeared."""
 
-    def __init__(self, folder: Path, *argv: str):
+    def __init__(self, folder: Path, *argv: str, columns: int = 80):
         model = folder / "some.gguf"
         model.write_bytes(b"GGUF")
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(folder), "TERM": "xterm"}
         command = [sys.executable, "-c", CHILD, *argv, "--model", str(model)]
         self.side, child_side = pty.openpty()
+        fcntl.ioctl(child_side, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.child = subprocess.Popen(
             command,
             stdin=child_side,
@@ -61,6 +72,7 @@ class Terminal:
         )
         os.close(child_side)
         self.seen = ""
+        self.history = ""  # all that was ever seen
 
     def expect(self, text: str) -> None:
         while text not in self.seen:
@@ -71,6 +83,7 @@ class Terminal:
                 news = ""
             assert news, f"{text!r} did not appear in {self.seen!r}"
             self.seen += news
+            self.history += news
         self.seen = self.seen.partition(text)[2]
 
     def type(self, text: str) -> None:
@@ -87,7 +100,9 @@ class Terminal:
                 self.interrupt()
                 continue
             try:
-                self.seen += os.read(self.side, 4096).decode()
+                news = os.read(self.side, 4096).decode()
+                self.seen += news
+                self.history += news
             except OSError:  # the child has left
                 return
 
@@ -96,6 +111,36 @@ class Terminal:
             self.child.kill()
         self.child.wait()
         os.close(self.side)
+
+
+def open_chat(folder: Path, terminals: list[Terminal], columns: int = 80) -> Terminal:
+    terminal = Terminal(folder, "chat", columns=columns)
+    terminals.append(terminal)
+    terminal.expect("Ctrl-D leaves")
+    terminal.expect("> ")
+    return terminal
+
+
+def asked(folder: Path) -> list[str]:
+    """What reached the model, message by message."""
+    return [ast.literal_eval(line) for line in (folder / "asked").read_text().splitlines()]
+
+
+def screen(text: str, columns: int) -> list[str]:
+    """The lines a terminal shows after this text: letters, line ends, and the two movements that wrapping uses."""
+    lines, column = [""], 0
+    for back, character in re.findall(r"\x1b\[(\d+)D\x1b\[K|([^\x1b])", text.replace("\r", "")):
+        if back:
+            column -= int(back)
+            lines[-1] = lines[-1][:column]
+        elif character == "\n":
+            lines, column = [*lines, ""], 0
+        else:
+            if column == columns:
+                lines, column = [*lines, ""], 0
+            lines[-1] += character
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 @pytest.fixture
@@ -140,6 +185,56 @@ def test_ctrl_c_twice_at_the_prompt_leaves(tmp_path: Path, terminals: list[Termi
     terminal.expect("> ")
     terminal.interrupt_until("text that never appears")
     assert terminal.child.wait(30) in (130, -signal.SIGINT)  # a third one, while Python leaves, ends it at once
+
+
+def test_a_paste_of_several_lines_is_one_message(tmp_path: Path, terminals: list[Terminal]) -> None:
+    """Between the marks that a terminal sets around a paste; its line ends are carriage returns."""
+    terminal = open_chat(tmp_path, terminals)
+    assert "[?2004h" in terminal.history  # asked for
+    terminal.type("\x1b[200~say\rfirst\r\r\tsecond\r\x1b[201~")
+    terminal.expect("second")
+    terminal.type(" and more\n")
+    terminal.expect("1 tokens")
+    assert asked(tmp_path) == ["say\nfirst\n\n\tsecond\n and more"]
+    terminal.expect("> ")
+    terminal.type("\x1b[A\n")  # the whole message comes back with the arrow
+    terminal.expect("1 tokens")
+    assert asked(tmp_path)[-1] == asked(tmp_path)[0]
+
+
+def test_triple_quotes_hold_a_message_of_several_lines(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminal = open_chat(tmp_path, terminals)
+    for line in ('"""first', "second"):
+        terminal.type(f"{line}\n")
+        terminal.expect("... ")
+    terminal.type('third"""\n')
+    terminal.expect("1 tokens")
+    assert asked(tmp_path) == ["first\nsecond\nthird"]
+
+
+def test_ctrl_c_clears_a_typed_line_and_an_open_block(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminal = open_chat(tmp_path, terminals)
+    for _ in range(3):
+        terminal.type("never sent")
+        terminal.expect("never sent")
+        terminal.interrupt_until("> ")
+        terminal.expect("> ")
+    terminal.type('"""\n')
+    terminal.expect("... ")
+    terminal.interrupt_until("> ")
+    terminal.expect("> ")
+    terminal.type("sent\n")
+    terminal.expect("1 tokens")
+    assert asked(tmp_path) == ["sent"]
+    assert "leaves" not in terminal.history.partition("Ctrl-D leaves")[2]
+
+
+def test_an_answer_wraps_at_words(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminal = open_chat(tmp_path, terminals, columns=20)
+    terminal.type("long\n")
+    terminal.expect("12 tokens")
+    shown = screen(terminal.history.partition("[?2004l\r")[2].partition("\x1b[2m")[0], 20)
+    assert shown == ["The quick brown fox", "jumps over the lazy", "dog again and", "again."]
 
 
 def test_run_shows_a_summary_at_a_terminal_only(tmp_path: Path, terminals: list[Terminal]) -> None:

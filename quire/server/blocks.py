@@ -20,6 +20,7 @@ class Block:
     kind: Kind
     name: str = ""  # of a call
     text: str = ""  # all of it so far; a call's arguments
+    is_whole: bool = True  # false: a call whose arguments break off
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Blocks:
             elif isinstance(event, ToolCallDelta):
                 self._grow("call", event.arguments, changes)
             elif isinstance(event, ToolCallEnd):
+                if self._open is not None:
+                    self._open.is_whole = event.is_whole
                 self._end(changes)
         return changes
 

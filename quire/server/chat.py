@@ -68,10 +68,13 @@ class ChatPrompts:
         made = await self._work.run(RenderChat(conversation, limit, with_text=shown))
         name = tool_format_of(conversation, self._tool_format)
         style, is_open, specs = self._reasoning, made.reasoning_open, tool_specs(conversation)
+        must_call = conversation.tool_choice not in ("auto", "none")
         return ChatPrompt(
             made.text,
             unpack_ids(made.ids),
-            lambda: make_channel_parser(name, reasoning=style or False, reasoning_open=is_open, tools=specs),
+            lambda: make_channel_parser(
+                name, reasoning=style or False, reasoning_open=is_open, tools=specs, must_call=must_call
+            ),
             made.grammar,
             made.grammar_param,
             made.show_special,

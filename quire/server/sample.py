@@ -19,7 +19,7 @@ class ChannelParser(Protocol):
 
     def push(self, text: str) -> list[Event]: ...
 
-    def finish(self) -> list[Event]: ...
+    def finish(self, *, cut: bool = False) -> list[Event]: ...
 
 
 class PlainText:
@@ -28,7 +28,7 @@ class PlainText:
     def push(self, text: str) -> list[Event]:
         return [TextDelta(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut: bool = False) -> list[Event]:
         return []
 
 
@@ -81,7 +81,8 @@ class Sample:
         if text:
             piece.events = self._parser.push(text)
         if over:
-            piece.events = piece.events + self._parser.finish()
+            cut = self._stopped or delta.finish_reason is FinishReason.LENGTH
+            piece.events = piece.events + self._parser.finish(cut=cut)
             piece.end = self._end(delta)
         cancel = stopped_now and not over
         return (piece if piece.token_ids or piece.events or over or piece.prompt_logprobs else None), cancel

@@ -154,3 +154,25 @@ def test_anthropics_strict_tools(anthropic: Any, brace: dict[str, float]) -> Non
                                       extra_body={"logit_bias": brace, "temperature": 0})  # fmt: skip
     (block,) = reply.content
     check(block.name, block.input)
+
+
+def test_a_required_call_that_is_cut_never_shows_as_text(openai, anthropic) -> None:  # type: ignore[no-untyped-def]
+    for limit in (1, 3, 6, 9, 14):
+        options: Any = {"model": MODEL, "messages": QUESTION, "extra_body": {"temperature": 0}}
+        choice = openai.chat.completions.create(
+            **options, tools=tools_for("chat"), tool_choice="required", max_tokens=limit
+        ).choices[0]
+        assert not choice.message.content, (limit, choice)
+        message = anthropic.messages.create(
+            **options, tools=tools_for("messages"), tool_choice={"type": "any"}, max_tokens=limit
+        )
+        assert {block.type for block in message.content} <= {"tool_use"}, (limit, message.content)
+        if message.usage.output_tokens == limit:
+            assert (choice.finish_reason, message.stop_reason) == ("length", "max_tokens"), limit
+        reply = openai.responses.create(
+            model=MODEL, input=QUESTION, temperature=0, tools=tools_for("responses"), tool_choice="required",
+            max_output_tokens=limit,
+        )  # fmt: skip
+        assert {item.type for item in reply.output} <= {"function_call"}, (limit, reply.output)
+        if reply.status == "incomplete" and reply.output:
+            assert reply.output[0].status == "incomplete", reply.output

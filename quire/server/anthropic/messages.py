@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
+
+from pydantic_core import from_json
 
 from quire.server.blocks import Block, Blocks, Change, Grown, Opened
 from quire.server.encoding import named_event
@@ -113,9 +114,10 @@ def block_body(block: Block) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Anthropic's API gives arguments as an object; what broke off is shown as it is."""
+    """Anthropic's API gives arguments as an object. Of one that broke off it has the members there are, as the SDKs
+    read a stream that breaks off; what is no JSON at all stands under the name that Anthropic's documents give it."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {"_incomplete": arguments}
-    return value if isinstance(value, dict) else {"_value": value}
+        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return {"INVALID_JSON": arguments}
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

@@ -51,7 +51,7 @@ class ChatWhole:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments or "{}"},
+                    "function": {"name": call.name, "arguments": call.arguments},
                 }
                 for call in whole.calls
             ]

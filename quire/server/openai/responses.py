@@ -58,7 +58,7 @@ class ResponseState:
         return changes
 
     def item_status(self, block: Block) -> str:
-        return "incomplete" if block is self._cut else "completed"
+        return "incomplete" if block is self._cut or not block.is_whole else "completed"
 
     def fresh_logprobs(self) -> list[dict[str, Any]]:
         """Those that no delta has told yet."""
@@ -139,13 +139,14 @@ class ResponseState:
         }
 
     def answer(self) -> dict[str, Any]:
-        """The answer as a message, for a conversation that goes on from here."""
+        """The answer as a message, for a conversation that goes on from here. A call that broke off is left out: it
+        was not made."""
         texts = [block.text for block in self.blocks.all if block.kind == "text"]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         calls = [
             {"id": self._call_ids.setdefault(block.index, new_id("call_")), "type": "function",
              "function": {"name": block.name, "arguments": block.text or "{}"}}
-            for block in self.blocks.all if block.kind == "call"
+            for block in self.blocks.all if block.kind == "call" and block.is_whole
         ]  # fmt: skip
         return {**message, "tool_calls": calls} if calls else message
 

@@ -3,7 +3,8 @@ arrives.
 
 The JSON-based formats share this. Until a call is certain its text is kept back, and given back as text if it turns out
 to be none; from then on the arguments go out as they come. A call that breaks off later is ended where it broke, and
-what follows is text again: whatever the model wrote shows up somewhere.
+what follows is text again: whatever the model wrote shows up somewhere. Only where the text was cut in mid-course
+(`Source.cut`) the beginning of a call is no text: with its name it is a call that is not whole, without it is dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class _Call:
     name: str | None = None
     arguments: str | None = None  # came before the name, or as a string
     is_started: bool = False
+    is_whole: bool = False  # the arguments came to their end
     names: Collection[str] | None = None  # only these; None: any
     is_marked: bool = True
     keys: set[str] = field(default_factory=set)
@@ -39,7 +41,7 @@ def read_call(source: Source, *, names: Collection[str] | None = None, is_marked
     source.take_char()
     is_whole = yield from _read_members(source, call)
     if call.is_started:
-        source.log.end_call()
+        source.log.end_call(call.is_whole)
         source.give_back_unless_blank()
         return True
     if is_whole and call.name is not None and (call.arguments is not None or is_marked):
@@ -48,20 +50,35 @@ def read_call(source: Source, *, names: Collection[str] | None = None, is_marked
         source.log.arguments(call.arguments or "{}")
         source.log.end_call()
         return True
+    if source.broke_off and call.name is not None:
+        _start(source, call)
+        source.log.end_call(is_whole=False)
+        return True
     source.give_back()
     return False
 
 
-def read_arguments(source: Source, name: str) -> Reading[bool]:
-    """A call's arguments where its name came before them, from their opening brace. False: it was none, and is text."""
-    if not name or not (yield from source.next_is("{")):
+def read_arguments(source: Source, name: str, *, is_named: bool) -> Reading[bool]:
+    """A call's arguments where its name came before them, from their opening brace. False: it was none, and is text.
+    `is_named`: what followed the name shows that it is whole, even if the text breaks off before the arguments."""
+    if not name or not ((yield from source.next_is("{")) or (is_named and source.broke_off)):
         source.give_back()
         return False
     source.settle()
     source.log.start_call(name)
-    yield from source.span(JsonSpan(), source.log.arguments)
-    source.log.end_call()
+    is_whole = yield from source.span(JsonSpan(), source.log.arguments)
+    source.log.end_call(is_whole)
     return True
+
+
+def read_separator(source: Source) -> Reading[bool]:
+    """What models write between two calls in JSON: a comma or a semicolon, with white space around it. It is framing
+    if a call follows, or the text is cut. True: an opening brace follows; then `source.keep` was called before."""
+    source.keep("")
+    yield from source.spaces()
+    yield from source.match(",", ";")
+    yield from source.spaces()
+    return (yield from source.next_is("{"))
 
 
 def read_calls(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:
@@ -127,12 +144,14 @@ def _read_value(source: Source, call: _Call, key: str) -> Reading[bool]:
 def _read_name(source: Source, call: _Call) -> Reading[bool]:
     if not (yield from source.next_is('"')):
         return False
-    call.name = yield from source.string(MAX_NAME)
-    if not call.name or (call.names is not None and call.name not in call.names):
+    name = yield from source.string(MAX_NAME)
+    if not name or (call.names is not None and name not in call.names):
         return False
+    call.name = name
     if call.arguments is not None:
         _start(source, call)
         source.log.arguments(call.arguments)
+        call.is_whole = True
         source.keep("")
     return True
 
@@ -141,18 +160,18 @@ def _read_arguments(source: Source, call: _Call) -> Reading[bool]:
     if (yield from source.next_is("{")):
         if call.name is not None:
             _start(source, call)
-            is_whole = yield from source.span(JsonSpan(), source.log.arguments)
+            call.is_whole = yield from source.span(JsonSpan(), source.log.arguments)
             source.keep("")
-            return is_whole
+            return call.is_whole
         pieces: list[str] = []
         is_whole = yield from source.span(JsonSpan(), pieces.append)
         call.arguments = "".join(pieces)
         return is_whole
     if (yield from source.next_is('"')):  # some models write the object as a string
-        text = yield from source.string()
+        text = yield from source.string(partial=True)
         if text is None or text.strip()[:1] not in ("", "{"):
             return False
-        call.arguments = text if text.strip() else "{}"
+        call.arguments = text if text.strip() or source.broke_off else "{}"
     elif (yield from source.match("null")):
         call.arguments = "{}"
     else:
@@ -160,6 +179,7 @@ def _read_arguments(source: Source, call: _Call) -> Reading[bool]:
     if call.name is not None:
         _start(source, call)
         source.log.arguments(call.arguments)
+        call.is_whole = not source.broke_off
         source.keep("")
     return True
 

@@ -44,6 +44,7 @@ class ToolCallDelta:
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
     index: int
+    is_whole: bool = True  # false: the arguments break off
 
 
 Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
@@ -73,8 +74,8 @@ class EventLog:
         if text:
             self._add(ToolCallDelta(self.num_calls - 1, text))
 
-    def end_call(self) -> None:
-        self._add(ToolCallEnd(self.num_calls - 1))
+    def end_call(self, is_whole: bool = True) -> None:
+        self._add(ToolCallEnd(self.num_calls - 1, is_whole))
 
     def take(self) -> list[Event]:
         events, self._events = self._events, []

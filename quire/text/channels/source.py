@@ -20,6 +20,7 @@ MAX_SPACES = 1024  # white space kept back in the hope of a marker
 MAX_NAME = 256  # characters of a tool's or parameter's name
 MAX_HELD = 16384  # characters kept back of a call that is not certain yet
 _STRING_BREAK = re.compile(r'["\\]')
+_OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?$")
 _NOT_SPACE = re.compile(r"\S")
 
 
@@ -27,14 +28,21 @@ class Source:
     def __init__(self, log: EventLog):
         self.log = log
         self.closed = False  # no more text will come
+        self.cut = False  # the text was stopped in mid-course: whatever is incomplete may have become a call
         self._text = ""
         self._at = 0
         self._kept: list[str] | None = None  # what was read since `keep`, to give it back as text if need be
         self.kept_len = 0
+        self._may_be_text = False  # what is kept: no marker has announced a call
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._at :] + text
         self._at = 0
+
+    @property
+    def broke_off(self) -> bool:
+        """Has all text been read, and was it stopped in mid-course?"""
+        return self.closed and self.cut and self._at >= len(self._text)
 
     # -- reading
 
@@ -63,14 +71,18 @@ class Source:
         return self.take_to(self._at + 1)
 
     def match(self, *literals: str) -> Reading[str]:
-        """Read one of these if it stands here, else read nothing. None of them may be the start of another."""
+        """Read one of these if it stands here, else read nothing. None of them may be the start of another. Where the
+        text was cut, a beginning of one that ends it is dropped."""
         while True:
             at, text = self._at, self._text
             for literal in literals:
                 if text.startswith(literal, at):
                     return self.take_to(at + len(literal))
             rest = text[at : at + max(map(len, literals))]
-            if self.closed or not any(literal.startswith(rest) for literal in literals):
+            begins = any(literal.startswith(rest) for literal in literals)
+            if self.closed or not begins:
+                if self.closed and self.cut and begins:
+                    self._at = len(text)
                 return ""
             yield
 
@@ -92,8 +104,9 @@ class Source:
             found += self.take_char()
         return found
 
-    def string(self, limit: int = MAX_HELD) -> Reading[str | None]:
-        """A JSON string, decoded; None if it is none, or longer than `limit`. Starts at its opening quote."""
+    def string(self, limit: int = MAX_HELD, *, partial: bool = False) -> Reading[str | None]:
+        """A JSON string, decoded; None if it is none, or longer than `limit`. Starts at its opening quote. `partial`:
+        of one that the text's cut leaves open, what there is."""
         raw = self.take_char()
         escaped = False
         while (yield from self.more()):
@@ -107,7 +120,7 @@ class Source:
                 except ValueError:
                     return None
             escaped = char == "\\" and not escaped
-        return None
+        return _unclosed_string(raw) if partial and self.broke_off else None
 
     def span(self, scan: JsonSpan, emit: Callable[[str], Any] | None) -> Reading[bool]:
         """A JSON object or list from its bracket to the matching one, passed on as it arrives. False: it broke off,
@@ -137,7 +150,8 @@ class Source:
             if end == start and len(found) < limit:
                 if (yield from self.match(marker)):
                     return found, True
-                found += self.take_char()
+                if not self.broke_off:
+                    found += self.take_char()
         if len(found) == limit and (yield from self.match(marker)):
             return found, True
         return found, False
@@ -166,6 +180,8 @@ class Source:
                 marker = yield from self.match(*markers)
                 if marker:
                     return held, marker
+                if self.broke_off:
+                    return "", ""
                 emit(held + self.take_char())
                 held = ""
         emit(held)
@@ -173,9 +189,11 @@ class Source:
 
     # -- what is not certain yet
 
-    def keep(self, already_read: str) -> None:
-        """From here on what is read may turn out to be plain text: remember it, and this that was just read."""
+    def keep(self, already_read: str, *, may_be_text: bool = False) -> None:
+        """From here on what is read may turn out to be plain text: remember it, and this that was just read. Where the
+        text is cut before that is known, it is dropped, unless it `may_be_text` since no marker announced a call."""
         self._kept = [already_read]
+        self._may_be_text = may_be_text
         self.kept_len = len(already_read)
 
     def settle(self) -> None:
@@ -185,7 +203,7 @@ class Source:
 
     def give_back(self) -> None:
         """It was plain text after all: out with it. Reading goes on where it is, so nothing is read twice."""
-        if self._kept is not None:
+        if self._kept is not None and (self._may_be_text or not self.broke_off):
             self.log.text("".join(self._kept))
         self.settle()
 
@@ -194,6 +212,14 @@ class Source:
         if self._kept is not None and not "".join(self._kept).strip():
             self.settle()
         self.give_back()
+
+
+def _unclosed_string(raw: str) -> str | None:
+    """What an open JSON string holds, without an escape that is not whole."""
+    try:
+        return str(json.loads(_OPEN_ESCAPE.sub(r"\1", raw) + '"', strict=False))
+    except ValueError:
+        return None
 
 
 class JsonSpan:

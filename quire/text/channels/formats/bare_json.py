@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.text.channels.calls import read_call, read_calls
+from quire.text.channels.calls import read_call, read_calls, read_separator
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.grammar_text import GrammarText, either
 from quire.text.channels.source import Reading, Source
@@ -26,15 +26,17 @@ class BareJson:
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         names = frozenset(tool.name for tool in tools) or None
-        source.keep("")
+        source.keep("", may_be_text=True)
         yield from source.spaces()
         if (yield from source.next_is("[")):
-            yield from read_calls(source, names=names, is_marked=False)
-        while (yield from source.next_is("{")):
-            if not (yield from read_call(source, names=names, is_marked=False)):
-                break
-            source.keep("")
-            yield from source.spaces()
+            any_call = yield from read_calls(source, names=names, is_marked=False)
+        else:
+            any_call = False
+            while (yield from source.next_is("{")) and (yield from read_call(source, names=names, is_marked=False)):
+                any_call = True
+                yield from read_separator(source)
+        if any_call:
+            source.give_back_unless_blank()
         source.give_back()
         yield from source.rest(source.log.text)
 

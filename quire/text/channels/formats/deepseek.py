@@ -78,14 +78,14 @@ def _call(source: Source) -> Reading[bool]:
         source.give_back()
         return False
     yield from source.spaces()
-    is_fenced = not (yield from source.next_is("{"))
-    if is_fenced:
+    is_fenced, is_named = not (yield from source.next_is("{")), name != "function"
+    if is_fenced and not source.broke_off:
         name = yield from source.word(_NAME)
-        yield from source.spaces()
+        is_named = bool((yield from source.spaces()))
         if (yield from source.match("```")):
             yield from source.match("json")
         yield from source.spaces()
-    if not (yield from read_arguments(source, name)):
+    if not (yield from read_arguments(source, name, is_named=is_named)):
         return False
     if is_fenced:
         source.keep("")

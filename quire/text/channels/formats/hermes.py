@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from quire.text.channels.calls import read_call, read_calls
+from quire.text.channels.calls import read_call, read_calls, read_separator
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.grammar_text import GrammarText, either
 from quire.text.channels.source import Reading, Source
@@ -37,7 +37,7 @@ class Hermes:
             if (yield from source.next_is("[")):
                 is_call = yield from read_calls(source)
             elif (yield from source.next_is("{")):
-                is_call = yield from read_call(source)
+                is_call = yield from _objects(source)
             else:
                 source.give_back()
                 continue
@@ -49,3 +49,14 @@ class Hermes:
     def grammar(self, text: GrammarText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         call = either(text.json_call(tool, "arguments") for tool in tools)
         return f'"\\n" {call} "\\n" {text.marker(CLOSE)}'
+
+
+def _objects(source: Source) -> Reading[bool]:
+    """A call, and others that stand in the same block."""
+    if not (yield from read_call(source)):
+        return False
+    while (yield from read_separator(source)):
+        if not (yield from read_call(source)):
+            return True
+    source.give_back_unless_blank()
+    return True

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from quire.text.channels.calls import read_call
+from quire.text.channels.calls import read_call, read_separator
 from quire.text.channels.events import ToolSpec
 from quire.text.channels.grammar_text import GrammarText, either
 from quire.text.channels.source import MAX_HELD, Reading, Source
@@ -33,7 +33,7 @@ class Llama3:
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         names = frozenset(tool.name for tool in tools) or None
-        source.keep("")
+        source.keep("", may_be_text=True)
         yield from source.spaces()
         if (yield from source.next_is("{")):
             yield from _objects(source, names, is_marked=False)
@@ -58,11 +58,7 @@ class Llama3:
 def _objects(source: Source, names: frozenset[str] | None, *, is_marked: bool) -> Reading[None]:
     """One call, and more after a semicolon."""
     while (yield from read_call(source, names=names, is_marked=is_marked)):
-        source.keep("")
-        yield from source.spaces()
-        yield from source.match(";")
-        yield from source.spaces()
-        if not (yield from source.next_is("{")):
+        if not (yield from read_separator(source)):
             source.give_back_unless_blank()
             return
 

@@ -57,6 +57,6 @@ def _named_call(source: Source) -> Reading[bool]:
     name = yield from source.word(_NAME)
     if (yield from source.match(CALL_ID)):
         yield from source.word(_NAME)
-    yield from source.match(ARGS)
+    is_named = bool((yield from source.match(ARGS)))
     yield from source.spaces()
-    return (yield from read_arguments(source, name))
+    return (yield from read_arguments(source, name, is_named=is_named))

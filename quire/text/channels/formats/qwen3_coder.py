@@ -92,13 +92,13 @@ def _function(source: Source, schemas: Mapping[str, Mapping[str, Any]]) -> Readi
         keys.add(key)
         yield from source.match("\n")
         if not (yield from _value(source, _types(properties.get(key, {"type": "string"})))):
-            log.end_call()  # the text ended within the value
+            log.end_call(is_whole=False)  # the text ended within the value
             return True
     if found or (yield from source.more()):
         log.arguments("}")
     if found:
         source.settle()
-    log.end_call()
+    log.end_call(is_whole=bool(found))
     source.give_back_unless_blank()
     return True
 
@@ -112,7 +112,8 @@ def _value(source: Source, types: frozenset[str]) -> Reading[bool]:
             log.arguments(_as_json(held.removesuffix("\n"), types))
             return True
         if not (yield from source.more()):
-            log.arguments(held)
+            held = held.removesuffix("\n")
+            log.arguments(held if _may_be_json(held) else '"' + _escaped(held))
             return False
         log.arguments('"' + _escaped(held))  # too long to wait for
     else:
@@ -122,6 +123,12 @@ def _value(source: Source, types: frozenset[str]) -> Reading[bool]:
         return False
     log.arguments(_escaped(space.removesuffix("\n")) + '"')
     return True
+
+
+def _may_be_json(text: str) -> bool:
+    """May this be the beginning of JSON?"""
+    start = text.strip()
+    return start[:1] in tuple('{["-0123456789') or any(word.startswith(start) for word in ("true", "false", "null"))
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_flags import FLAGS
+from quire.cli.bench_hostile import add_hostile, run_hostile
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
@@ -43,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
         add(benchmarks)
     add_online(benchmarks)
     add_compare(benchmarks)
+    add_hostile(benchmarks)
     for name, benchmark in benchmarks.choices.items():
         benchmark.usage = f"quire bench {name} [options]"  # an error is no place for every setting there is
 
@@ -75,6 +77,11 @@ def _show(report: Report) -> None:
         from quire.bench.online_tables import show_comparison, show_online
 
         (show_online if report["benchmark"] == "online" else show_comparison)(report)
+        return
+    if report["benchmark"] == "hostile":
+        from quire.bench.hostile_tables import show_hostile
+
+        show_hostile(report)
         return
     if report["benchmark"] == "kernels":
         from quire.bench.kernels import KernelResult
@@ -248,4 +255,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "compare": run_compare,
     "compare-llama-cpp": _llama_cpp,
     "quality": _quality,
+    "hostile": run_hostile,
 }

@@ -1,0 +1,238 @@
+"""`quire bench hostile`: a server under every known kind of hostile input, beside streams that must go on.
+
+Starts `quire serve`, learns what each stream says undisturbed, then lets one kind of attack after the other run beside
+the streams, and in the end all at once. Of each phase it reports the event loop's delay, the memory of the HTTP process
+and of its text workers, the answers the attackers got, and what the streams lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from quire.bench.hostile_attacks import KINDS, Tally
+from quire.bench.hostile_requests import Target, costly_template
+from quire.bench.hostile_sender import Order
+from quire.bench.hostile_streams import Streams
+from quire.bench.hostile_watch import MemoryWatch, quantile, read_histograms, subtract
+from quire.bench.offline import load_average
+from quire.bench.stats import Bar, Report
+from quire.bench.stream_client import Connection, Endpoint, parse_url
+from quire.chaos.tiny import make_tiny_model
+from quire.files.source import resolve_model
+from quire.text.loading import load_tokenizer
+from quire.text.template import template_source
+from quire.types import QuireError
+
+KEY = "sk-hostile"
+START_SECONDS, STOP_SECONDS, ORDER_SECONDS, METRICS_SECONDS = 300.0, 60.0, 600.0, 180.0
+SETTLE_SECONDS = 1.0  # after an attack, before memory is read again
+MAX_DELAY_MS = 50.0
+# What the HTTP process may grow by. Bodies held at a time are 256 MiB (`HeldBodies`), each once more as the message to
+# its worker while that reads it; connections and replies take the rest.
+MAX_GROWTH = 640 << 20
+MAX_WORKERS = 2 * (1 << 30) + (1 << 29)  # two workers, each with 1 GiB beyond what it has once it is set up
+STOP_BYTES = 8 << 30  # a server that holds more is ended: the machine must survive what it shows
+ALL, CALM = "all at once", "no attack"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str = "smollm2"  # `tiny`: made on the spot
+    kinds: tuple[str, ...] = KINDS
+    seconds: float = 8.0  # of each phase
+    streams: int = 16
+    max_tokens: int = 48
+    threads: int = 1  # of the engine, so that a second core is the HTTP process's
+    rounds: int = 200  # of each attack, at most
+    flood_bytes: int = 40 << 20  # of one connection
+    connections: int = 400
+    small: bool = False
+    max_growth: int = MAX_GROWTH
+
+
+def bench_hostile(settings: Settings) -> Report:
+    return asyncio.run(_bench(settings))
+
+
+async def _bench(settings: Settings) -> Report:
+    busy = load_average()
+    with tempfile.TemporaryDirectory(prefix="quire-hostile-") as folder:
+        async with _server(settings, Path(folder)) as (process, endpoint), _sender() as sender:
+            streams = Streams(endpoint, settings.streams, settings.max_tokens)
+            await streams.learn()
+            watch = MemoryWatch(process.pid, STOP_BYTES)
+            run = _Run(settings, endpoint, sender, streams, watch)
+            async with streams.running():
+                phases = [await run.phase(CALM, ())]
+                phases += [await run.phase(kind, (kind,)) for kind in settings.kinds]
+                phases.append(await run.phase(ALL, settings.kinds))
+            if process.returncode is not None:
+                raise QuireError("engine_failed", f"The server ended with code {process.returncode} under attack.")
+    bars = _bars(phases, settings)
+    return {
+        "benchmark": "hostile",
+        "settings": asdict(settings),
+        "num_cores": os.cpu_count(),
+        "load_before": busy,
+        "load_after": load_average(),
+        "phases": phases,
+        "bars": [bar.to_report() for bar in bars],
+        "pass": all(bar.passed for bar in bars),
+    }
+
+
+@dataclass(slots=True)
+class _Run:
+    settings: Settings
+    endpoint: Endpoint
+    sender: asyncio.subprocess.Process
+    streams: Streams
+    watch: MemoryWatch
+
+    async def phase(self, name: str, kinds: Sequence[str]) -> Report:
+        before = read_histograms(await self._metrics())
+        self.streams.reset()
+        self.watch.begin()
+        began = asyncio.get_running_loop().time()
+        tallies = await self._attack(kinds) if kinds else {}
+        if not kinds:
+            await asyncio.sleep(self.settings.seconds)
+        await asyncio.sleep(SETTLE_SECONDS)
+        after = read_histograms(await self._metrics())
+        memory = await self.watch.end()
+        took = asyncio.get_running_loop().time() - began
+        delays = {name: subtract(after[name], before[name]) for name in after}
+        total = Tally()
+        for tally in tallies.values():
+            total.add(tally)
+        return {
+            "name": name,
+            "seconds": took,
+            "sent_bytes": total.sent_bytes,
+            "answers": total.answers,
+            "wrong_answers": total.wrong,
+            "delay_s": _shares(delays.get("quire_http_loop_delay", [])),
+            "computing_s": _shares(delays.get("quire_http_loop_computing", [])),
+            "memory": asdict(memory),
+            "streams": asdict(self.streams.counts),
+        }
+
+    async def _metrics(self) -> str:
+        bare = Endpoint(self.endpoint.host, self.endpoint.port, False, "", KEY)
+        async with asyncio.timeout(METRICS_SECONDS), Connection(bare) as connection:
+            _, headers = await connection.request("GET", "/metrics", b"")
+            return (await connection.start_of_body(headers, 1 << 22)).decode()
+
+    async def _attack(self, kinds: Sequence[str]) -> dict[str, Tally]:
+        settings = self.settings
+        target = Target(self.endpoint.host, self.endpoint.port, KEY)
+        order = Order(target, tuple(kinds), settings.seconds, settings.rounds, settings.flood_bytes,
+                      settings.connections, settings.small)  # fmt: skip
+        assert self.sender.stdin is not None and self.sender.stdout is not None
+        self.sender.stdin.write(msgspec.json.encode(order) + b"\n")
+        answer = asyncio.create_task(self.sender.stdout.readline())
+        too_much = asyncio.create_task(self.watch.is_too_much.wait())
+        done, _ = await asyncio.wait((answer, too_much), timeout=ORDER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        too_much.cancel()
+        if answer not in done or not answer.result():
+            held, attack = self.watch.memory.peak, ", ".join(kinds)
+            what = f"The server holds {held >> 20} MiB under {attack}, or its attackers ended."
+            raise QuireError("hostile_input", what, "Run this attack alone with --kinds and smaller --flood-bytes.")
+        return msgspec.json.decode(answer.result(), type=dict[str, Tally])
+
+
+def _shares(histogram: list[tuple[float, float]]) -> Report:
+    return {name: quantile(histogram, share) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+
+
+def _bars(phases: Sequence[Report], settings: Settings) -> list[Bar]:
+    calm, together = phases[0], phases[-1]
+    alone = phases[1:-1]
+
+    def delay(phase: Report) -> float:
+        return 1000 * (phase["delay_s"]["p99"] or 0.0)
+
+    growth = max(phase["memory"]["peak"] for phase in phases) - calm["memory"]["before"]
+    workers = max(phase["memory"]["workers_peak"] for phase in phases)
+    return [
+        Bar("loop delay p99, all at once, ms", delay(together), MAX_DELAY_MS, "at most"),
+        Bar("loop delay p99, worst attack alone, ms", max(map(delay, alone)), MAX_DELAY_MS, "at most"),
+        Bar("HTTP process grew by, MiB", growth / 2**20, settings.max_growth / 2**20, "at most"),
+        Bar("text workers hold, MiB", workers / 2**20, MAX_WORKERS / 2**20, "at most"),
+        Bar("stream tokens lost", _sum(phases, "lost"), 0, "at most"),
+        Bar("streams with wrong tokens", _sum(phases, "wrong"), 0, "at most"),
+        Bar("tokens streamed while all attacks run", together["streams"]["tokens"], 1, "at least"),
+        Bar("hostile requests answered wrongly", sum(sum(p["wrong_answers"].values()) for p in phases), 0, "at most"),
+    ]
+
+
+def _sum(phases: Sequence[Report], count: str) -> int:
+    return sum(phase["streams"][count] for phase in phases)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+@asynccontextmanager
+async def _server(settings: Settings, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Endpoint]]:
+    tiny = settings.model == "tiny"
+    model = str(make_tiny_model(folder / "tiny")) if tiny else settings.model
+    tokenizer = load_tokenizer(resolve_model(model, random_weights=tiny))
+    if tokenizer is None:
+        raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.")
+    template = folder / "template.jinja"
+    template.write_text(costly_template(template_source(tokenizer, None)))
+    flags = ["--port", "0", "--api-key", KEY, "--threads", str(settings.threads), "--max-model-len", "1024",
+             "--max-rows", "32", "--cache-memory", "200MiB", "--host-memory", "0", "--log-level", "error",
+             "--chat-template", str(template), "--deterministic", *(["--random-weights"] if tiny else [])]  # fmt: skip
+    with (folder / "server.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "quire", "serve", model, *flags, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), START_SECONDS)).decode()
+            if " at http" not in line:
+                words = (folder / "server.log").read_text()[-2000:]
+                raise QuireError("engine_failed", f"The server did not start: {words.strip() or line}")
+            yield process, parse_url(line.split(" at ")[1].strip(), KEY)
+        finally:
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask twice, since open replies are not waited for; then kill."""
+    for _ in range(2):
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    except TimeoutError:
+        process.kill()
+
+
+@asynccontextmanager
+async def _sender() -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire.bench.hostile_sender",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 22,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

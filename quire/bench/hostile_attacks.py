@@ -1,0 +1,278 @@
+"""Attacks on an HTTP server, each with a count of what it sent and how it was answered.
+
+`quire bench hostile` runs them in a process of their own (`hostile_sender`), the chaos gate in its own. Every attack is
+bounded: by time, by connections, and by the bytes one connection may send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.bench.hostile_requests import ASKED, CHAT, CUT, LATER, Exchange, Sizes, Target, post
+
+PATIENCE = 120.0  # seconds for one answer; longer is a wrong answer
+PIECE = 1 << 16
+ASKERS = 3  # requests of one kind at a time
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of one attack."""
+
+    sent_bytes: int = 0
+    answers: dict[str, int] = field(default_factory=dict)
+    wrong: dict[str, int] = field(default_factory=dict)  # answers that no server should give
+
+    def count(self, name: str, status: int | str, expected: bool) -> None:
+        shown = "cut" if status == CUT else str(status)
+        _add(self.answers, {shown: 1})
+        if not expected:
+            _add(self.wrong, {f"{name}: {shown}": 1})
+
+    def add(self, other: Tally) -> None:
+        self.sent_bytes += other.sent_bytes
+        _add(self.answers, other.answers)
+        _add(self.wrong, other.wrong)
+
+
+def _add(counts: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
+class Attack(Protocol):
+    unsent: int  # calls of `once` before everything has been sent; the time may be over before
+
+    async def once(self, target: Target, tally: Tally) -> None: ...
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connect(target: Target) -> AsyncIterator[Streams]:
+    reader, writer = await asyncio.open_connection(target.host, target.port, limit=PIECE)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> int:
+    """The status of an answer that is read to its end and thrown away; CUT if none came."""
+    status = CUT
+    with suppress(ConnectionError):
+        line = await reader.readline()
+        if line.startswith(b"HTTP/1.1 "):
+            status = int(line[9:12])
+        while await reader.read(PIECE):
+            pass
+    return status
+
+
+class Ask:
+    """Requests that are sent whole and answered."""
+
+    def __init__(self, exchanges: list[Exchange]):
+        self._next = itertools.cycle(exchanges)
+        self.unsent = len(exchanges)
+
+    async def once(self, target: Target, tally: Tally) -> None:
+        exchange = next(self._next)
+        self.unsent -= 1
+        status: int | str
+        try:
+            async with asyncio.timeout(PATIENCE), connect(target) as (reader, writer):
+                writer.write(exchange.data)
+                tally.sent_bytes += len(exchange.data)
+                status = await read_answer(reader)
+        except TimeoutError:
+            status = "no answer"
+        tally.count(exchange.name, status, status in exchange.expected or status in LATER)
+
+
+class Flood:
+    """Bytes without end on one connection, until the server closes it or has taken `cap` bytes, which is a wrong answer
+    unless it `may_take` them."""
+
+    unsent = 0
+    wait = 5.0  # seconds for the answer once all has been sent
+
+    def __init__(self, name: str, start: Callable[[Target], bytes], piece: bytes, cap: int, may_take: bool = False):
+        self._name, self._start, self._cap, self._may_take = name, start, cap, may_take
+        self._piece = piece * (PIECE // len(piece))
+
+    async def once(self, target: Target, tally: Tally) -> None:
+        sent = 0
+        with suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE), connect(target) as (reader, writer):
+                answer = asyncio.create_task(read_answer(reader))
+                try:
+                    writer.write(self._start(target))
+                    while sent < self._cap and not answer.done() and not writer.is_closing():
+                        writer.write(self._piece)
+                        await writer.drain()
+                        sent += len(self._piece)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(asyncio.shield(answer), self.wait)
+                finally:
+                    answer.cancel()
+        tally.sent_bytes += sent
+        was_cut = sent < self._cap
+        tally.count(self._name, CUT if was_cut else "took all", was_cut or self._may_take)
+
+
+class Drip:
+    """Connections that send a beginning and then a byte now and then."""
+
+    unsent = 0
+
+    def __init__(self, start: Callable[[Target], bytes], connections: int, seconds: float, every: float = 0.5):
+        self._start, self._connections, self._seconds, self._every = start, connections, seconds, every
+
+    async def once(self, target: Target, tally: Tally) -> None:
+        await asyncio.gather(*(self._one(target, tally) for _ in range(self._connections)))
+
+    async def _one(self, target: Target, tally: Tally) -> None:
+        end, held = asyncio.get_running_loop().time() + self._seconds, True
+        with suppress(ConnectionError, OSError):
+            async with connect(target) as (reader, writer):
+                writer.write(self._start(target))
+                while asyncio.get_running_loop().time() < end and held:
+                    writer.write(b"a")
+                    tally.sent_bytes += 1
+                    await writer.drain()
+                    with suppress(TimeoutError):
+                        held = bool(await asyncio.wait_for(reader.read(PIECE), self._every))
+        tally.count("drip", "held" if held else "closed", True)
+
+
+class Crowd:
+    """Connections that send nothing."""
+
+    unsent = 0
+
+    def __init__(self, connections: int, seconds: float):
+        self._connections, self._seconds = connections, seconds
+
+    async def once(self, target: Target, tally: Tally) -> None:
+        opened: list[Streams] = []
+        try:
+            for _ in range(self._connections):
+                try:
+                    opened.append(await asyncio.open_connection(target.host, target.port))
+                except OSError:
+                    tally.count("idle", "refused", True)
+            await asyncio.sleep(self._seconds)
+        finally:
+            for reader, writer in opened:
+                tally.count("idle", "closed" if reader.at_eof() else "held", True)
+                writer.transport.abort()
+
+
+class Pipeline:
+    """Requests that do not wait for each other's answers, on one connection that is read slowly or not at all."""
+
+    unsent = 0
+
+    def __init__(self, requests: Callable[[Target], bytes], reads: bool):
+        self._requests, self._reads = requests, reads
+
+    async def once(self, target: Target, tally: Tally) -> None:
+        data, size = self._requests(target), 0
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(10), connect(target) as (reader, writer):
+                writer.write(data)
+                tally.sent_bytes += len(data)
+                if not self._reads:
+                    await asyncio.sleep(2)
+                while part := await reader.read(PIECE):
+                    size += len(part)
+        tally.count("pipelined", "answered" if size else "cut", True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kinds
+
+
+def _trailers(target: Target) -> bytes:
+    return (f"POST {CHAT} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nContent-Type: application/json\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n0\r\n").encode()  # fmt: skip
+
+
+def _chunks(target: Target) -> bytes:
+    """Chunks of a byte with extensions: much is sent for little body."""
+    return _trailers(target).removesuffix(b"0\r\n")
+
+
+def _refused_body(target: Target) -> bytes:
+    """A body that goes on after its request was refused for want of a key."""
+    head = post(target, CHAT, b"", key=False).replace(b"Connection: close\r\n", b"")
+    return head.replace(b"Content-Length: 0", b"Content-Length: 900000000")
+
+
+def _dripped_body(target: Target) -> bytes:
+    return post(target, CHAT, b"x" * 100_000).partition(b"x")[0]
+
+
+def _slow_head(target: Target) -> bytes:
+    return f"POST {CHAT} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nx-slow: ".encode()
+
+
+def _gets(count: int) -> Callable[[Target], bytes]:
+    def requests(target: Target) -> bytes:
+        return f"GET /healthz HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n\r\n".encode() * count
+
+    return requests
+
+
+def _posts(count: int) -> Callable[[Target], bytes]:
+    def requests(target: Target) -> bytes:
+        return post(target, CHAT, b'{"messages":1}').replace(b"Connection: close\r\n", b"") * count
+
+    return requests
+
+
+def make_attacks(target: Target, sizes: Sizes, seconds: float, flood_bytes: int, connections: int
+                 ) -> dict[str, list[Attack]]:  # fmt: skip
+    """All kinds; each is several attacks that run beside each other."""
+    attacks: dict[str, list[Attack]] = {
+        "trailers": [Flood("trailers", _trailers, b"x-trailer-name: some value\r\n", flood_bytes)],
+        "chunks": [Flood("chunk extensions", _chunks, b"1;" + b"e" * 250 + b"\r\nx\r\n", 2 * flood_bytes, True),
+                   Flood("a refused body", _refused_body, b"x", 2 * flood_bytes)],
+        **{name: [Ask(make(target, sizes))] * ASKERS for name, make in ASKED.items()},
+        "drips": [Drip(_dripped_body, connections // 4, seconds), Drip(_slow_head, connections // 4, seconds)],
+        "idle": [Crowd(connections, seconds)],
+        "pipeline": [Pipeline(_gets(sizes.pipelined), True), Pipeline(_posts(sizes.pipelined), True),
+                     Pipeline(_gets(sizes.pipelined * 20), False)],
+    }  # fmt: skip
+    return attacks
+
+
+KINDS = ("trailers", "chunks", *ASKED, "drips", "idle", "pipeline")
+
+
+async def run_attacks(
+    target: Target, attacks: dict[str, list[Attack]], seconds: float, max_rounds: int
+) -> dict[str, Tally]:
+    """Each attack again and again until the time is over, at most `max_rounds` times."""
+    tallies = {name: Tally() for name in attacks}
+    end = asyncio.get_running_loop().time() + seconds
+
+    async def repeat(attack: Attack, tally: Tally) -> None:
+        for _ in range(max_rounds):
+            try:
+                await attack.once(target, tally)
+            except OSError as error:
+                tally.count(type(attack).__name__.lower(), f"no connection ({error.strerror or error})", False)
+                await asyncio.sleep(0.2)
+            if asyncio.get_running_loop().time() >= end and attack.unsent <= 0:
+                return
+
+    await asyncio.gather(*(repeat(attack, tallies[name]) for name, several in attacks.items() for attack in several))
+    return tallies

@@ -1,0 +1,47 @@
+"""The process that attacks, `python -m quire.bench.hostile_sender`: an order per line on stdin, its tallies on stdout.
+
+It runs at a low priority beside the server and keeps its requests ready made, so that what it takes of the machine does
+not count as the server's delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import msgspec
+
+from quire.bench.hostile_attacks import Tally, make_attacks, run_attacks
+from quire.bench.hostile_requests import SMALL, Sizes, Target
+
+NICENESS = 10
+
+
+class Order(msgspec.Struct, frozen=True):
+    target: Target
+    kinds: tuple[str, ...]
+    seconds: float
+    max_rounds: int
+    flood_bytes: int
+    connections: int
+    small: bool = False
+
+
+async def obey(order: Order) -> dict[str, Tally]:
+    sizes = SMALL if order.small else Sizes()
+    made = make_attacks(order.target, sizes, order.seconds, order.flood_bytes, order.connections)
+    return await run_attacks(order.target, {name: made[name] for name in order.kinds}, order.seconds, order.max_rounds)
+
+
+def main() -> int:
+    os.nice(NICENESS)
+    for line in sys.stdin.buffer:
+        tallies = asyncio.run(obey(msgspec.json.decode(line, type=Order)))
+        sys.stdout.buffer.write(msgspec.json.encode(tallies) + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -88,8 +88,11 @@ class AsyncLLM:
             if delta.finish_reason is not None:
                 self._sinks.pop(delta.request_id, None)
             loop, news = sink
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(news.put_nowait, delta)
+            except RuntimeError:  # the loop was closed, by an interrupt for one, and its tasks never came to their end
+                if self._sinks.pop(delta.request_id, None) is not None:
+                    self._thread.cancel(delta.request_id)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.close)

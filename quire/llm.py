@@ -1,15 +1,17 @@
 """`LLM`: a model in this process, for scripts and notebooks. Prompts in, outputs out, in the same order.
 
-It turns the engine's loop by hand in the calling thread; several threads may share one LLM. `AsyncLLM` is the same
-for programs with an event loop. Neither knows about HTTP.
+It turns the engine's loop by hand in the calling thread; several threads may share one LLM. Ctrl-C ends what its caller
+asked for and nothing else. `AsyncLLM` is the same for programs with an event loop. Neither knows about HTTP.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from quire.ahead.beginning import open_engine
@@ -17,6 +19,7 @@ from quire.cache.insight import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
+from quire.engine.interrupts import HeldInterrupts
 from quire.files.progress import Progress
 from quire.types import QuireError, Request, SamplingParams
 
@@ -38,6 +41,9 @@ class LLM:
         self._lock = threading.RLock()
         self._replies: dict[str, _Open] = {}  # request id -> where its news go
         self._num_ended = 0  # ends seen so far, by whichever thread turned the loop
+        self._unwanted: deque[str] = deque()  # ids of requests to cancel; appended to at any moment, without the lock
+        self._is_torn = False  # the engine was entered and not left in order: its books can't be relied on
+        self._in_engine = False
         self._closed = False
 
     # -- what people call -----------------------------------------------------------------------------------------
@@ -53,14 +59,17 @@ class LLM:
         replies = [Reply(self.edge, requests) for requests in todo]
         opened = [_Open(reply, keep=False) for reply in replies]
         waiting = deque(zip(opened, todo, strict=True))
-        with _bar(len(many), progress) as advance:
+        self._sweep()
+        with _bar(len(many), progress) as advance, HeldInterrupts() as interrupts:
             try:
                 unfinished, seen = opened, -1
                 while unfinished:
                     self._submit(waiting)
                     self._turn()
+                    interrupts.release()
                     if seen != self._num_ended:  # looked at only when somebody ended, not at every step
                         seen = self._num_ended
+                        _check_lost(opened)
                         unfinished = [o for o in unfinished if not o.reply.done]
                     if advance is not None:
                         advance(len(opened) - len(unfinished), sum(o.num_tokens for o in opened))
@@ -81,31 +90,42 @@ class LLM:
         tokens = self.edge.encode(prompt)
         requests = self._requests(tokens, params or SamplingParams(), priority, timeout)
         opened = _Open(Reply(self.edge, requests))
-        return self._stream(opened, requests)
+        stream = self._stream(opened, requests)
+        opened.stream = weakref.ref(stream)
+        return stream
 
     def _stream(self, opened: _Open, requests: list[Request]) -> Generator[Chunk, None, None]:
         waiting = deque([(opened, requests)])
+        self._sweep()
         try:
             while waiting or opened.chunks or not opened.reply.done:
-                self._submit(waiting)
+                with HeldInterrupts():
+                    self._submit(waiting)
+                    if not opened.chunks and not opened.reply.done:
+                        self._turn()
                 while opened.chunks:
                     yield opened.chunks.popleft()
-                if not opened.reply.done:
-                    self._turn()
+                _check_lost([opened])
         finally:
             self._forget([opened])
 
     def explain(self, prompt: Prompt) -> Explanation:
         """How much of a prompt would come from the prefix cache now, and where it leaves what is cached."""
         tokens = self.edge.encode(prompt)
-        with self._lock:
-            return explain(self._engine.scheduler.cache, tokens)
+        with HeldInterrupts(), self._lock:
+            self._enter()
+            found = explain(self._engine.scheduler.cache, tokens)
+            self._leave()
+        return found
 
     def pin(self, prompt: Prompt, *, pinned: bool = True) -> int:
         """Ask for what is cached of a prompt to be evicted last, or no longer. Returns how many tokens that is."""
         tokens = self.edge.encode(prompt)
-        with self._lock:
-            return pin(self._engine.scheduler.cache, tokens, pinned=pinned)
+        with HeldInterrupts(), self._lock:
+            self._enter()
+            num_tokens = pin(self._engine.scheduler.cache, tokens, pinned=pinned)
+            self._leave()
+        return num_tokens
 
     @property
     def edge(self) -> Edge:
@@ -132,8 +152,9 @@ class LLM:
     def prepare(self) -> None:
         """Compile kernels and capture graphs now, so that nothing is left to do while requests run. Optional: what is
         not prepared is done when it is first needed."""
-        with self._lock:
-            self._engine.prepare()
+        with self._lock, HeldInterrupts() as interrupts:
+            while self._engine.do_chore():
+                interrupts.release()
             gc.collect()
             gc.freeze()  # what is there now stays: no later collection, in the midst of a step, need walk over it
 
@@ -163,22 +184,27 @@ class LLM:
 
     def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:
         """Hand over as many as the queue takes; the rest wait here."""
+        if not waiting:
+            return
         with self._lock:
-            while waiting:
-                opened, requests = waiting[0]
-                while requests:
-                    try:
+            self._enter()
+            try:
+                while waiting:
+                    opened, requests = waiting[0]
+                    while requests:
                         self._engine.add(requests[0])
-                    except QuireError as error:
-                        if error.code == "queue_full" and self._engine.has_work:
-                            return
-                        raise
-                    self._replies[requests[0].id] = opened
-                    requests.pop(0)
-                waiting.popleft()
+                        self._replies[requests[0].id] = opened
+                        requests.pop(0)
+                    waiting.popleft()
+            except QuireError as error:  # refused, and nothing has changed
+                if error.code != "queue_full" or not self._engine.has_work:
+                    self._leave()
+                    raise
+            self._leave()
 
     def _turn(self) -> None:
         with self._lock:
+            self._enter()
             for delta in self._engine.turn():
                 opened = self._replies.get(delta.request_id)
                 if opened is None:
@@ -189,14 +215,42 @@ class LLM:
                 if delta.finish_reason is not None:
                     del self._replies[delta.request_id]
                 self._num_ended += stop is not None or delta.finish_reason is not None
+            self._leave()
 
     def _forget(self, opened: list[_Open]) -> None:
-        """Whatever is not done by now is not wanted any more."""
-        mine = {id(o) for o in opened}
+        """Whatever is not done by now is not wanted any more. A stream that nobody holds may be collected, and come
+        here, in the middle of a turn: then the next one cancels it."""
+        self._unwanted.extend([request_id for o in opened for request_id in o.reply.ids])
+        with HeldInterrupts(), self._lock:
+            if not self._in_engine:
+                self._enter()
+                self._leave()
+
+    def _sweep(self) -> None:
+        """Forget streams that ended without doing so: an interrupt hit them while they did."""
         with self._lock:
-            for request_id in [i for i, o in self._replies.items() if id(o) in mine]:
-                self._engine.cancel(request_id)
+            left = {id(o): o for o in self._replies.values() if o.is_left}
+        if left:
+            self._forget(list(left.values()))
+
+    def _enter(self) -> None:
+        """Before anything is done with the engine, with the lock held. What was not left in order, whatever ended it,
+        is built anew; callers whose requests were lost with it are told."""
+        if self._is_torn:
+            for request_id, opened in list(self._replies.items()):
+                opened.is_lost = True
                 del self._replies[request_id]
+            self._num_ended += 1
+            self._engine.rebuild()
+        self._is_torn = self._in_engine = True
+        while self._unwanted:
+            request_id = self._unwanted[0]
+            if self._replies.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+            self._unwanted.popleft()
+
+    def _leave(self) -> None:
+        self._is_torn = self._in_engine = False
 
 
 class _Open:
@@ -207,6 +261,15 @@ class _Open:
         self._keep = keep
         self.chunks: deque[Chunk] = deque()
         self.num_tokens = 0
+        self.is_lost = False  # the engine was built anew before it was done
+        self.stream: weakref.ref[Generator[Chunk, None, None]] | None = None  # who reads it
+
+    @property
+    def is_left(self) -> bool:
+        """Its stream is gone, or has ended."""
+        stream = self.stream() if self.stream is not None else None
+        ended = isinstance(stream, GeneratorType) and stream.gi_frame is None
+        return self.stream is not None and (stream is None or ended)
 
     def take(self, delta: Any) -> str | None:
         chunk, stop = self.reply.push(delta)
@@ -215,6 +278,12 @@ class _Open:
                 self.chunks.append(chunk)
             self.num_tokens += len(chunk.token_ids)
         return stop
+
+
+def _check_lost(opened: Sequence[_Open]) -> None:
+    if any(o.is_lost for o in opened):
+        what = "The request was lost: an interrupt or an error in another call left the engine's books unusable."
+        raise QuireError("interrupted", what, "The engine works again; ask once more.")
 
 
 def _as_list(prompts: str | Sequence[Any]) -> list[Any]:

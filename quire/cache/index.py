@@ -47,6 +47,14 @@ class CacheIndex:
         self.claims = Claims(self.page_tokens)
         self.capacity_tokens = self._capacity_tokens()
 
+    def afresh(self) -> CacheIndex:
+        """One of the same size that holds nothing. Units that await clearing are still cleared first."""
+        sizes = [pool.num_units for pool in self.pools]
+        host = [pool.num_units for pool in self.stock.host_pools] if self.can_swap else None
+        new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache)
+        new._to_clear = self._to_clear
+        return new
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     @property

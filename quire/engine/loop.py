@@ -84,6 +84,16 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
 
+    def rebuild(self) -> None:
+        """Start over with empty books: a call was left in the middle, by an interrupt or an error, and nothing in them
+        can be relied on. Every request and the prefix cache are gone. May itself be left in the middle and repeated."""
+        self.scheduler = self.scheduler.afresh()
+        self._inflight.clear()
+        self._bisection = Bisection()
+        self._last_done = 0.0
+        self.states.move("rebuilt")
+        self.tracer.note("engine rebuilt")
+
     def turn(self, deliver: Deliver | None = None) -> list[Delta]:
         """One turn of the loop: at most one step started, at most one committed. `deliver` gets the news, which are
         also returned, before the step's books are kept; it must not call the engine. Between turns all books are."""
@@ -122,7 +132,7 @@ class Engine:
                 if len(self._inflight) >= depth:  # at depth 1 nothing is planned ahead, so nothing is won by waiting
                     deltas += self._commit_oldest()
             self.states.move("rest")
-        except (DeviceLost, EngineBroken, KeyboardInterrupt, SystemExit):
+        except (DeviceLost, EngineBroken):
             self.states.move("fail")
             raise
         except Exception as error:
@@ -220,6 +230,9 @@ class Engine:
             next(self._chores)
         except StopIteration:
             self.has_chores = False
+        except BaseException:
+            self._chores = None  # an iterator that raised gives nothing more
+            raise
         return self.has_chores
 
     def close(self) -> None:

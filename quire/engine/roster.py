@@ -96,6 +96,12 @@ class Roster:
         self._cache.settle(step)
         self.rows.settle(self._cache.settled)
 
+    def start_over(self, last_step: int) -> None:
+        """Nothing runs, and whatever was planned up to this step counts as committed."""
+        self.last_step = last_step + 1  # one more may have been in the making
+        self.rows.tell_all()
+        self.settle(self.last_step)
+
     def check(self) -> None:
         self._cache.check()
         self.waiting.check()

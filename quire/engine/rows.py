@@ -43,6 +43,10 @@ class Rows:
         """The plan that said so never ran."""
         self._untold.extend(rows)
 
+    def tell_all(self) -> None:
+        """The device may know of any row, whatever it was told."""
+        self._untold = list(range(self._num_rows))
+
     def check(self, taken: list[int]) -> None:
         everywhere = taken + self._free + [row for _, row in self._limbo]
         assert sorted(everywhere) == list(range(self._num_rows)), "a row was lost or given out twice"

@@ -387,6 +387,17 @@ class Scheduler:
         """While a failed step is bisected only these may run; None lifts it."""
         self._only = only
 
+    # -- starting over --------------------------------------------------------------------------------------------
+
+    def afresh(self) -> Scheduler:
+        """One with the same limits, policies and counters and no request. Steps are numbered on, and its first plan
+        tells the device to forget every row."""
+        new = Scheduler(self.cache.afresh(), self.limits, clock=self.clock, order=self._order,
+                        chunking=self._chunking, admission=self._admission, victims=self._victims)  # fmt: skip
+        new.stats, new.step_cap = self.stats, self.step_cap
+        new.roster.start_over(self.roster.last_step)
+        return new
+
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:

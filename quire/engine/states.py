@@ -82,6 +82,7 @@ LOOP_TRANSITIONS: dict[str, Transition[LoopState]] = {
     "rest": Transition(frozenset({LoopState.SCHEDULING}), LoopState.IDLE),
     "fail": Transition(frozenset({LoopState.SCHEDULING, LoopState.WAITING_WORKER}), LoopState.ERROR),
     "rolled_back": Transition(frozenset({LoopState.ERROR}), LoopState.IDLE),
+    "rebuilt": Transition(frozenset(LoopState), LoopState.IDLE),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from quire.models.fallback_names import OwnNames
 from quire.models.fixed import fixed_ops
 from quire.models.memory import available_memory
 from quire.models.packed import read_quantization
+from quire.models.quantized import check_quantized, list_unquantized
 from quire.models.registry import Model, find_family, find_model_type
 from quire.models.shards import SafetensorsCheckpoint
 from quire.models.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
@@ -139,7 +140,7 @@ def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtyp
                in_blocks: bool) -> list[str]:  # fmt: skip
     """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so;
     `in_blocks`: nothing is decoded."""
-    notes = list(getattr(model, "notes", ()))
+    notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
     if text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
     quantized = read_quantization(hf_config)
@@ -173,6 +174,7 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     with _in_one_line(model_type):
         model = family(config, dtype=compute_dtype, cache_dtype=cache_dtype, device=at or device,
                        page_tokens=page_tokens, ops=ops, scheme=scheme)  # fmt: skip
+    check_quantized(model, quant)
     return model, config
 
 

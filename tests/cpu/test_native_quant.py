@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from quire.assemble import memory_report
 from quire.bench.quality import bench_quality
 from quire.config import Config
 from quire.config_build import override_config
@@ -104,11 +105,56 @@ def test_experts_of_a_gguf_keep_their_blocks(tmp_path: Path) -> None:
     assert error(logits(kept), logits(load(tmp_path / "m.gguf", kernels="torch").model)) < 0.03
 
 
-def test_columns_that_make_no_blocks_stay_floats(tmp_path: Path) -> None:
+def test_columns_that_make_no_blocks_stay_floats_and_a_note_says_so(tmp_path: Path) -> None:
     _, folder = make_tiny("llama", tmp_path, intermediate_size=72)
-    loaded = load(folder, quant="q8_0")
+    with pytest.warns(UserWarning, match="stay float32") as caught:
+        loaded = load(folder, quant="q8_0")
+    num_layers = len(loaded.model.layers)  # type: ignore[attr-defined]
+    notes = [str(warning.message) for warning in caught]
+    assert len(notes) == 1 and "\n" not in notes[0]
+    # Of each layer one matrix of seven reads the feed-forward block's width; embedding and head are two more.
+    assert notes[0].startswith(
+        f"{num_layers} of {7 * num_layers + 2} matrices stay float32 with quant=q8_0, since they"
+    )
+    assert "rows of 72 numbers, no multiple of 32: model.layers.0.mlp.down_proj.weight" in notes[0]
     assert forms(loaded.model) == {"Q8_0", "F32"}
     assert error(logits(loaded.model), logits(load(folder, kernels="torch").model)) < 0.03
+
+
+def test_the_doctor_says_what_stays_floats(tmp_path: Path) -> None:
+    _, folder = make_tiny("llama", tmp_path, intermediate_size=72)
+    lines = memory_report(override_config(Config(), {"model": str(folder), "quant": "q4_0", "device": "cpu"})).lines()
+    assert sum("stay float32 with quant=q4_0" in line for line in lines) == 1
+    lines = memory_report(override_config(Config(), {"model": str(folder), "device": "cpu"})).lines()
+    assert not any("stay float32" in line for line in lines)
+
+
+def test_with_float16_they_are_float16(tmp_path: Path) -> None:
+    _, folder = make_tiny("llama", tmp_path, intermediate_size=72)
+    with pytest.warns(UserWarning, match="stay float16"):
+        loaded = load(folder, quant="q8_0", dtype="float16")
+    assert forms(loaded.model) == {"Q8_0", "F16"}
+    with pytest.warns(UserWarning, match="stay float32"):
+        assert loaded.weights_bytes < load(folder, quant="q8_0").weights_bytes
+    assert error(logits(loaded.model), logits(load(folder, kernels="torch").model)) < 0.03
+
+
+def test_nothing_is_said_where_everything_fits(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    _, folder = make_tiny("llama", tmp_path)
+    load(folder, quant="q8_0")
+    assert not [warning for warning in recwarn if "stay float" in str(warning.message)]
+
+
+def test_a_model_of_which_nothing_would_be_quantized_is_refused(tmp_path: Path) -> None:
+    _, folder = make_tiny("llama", tmp_path, hidden_size=72, num_attention_heads=4, intermediate_size=100, head_dim=18)
+    for build in (
+        lambda: load(folder, quant="q8_0"),
+        lambda: memory_report(override_config(Config(), {"model": str(folder), "quant": "q8_0", "device": "cpu"})),
+    ):
+        with pytest.raises(QuireError, match="quant=q8_0 would change nothing") as caught:
+            build()
+        assert caught.value.code == "invalid_parameter" and caught.value.param == "quant"
+        assert "rows of 72, 100 numbers, no multiple of 32" in caught.value.what
 
 
 def test_quant_without_the_kernels_is_an_error(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ A GGUF type without kernels of its own is kept as Q8_0, which loses nothing anyo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,14 @@ class Blocks:
         self.native = ops.native
         self._types, self._floats, self._quant = types, floats, quant
         self._replaced: set[str] = set()
+
+    @property
+    def quantizes(self) -> bool:
+        return self._quant is not None
+
+    @property
+    def floats(self) -> str:
+        return self._floats
 
     def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
         Dense(self.ops).create(linear, sources, has_bias, dtype)
@@ -95,7 +103,7 @@ class Blocks:
             form = "Q8_0"
             if kind not in FORMS:
                 self._say_once(kind)
-        return form if form in _FLOATS or columns % BLOCK == 0 else "F32"
+        return form if form in _FLOATS or columns % BLOCK == 0 else self._floats
 
     def _say_once(self, kind: str) -> None:
         if kind not in self._replaced:
@@ -120,6 +128,31 @@ class _Packing:
         # A checkpoint may hold the same rows in another number of tensors.
         forms = forms if len(sources) == len(forms) else forms[:1] * len(sources)
         return [_pack(self.scheme.native, form, source) for form, source in zip(forms, sources, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unquantized:
+    """The matrices that `quant` leaves as floats, because their rows are no whole number of blocks."""
+
+    names: tuple[str, ...]  # of checkpoint tensors
+    widths: tuple[int, ...]  # all there are, in order
+    form: str  # F32 or F16: what they are kept as
+    num_matrices: int  # in the whole model, those quantized among them
+
+    @property
+    def is_all(self) -> bool:
+        return len(self.names) == self.num_matrices
+
+
+def find_unquantized(weights: Iterable[Weight]) -> Unquantized | None:
+    """None where every matrix is quantized, or no quantizing was asked for."""
+    packed = [weight for weight in weights if isinstance(weight.packing, _Packing) and weight.packing.scheme.quantizes]
+    names = {part.name: weight for weight in packed for part in weight.parts}
+    left = {name: weight.shape[1] for name, weight in names.items() if weight.shape[1] % BLOCK}
+    if not left:
+        return None
+    form = next(weight.packing.scheme.floats for weight in packed if isinstance(weight.packing, _Packing))
+    return Unquantized(tuple(left), tuple(sorted(set(left.values()))), form, len(names))
 
 
 def _pack(native: Native, form: str, source: PartSource) -> PackedMatrix:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
-from quire.text.prompts import encode_chat, encode_within, render_chat, too_long
+from quire.text.prompts import encode_chat, encode_within, render_chat
 from quire.text.resolve import resolve_params
 from quire.text.stream import TextStream
 from quire.text.template import ChatTemplate
@@ -21,6 +21,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import (
     Delta,
     FinishReason,
+    PromptTooLong,
     QuireError,
     Request,
     SamplingParams,
@@ -88,7 +89,7 @@ class Edge:
 
     def check_length(self, count: int) -> None:
         if count >= self.max_len:
-            raise too_long(count, self.max_len - 1)
+            raise PromptTooLong(count, self.max_len - 1)
 
     def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
         _refuse_pictures(messages)

@@ -7,13 +7,14 @@ other rooms (`QuireError`) are mapped by their code.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from starlette.responses import Response
 
 from quire.server.encoding import to_json
-from quire.types import QuireError
+from quire.types import PromptTooLong, QuireError
 
 Dialect = Literal["openai", "anthropic"]
 
@@ -49,8 +50,12 @@ CLIENT_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "logprobs": "top_logprobs"},
     "/v1/responses": {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
     "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "/v1/messages/count_tokens": {"prompt": "messages"},
     "/v1/embeddings": {"prompt": "input"},
+    "/render": {"prompt": "messages"},
 }
+COUNTING_ROUTES = frozenset({"/tokenize", "/render"})  # generate nothing: the model's context is not their limit
+CONTEXT_CODE = "context_length_exceeded"
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -81,11 +86,43 @@ def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
 
 def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -> ApiError:
     """Whatever is not known to be our failure is the caller's: a prompt, a parameter, a template that refuses."""
+    if isinstance(error, PromptTooLong):
+        return _context_exceeded(error, route)
     status = STATUS_BY_CODE.get(error.code, 400)
     headers = {"retry-after": str(retry_after)} if status in (429, 503) else {}
     error = in_client_words(error, CLIENT_NAMES.get(route, {}))
     message = INSIDE_MESSAGE if error.code in INSIDE_CODES else str(error)
-    return ApiError(status, error.code, message, error.param, headers)
+    code = CONTEXT_CODE if error.code == "prompt_too_long" else error.code
+    return ApiError(status, code, message, error.param, headers)
+
+
+@contextmanager
+def counting_output(max_tokens: int | None) -> Iterator[None]:
+    """While a prompt is made: an error that it is too long says how many tokens of output the client asks for."""
+    try:
+        yield
+    except PromptTooLong as error:
+        error.num_output = max(1, max_tokens or 1)
+        raise
+
+
+def _context_exceeded(error: PromptTooLong, route: str) -> ApiError:
+    """In the sentence by which agents and proxies know that they have to shorten the conversation or take another
+    model: Anthropic's on its routes, else OpenAI's."""
+    param = CLIENT_NAMES.get(route, {}).get("prompt", "prompt")
+    shown = f"at least {error.count}" if error.at_least else f"{error.count}"
+    if dialect_of(route) == "anthropic":
+        return bad_request(CONTEXT_CODE, f"prompt is too long: {shown} tokens > {error.limit} maximum", param)
+    if route in COUNTING_ROUTES:
+        return bad_request("text_too_long", f"The text has {shown} tokens, {route} takes {error.limit} at most.", param)
+    if route == "/v1/embeddings":  # the token of output is none that the client asks for
+        size, asked, cure = error.limit, f"your {param} resulted in {shown} tokens", param
+    else:
+        total = shown.replace(str(error.count), str(error.count + error.num_output))
+        asked = f"you requested {total} tokens ({shown} in the {param}, {error.num_output} in the completion)"
+        size, cure = error.limit + 1, f"{param} or completion"
+    message = f"This model's maximum context length is {size} tokens. However, {asked}."
+    return bad_request(CONTEXT_CODE, f"{message} Please reduce the length of the {cure}.", param)
 
 
 def in_client_words(error: QuireError, names: Mapping[str, str]) -> QuireError:

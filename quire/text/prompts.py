@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.types import QuireError
+from quire.types import PromptTooLong
 
 CHARS_PER_TOKEN = 8  # a first look reads this many characters for each token that fits
 CUT_TOKENS = 64  # a text cut in the middle of a word may have this many tokens more than its part of the whole
@@ -29,21 +29,12 @@ def encode_within(tokenizer: Tokenizer, text: str, limit: int, *, add_special: b
     while size < len(text):
         count = len(tokenizer.encode(text[:size], add_special=False))
         if count > limit + CUT_TOKENS:
-            raise too_long(count - CUT_TOKENS, limit, at_least=True)
+            raise PromptTooLong(count - CUT_TOKENS, limit, at_least=True)
         size *= 2
     ids = tokenizer.encode(text, add_special=add_special)
     if len(ids) > limit:
-        raise too_long(len(ids), limit)
+        raise PromptTooLong(len(ids), limit)
     return ids
-
-
-def too_long(count: int, limit: int, *, at_least: bool = False) -> QuireError:
-    """`limit` is the most tokens a prompt may have: one less than the context, which also holds the output."""
-    shown = f"at least {count}" if at_least else f"{count}"
-    what = f"The prompt has {shown} tokens, the model's limit is {limit + 1} for prompt and output."
-    return QuireError(
-        "prompt_too_long", what, "Shorten the prompt, or raise max_model_len if the model allows it.", "prompt"
-    )
 
 
 def render_chat(
@@ -72,9 +63,12 @@ def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[i
     """The token ids of a rendered conversation, at most `limit` of them. Templates write BOS themselves."""
     ids = encode_within(tokenizer, segments[0], limit, add_special=False)
     for segment in segments[1:]:
-        ids = ids + _encode_inside(tokenizer, segment, limit)
+        try:
+            ids = ids + _encode_inside(tokenizer, segment, limit)
+        except PromptTooLong as error:  # counts the segment alone, with what `_encode_inside` puts before it
+            raise PromptTooLong(max(limit + 1, error.count - 1), limit, at_least=True) from None
         if len(ids) > limit:
-            raise too_long(len(ids), limit, at_least=True)
+            raise PromptTooLong(len(ids), limit, at_least=True)
     return ids
 
 

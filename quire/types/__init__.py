@@ -4,7 +4,7 @@ Nothing here imports torch, holds a lock or knows where it runs; every type that
 numbers, strings, tuples and lists. The scheduler fills these in, the runtime reads them, the front ends show them.
 """
 
-from quire.types.errors import QuireError
+from quire.types.errors import PromptTooLong, QuireError
 from quire.types.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, GrammarSpec, SamplingParams
 from quire.types.plans import (
     CacheSpec,
@@ -32,6 +32,7 @@ __all__ = [
     "PageWrite",
     "Plan",
     "PlanRow",
+    "PromptTooLong",
     "QuireError",
     "Request",
     "RowInit",

@@ -15,3 +15,20 @@ class QuireError(Exception):
 
     def __str__(self) -> str:
         return f"{self.what} {self.hint}".strip()
+
+
+class PromptTooLong(QuireError):
+    """A prompt that does not fit, with the counts, so that each API can say it in the sentence its clients look for."""
+
+    def __init__(self, count: int, limit: int, *, at_least: bool = False):
+        self.count = count  # tokens of the prompt
+        self.limit = limit  # the most tokens a prompt may have: one less than the context, which also holds the output
+        self.at_least = at_least  # `count` is a bound: the prompt was not encoded to its end
+        self.num_output = 1  # tokens of output that the client asks for
+        shown = f"at least {count}" if at_least else f"{count}"
+        super().__init__(
+            "prompt_too_long",
+            f"The prompt has {shown} tokens, the model's limit is {limit + 1} for prompt and output.",
+            "Shorten the prompt, or raise max_model_len if the model allows it.",
+            "prompt",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -108,9 +109,22 @@ def test_bad_bodies(http, path: str, body: dict[str, Any], status: int, code: st
 
 
 def test_over_long_prompt_says_both_counts(http) -> None:
-    message = check_error(http.post(COMPLETE, json={"prompt": "word " * 3000}), 400, "prompt_too_long", "prompt")
-    assert "3001" in message or "3000" in message, message
-    assert "2048" in message
+    reply = http.post(COMPLETE, json={"prompt": "word " * 3000, "max_tokens": 100})
+    message = check_error(reply, 400, "context_length_exceeded", "prompt")
+    assert message == (
+        "This model's maximum context length is 2048 tokens. However, you requested 3101 tokens (3001 in the prompt, "
+        "100 in the completion). Please reduce the length of the prompt or completion."
+    )
+
+
+def test_a_prompt_that_was_not_counted_to_its_end_says_at_least(http) -> None:
+    message = check_error(http.post(CHAT, json=chat(messages=[{"role": "user", "content": "word " * 100_000}])), 400,
+                          "context_length_exceeded", "messages")  # fmt: skip
+    assert re.fullmatch(
+        r"This model's maximum context length is 2048 tokens\. However, you requested at least (\d+) tokens \(at least "
+        r"(\d+) in the messages, 1 in the completion\)\. Please reduce the length of the messages or completion\.",
+        message,
+    ), message
 
 
 def test_wrong_json_and_wrong_content_type(http) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,9 +134,12 @@ def test_unknown_model(http: Any, route: Route) -> None:
 
 def test_over_long_prompt(http: Any, route: Route) -> None:
     if route.long is not None:
-        message = refuse(http, route, {route.prompt: route.long}, 400, "prompt_too_long", route.prompt)
-        numbers = [int(word) for word in message.replace(",", "").split() if word.isdigit()]
-        assert 2048 in numbers and any(3000 <= number <= 3100 for number in numbers), "both counts"
+        message = refuse(http, route, {route.prompt: route.long}, 400, "context_length_exceeded", route.prompt)
+        numbers = [int(number) for number in re.findall(r"\d+", message)]
+        assert numbers[0] in (2047, 2048) or numbers[1] == 2047, message
+        assert any(3000 <= number <= 3100 for number in numbers), "both counts"
+        usual = "prompt is too long: " if route.dialect == "anthropic" else "This model's maximum context length is "
+        assert message.startswith(usual)
 
 
 def test_wrong_json_and_content_type(http: Any, route: Route) -> None:

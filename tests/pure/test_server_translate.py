@@ -10,17 +10,19 @@ import pytest
 pytest.importorskip("pydantic")
 pytest.importorskip("starlette")
 
+import msgspec
 from pydantic import ValidationError
 
 from quire.server.anthropic import translate as anthropic
 from quire.server.anthropic.schemas import MessagesBody
 from quire.server.encoding import to_json
-from quire.server.errors import ApiError, error_body, from_quire_error, from_validation
+from quire.server.errors import ApiError, counting_output, error_body, from_quire_error, from_validation
 from quire.server.openai.response_schemas import InputItem
 from quire.server.openai.response_translate import messages_of
 from quire.server.openai.schemas import ChatBody, CompletionBody
 from quire.server.openai.translate import chat_params, conversation_of
-from quire.types import QuireError
+from quire.server.textwork.tasks import Refused, raise_refusal
+from quire.types import PromptTooLong, QuireError
 
 
 def error_of(kind: Any, body: Any) -> ApiError:
@@ -164,3 +166,55 @@ def test_calls_that_follow_one_another_are_one_message() -> None:
     assert [message["role"] for message in messages] == ["assistant", "tool", "tool"]
     assert [call["id"] for call in messages[0]["tool_calls"]] == ["1", "2"]
     assert messages[0]["reasoning_content"] == "hm" and messages[2]["content"] == "two"
+
+
+@pytest.mark.parametrize(
+    "route,param,message",
+    [
+        (
+            "/v1/chat/completions",
+            "messages",
+            "This model's maximum context length is 100 tokens. However, you requested 157 tokens (150 in the "
+            "messages, 7 in the completion). Please reduce the length of the messages or completion.",
+        ),
+        (
+            "/v1/responses",
+            "input",
+            "This model's maximum context length is 100 tokens. However, you requested 157 tokens (150 in the input, "
+            "7 in the completion). Please reduce the length of the input or completion.",
+        ),
+        (
+            "/v1/embeddings",
+            "input",
+            "This model's maximum context length is 99 tokens. However, your input resulted in 150 tokens. Please "
+            "reduce the length of the input.",
+        ),
+        ("/v1/messages", "messages", "prompt is too long: 150 tokens > 99 maximum"),
+        ("/v1/messages/count_tokens", "messages", "prompt is too long: 150 tokens > 99 maximum"),
+    ],
+)
+def test_too_long_a_prompt_is_told_in_the_sentence_clients_know(route: str, param: str, message: str) -> None:
+    with pytest.raises(PromptTooLong) as caught, counting_output(7):
+        raise PromptTooLong(150, 99)
+    error = from_quire_error(caught.value, route=route)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", param)
+    assert error.message == message
+    kind = error_body("anthropic" if "messages" in route[:12] else "openai", error)["error"]["type"]
+    assert kind == "invalid_request_error"
+
+
+def test_a_prompt_not_counted_to_its_end_is_at_least_that_long() -> None:
+    error = from_quire_error(PromptTooLong(150, 99, at_least=True), route="/v1/completions")
+    assert "you requested at least 151 tokens (at least 150 in the prompt, 1 in the completion)" in error.message
+    error = from_quire_error(PromptTooLong(150, 99, at_least=True), route="/v1/messages")
+    assert error.message == "prompt is too long: at least 150 tokens > 99 maximum"
+    error = from_quire_error(PromptTooLong(150, 99), route="/tokenize")
+    assert error.code == "text_too_long", "the model's context is not this route's limit"
+
+
+def test_the_counts_cross_the_boundary_of_the_text_worker() -> None:
+    refused = msgspec.msgpack.decode(msgspec.msgpack.encode(Refused("prompt_too_long", "x", counts=(5, 4, True))),
+                                     type=Refused)  # fmt: skip
+    with pytest.raises(PromptTooLong) as caught:
+        raise_refusal(refused)
+    assert (caught.value.count, caught.value.limit, caught.value.at_least) == (5, 4, True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, counting_output
 from quire.server.keys import key_of
 from quire.server.openai.response_schemas import ResponsesBody
 from quire.server.openai.response_translate import conversation_of, items_of, messages_of, params_of, stored_items
@@ -36,7 +36,8 @@ def responses_router(server: Server) -> APIRouter:
         if body.previous_response_id is not None:
             earlier = await find(request, body.previous_response_id, "previous_response_id")
             messages = [*earlier.messages, *messages]
-        prompt = await server.chat.make(conversation_of(body, messages))
+        with counting_output(body.max_output_tokens):
+            prompt = await server.chat.make(conversation_of(body, messages))
         job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = await server.generation.open(job)

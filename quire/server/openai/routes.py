@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, counting_output
 from quire.server.generation import Run
 from quire.server.openai import completions
 from quire.server.openai.chat import ChatStream, ChatWhole
@@ -35,7 +35,8 @@ def openai_router(server: Server) -> APIRouter:
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         model = server.check_model(body.model)
         check_stream(body)
-        prompt = await server.chat.make(conversation_of(body))
+        with counting_output(body.max_completion_tokens or body.max_tokens):
+            prompt = await server.chat.make(conversation_of(body))
         job = job_of(request, body, [prompt.tokens], prompt.fit(chat_params(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = await server.generation.open(job)
@@ -53,7 +54,8 @@ def openai_router(server: Server) -> APIRouter:
         completions.check(body)
         given = completions.prompts_of(body)
         server.generation.check_samples(len(given), body.n or 1)
-        prompts = [await server.chat.encode(prompt) for prompt in given]
+        with counting_output(body.max_tokens):
+            prompts = [await server.chat.encode(prompt) for prompt in given]
         max_tokens = body.max_tokens or None if body.max_tokens != 0 else 1
         prompt_logprobs = body.prompt_logprobs
         if body.echo and body.logprobs is not None:

@@ -27,7 +27,7 @@ from quire.text.prompts import encode_within
 from quire.text.resolve import bad_word_ids
 from quire.text.template import template_for, template_source
 from quire.text.tokenizer import Tokenizer
-from quire.types import GrammarSpec, QuireError
+from quire.types import GrammarSpec, PromptTooLong, QuireError
 
 MAX_NODES = 250_000  # JSON values in one body, token ids aside
 
@@ -126,6 +126,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     hint: str | None = None
     param: str | None = None
     status: int = 0  # of an API error; 0 for an error of the engine's kind
+    counts: tuple[int, int, bool] | None = None  # of a prompt that is too long
 
 
 Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody
@@ -145,6 +146,9 @@ def unpack_ids(packed: bytes) -> list[int]:
 def raise_refusal(refused: Refused) -> NoReturn:
     if refused.status:
         raise ApiError(refused.status, refused.code, refused.what, refused.param)
+    if refused.counts is not None:
+        count, limit, at_least = refused.counts
+        raise PromptTooLong(count, limit, at_least=at_least)
     raise QuireError(refused.code, refused.what, refused.hint or "", refused.param)
 
 
@@ -167,6 +171,8 @@ class TextTasks:
             return self._run(task)
         except ApiError as error:
             return Refused(error.code, error.message, None, error.param, error.status)
+        except PromptTooLong as error:
+            return Refused(error.code, error.what, counts=(error.count, error.limit, error.at_least))
         except QuireError as error:
             return Refused(error.code, error.what, error.hint, error.param)
 

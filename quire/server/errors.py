@@ -39,11 +39,12 @@ STATUS_BY_CODE = {
     "store_failed": 507,
     "bad_logits": 500,
     "grammar_failed": 500,
+    "kernel_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
 INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "grammar_failed", "out_of_memory",
                           "prepare_failed", "detokenize_failed", "frames_lost", "frames_damaged",
-                          "check_failed"})  # fmt: skip
+                          "check_failed", "kernel_failed"})  # fmt: skip
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 # What clients of a route call what has another name with us. `param` is in the client's words.
 CLIENT_NAMES = {

@@ -16,7 +16,14 @@ from pydantic import ValidationError
 from quire.server.anthropic import translate as anthropic
 from quire.server.anthropic.schemas import MessagesBody
 from quire.server.encoding import to_json
-from quire.server.errors import ApiError, counting_output, error_body, from_quire_error, from_validation
+from quire.server.errors import (
+    INSIDE_MESSAGE,
+    ApiError,
+    counting_output,
+    error_body,
+    from_quire_error,
+    from_validation,
+)
 from quire.server.openai.response_schemas import InputItem
 from quire.server.openai.response_translate import messages_of
 from quire.server.openai.schemas import ChatBody, CompletionBody
@@ -81,6 +88,8 @@ def test_prompts_of_all_four_kinds() -> None:
 def test_errors_of_the_engine_are_not_shown_but_those_of_the_caller_are() -> None:
     inside = from_quire_error(QuireError("step_failed", "AttributeError: 'x' in file.py"))
     assert inside.status == 500 and "AttributeError" not in inside.message
+    kernel = from_quire_error(QuireError("kernel_failed", "The kernel of /home/x/kernels.py failed.", "", "kernels"))
+    assert (kernel.status, kernel.message) == (500, INSIDE_MESSAGE), "which kernel it was is for the log"
     refused = from_quire_error(QuireError("template_error", "The chat template refused."))
     assert refused.status == 400 and refused.message == "The chat template refused."
     busy = from_quire_error(QuireError("queue_full", "full"), retry_after=7)

@@ -42,7 +42,9 @@ class EngineLink:
         self._gone = asyncio.create_task(self._exited())
 
     @classmethod
-    async def start(cls, command: Sequence[str], settings: Mapping[str, Any], patience: float) -> EngineLink:
+    async def start(
+        cls, command: Sequence[str], settings: Mapping[str, Any], patience: float, life: int = 1
+    ) -> EngineLink:
         """`command` gets the socket's address as one more argument. Returns when the engine is ready; raises its own
         error if it fails, and one of ours if it takes longer than `patience` seconds."""
         folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only its owner can enter
@@ -61,7 +63,7 @@ class EngineLink:
             raise
         link = cls(folder, context, socket, process)
         try:
-            await asyncio.wait_for(link._begin(settings), patience)
+            await asyncio.wait_for(link._begin(settings, life), patience)
         except TimeoutError:
             await link.end()
             what = f"The engine was not ready after {patience:.0f} s."
@@ -71,8 +73,8 @@ class EngineLink:
             raise
         return link
 
-    async def _begin(self, settings: Mapping[str, Any]) -> None:
-        self.send(wire.Start(dict(settings)))
+    async def _begin(self, settings: Mapping[str, Any], life: int) -> None:
+        self.send(wire.Start(dict(settings), life))
         while True:
             message = await self.receive()
             if isinstance(message, wire.Ready):

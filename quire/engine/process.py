@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import zmq
@@ -23,6 +23,7 @@ from quire.engine.driver import Cancel, Check, EngineDriver, Message, Report, St
 from quire.engine.flight import FlightRecorder, RecordedWorkers, flight_path
 from quire.engine.grammar_desk import GrammarDesk
 from quire.engine.loop import Engine, StepFault
+from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError
 
 BEAT_SECONDS = 0.25  # at most this often while steps run
@@ -63,7 +64,10 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
     raw.connect(address)
     socket = Channel(wrap_socket(raw))
     try:
-        built = build(_first_config(socket))
+        config, life = _first_config(socket)
+        tracer = FileTracer(config.engine.trace, life) if config.engine.trace else None
+        built = build(replace(config, engine=replace(config.engine, trace=None)))
+        built.engine.tracer = tracer or built.engine.tracer
         recorder = FlightRecorder(flight_path(address), 4 * built.engine.scheduler.limits.max_rows)
         built.engine.wrap(lambda workers: RecordedWorkers(workers, recorder))
         socket.send(built.ready)
@@ -230,14 +234,15 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
     )
 
 
-def _first_config(socket: Channel) -> Config:
+def _first_config(socket: Channel) -> tuple[Config, int]:
+    """What to run, and which life of the server's engine this is."""
     socket.wait(START_SECONDS)
     message = socket.receive()
     if message is None:
         raise QuireError("engine_failed", f"Nobody told the engine what to run within {START_SECONDS:.0f} s.")
     if not isinstance(message, wire.Start):
         raise QuireError("bad_message", "The engine's first message was not the one that starts it.")
-    return override_config(Config(), message.settings)
+    return override_config(Config(), message.settings), message.life
 
 
 def _say_failed(socket: Channel, error: QuireError) -> None:

@@ -295,7 +295,9 @@ def _paged(ready: wire.Ready) -> list[dict[str, Any]]:
 
 
 def link_starter(command: Sequence[str], patience: float) -> StartLink:
+    lives = itertools.count(1)
+
     async def start(settings: Mapping[str, Any]) -> EngineLink:
-        return await EngineLink.start(command, settings, patience)
+        return await EngineLink.start(command, settings, patience, next(lives))
 
     return start

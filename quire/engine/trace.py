@@ -42,21 +42,28 @@ class Tracer:
 
 _NOTHING = nullcontext()
 NO_TRACE = Tracer()
+MAX_LINE = 1 << 20  # bytes of an event
+_END = b"\n]\n"  # of a trace that was closed
 
 
 class FileTracer(Tracer):
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, life: int = 1):
+        """`life`: which engine of one server this is. The first begins the file, a later one goes on in it: all
+        that the engines of a server did stands in one trace, each as a process of its own."""
         try:
-            self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
+            goes_on = life > 1 and _reopen(Path(path))
+            self._file: TextIO = open(path, "a" if goes_on else "w", encoding="utf-8")  # noqa: SIM115 - see close()
         except OSError as error:
             hint = "Choose a file that can be written."
             raise QuireError(
                 "bad_trace_file", f"The trace can't be written to {path}: {error.strerror}.", hint
             ) from error
-        self._start = time.perf_counter()
         self._lock = threading.Lock()  # a device may write from a thread of its own
-        self._file.write("[\n")
-        self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": "quire"}})
+        if not goes_on:
+            self._file.write("[\n")
+        name = "quire" if life == 1 else f"quire (engine {life})"
+        self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}})
+        self._file.flush()  # an engine that dies early was there, too
 
     @contextmanager
     def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:
@@ -79,11 +86,25 @@ class FileTracer(Tracer):
         self._emit({"name": "free cache units", "ph": "C", "ts": ts, "args": free})
 
     def begin_request(self, request: Request) -> None:
-        event = {"name": "request", "cat": "request", "ph": "b", "id": request.id, "ts": self._now(), "tid": 2}
+        event = {
+            "name": "request",
+            "cat": "request",
+            "ph": "b",
+            "id2": {"local": request.id},
+            "ts": self._now(),
+            "tid": 2,
+        }
         self._emit({**event, "args": {"prompt_tokens": request.prompt_len}})
 
     def end_request(self, delta: Delta) -> None:
-        event = {"name": "request", "cat": "request", "ph": "e", "id": delta.request_id, "ts": self._now(), "tid": 2}
+        event = {
+            "name": "request",
+            "cat": "request",
+            "ph": "e",
+            "id2": {"local": delta.request_id},
+            "ts": self._now(),
+            "tid": 2,
+        }
         reason = delta.finish_reason.value if delta.finish_reason else ""
         self._emit({**event, "args": {"finish_reason": reason}})
         self._file.flush()  # so that whoever looks while it runs finds all of a request
@@ -95,10 +116,30 @@ class FileTracer(Tracer):
             self._file.close()
 
     def _now(self) -> float:
-        return (time.perf_counter() - self._start) * 1e6  # microseconds
+        return time.monotonic_ns() / 1000  # microseconds, on a clock that all processes of a machine share
 
     def _emit(self, event: dict[str, Any]) -> None:
         line = json.dumps({"pid": os.getpid(), **event}) + ",\n"
         with self._lock:
             if not self._file.closed:
                 self._file.write(line)
+
+
+def _reopen(path: Path) -> bool:
+    """Make a trace that another engine left one that events can be added to: without the array's end if it was closed,
+    without the last line if that was cut off. False: there is none."""
+    if not path.is_file():
+        return False
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - MAX_LINE)
+        file.seek(start)
+        tail = file.read()
+        if tail.endswith(_END):
+            file.truncate(size - len(_END))
+            file.seek(0, os.SEEK_END)
+            file.write(b",\n")
+            return True
+        whole = tail.rfind(b"\n") + 1
+        file.truncate(start + whole)
+        return whole > 0

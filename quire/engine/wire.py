@@ -49,6 +49,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """The first message: every setting that is not at its default. A secret travels here, never on a command line."""
 
     settings: dict[str, Any]
+    life: int = 1  # how many engines of this server there are with this one
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,8 +309,9 @@ def text_of(events: Iterator[dict[str, Any]]) -> str:
     return "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
 
 
-def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: None) -> None:
-    flags = ("--admin-key", KEY, "--hang-timeout", "4", "--max-restarts", "2")
+def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: None, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ("--admin-key", KEY, "--hang-timeout", "4", "--max-restarts", "2", "--trace", str(trace))
     started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.005"})
     try:
         with client_of(started) as client, client_of(started) as other:
@@ -346,6 +348,12 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: 
                 assert client.get(route, headers={"authorization": "Bearer wrong"}).status_code == 401
     finally:
         started.stop()
+    # The last engine was killed: its last line may be cut off. What the two before it wrote is all there.
+    first, *lines, _ = trace.read_text().split("\n")
+    events_seen = [json.loads(line.removesuffix(",")) for line in lines]
+    lives = [event["pid"] for event in events_seen if event["name"] == "process_name"]
+    assert first == "[" and len(lives) == len(set(lives)) == 3
+    assert {event["pid"] for event in events_seen if event["name"] == "forward"} >= set(lives[:2])
 
 
 def test_a_step_that_hangs_shows_in_the_probe(model_here: None) -> None:

@@ -108,7 +108,7 @@ def test_the_trace_shows_masks_between_forward_and_sampling_and_the_clients_own_
 
     for name in ("trace-me", "and-me"):  # an answer is there a moment before its last lines are
         assert http.post(CHAT, json=body, headers={"x-request-id": name}).status_code == 200
-        until(lambda name=name: any(name in str(event.get("id")) and event["ph"] == "e" for event in events()))
+        until(lambda name=name: any(name in str(event.get("id2")) and event["ph"] == "e" for event in events()))
     spans = {(e["name"], e["args"].get("step")): e for e in events() if e["ph"] == "X"}
     steps = [step for name, step in spans if name == "mask"]
     assert len(steps) >= 8

@@ -90,3 +90,34 @@ def test_masks_are_filled_while_the_forward_pass_runs(tmp_path: Path, depth: int
         assert mask["ts"] + mask["dur"] <= forward["ts"] + forward["dur"], "and still is when the masks are there"
         assert mask["ts"] + mask["dur"] <= sample["ts"]
     assert all(set("BCDEF") >= {chr(TOKENS[t][0]) for t in rig.outputs[f"r{i}"][:12]} for i in (1, 2, 3))
+
+
+def test_a_trace_goes_on_in_the_next_life_of_the_engine(tmp_path: Path) -> None:
+    """Closed, killed in the middle of a line, or gone: whatever the last life left, the file is one array of events."""
+    path = tmp_path / "trace.json"
+    path.write_text("of another run")
+    FileTracer(path).close()
+    second = FileTracer(path, life=2)
+    second.note("two")
+    second.close()
+    third = FileTracer(path, life=3)
+    third.note("three")
+    third._file.flush()
+    del third  # killed
+    with open(path, "a") as file:
+        file.write('{"name": "cut o')
+    fourth = FileTracer(path, life=4)
+    fourth.note("four")
+    fourth.close()
+    events = json.loads(path.read_text())
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["quire", "quire (engine 2)", "quire (engine 3)", "quire (engine 4)"]
+    assert [event["name"] for event in events if event["name"] in ("two", "three", "four")] == ["two", "three", "four"]
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times), "one clock for all of them"
+    path.unlink()
+    FileTracer(path, life=5).close()
+    assert len(json.loads(path.read_text())) == 2
+    path.write_bytes(b"")
+    FileTracer(path, life=6).close()
+    assert len(json.loads(path.read_text())) == 2

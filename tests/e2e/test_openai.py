@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,25 @@ def test_echo_with_logprobs_scores_the_prompt(client) -> None:
     assert reply.choices[0].text == "one two three" and logprobs.tokens == ["one", " two", " three"]
     assert logprobs.token_logprobs == [None, -0.5, -0.5] and logprobs.text_offset == [0, 3, 7]
     assert reply.usage.completion_tokens == 0
+
+
+def test_text_offsets_point_into_the_echoed_text(client) -> None:
+    prompt: Any = "one<|im_end|> 😀🧵 two"
+    options: Any = {"model": "parrot", "max_tokens": 12, "logprobs": 1, "extra_body": {"ignore_eos": True}}
+    for streamed in (False, True):
+        if streamed:
+            chunks = list(client.completions.create(prompt=prompt, stream=True, **options))
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
+            tokens = [token for one in told for token in one.tokens]
+            offsets = [offset for one in told for offset in one.text_offset]
+        else:
+            choice = client.completions.create(prompt=prompt, echo=True, **options).choices[0]
+            text, tokens, offsets = choice.text, choice.logprobs.tokens, choice.logprobs.text_offset
+        assert offsets == sorted(offsets) and any(token.startswith("bytes:") for token in tokens), tokens
+        for token, offset in zip(tokens, offsets, strict=True):
+            if not token.startswith("bytes:") and token != "<|im_end|>":
+                assert text.startswith(token, offset), (token, offset, text)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>'

@@ -60,17 +60,19 @@ class CompletionWhole:
     def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
         body, tokenizer = self._body, self._tokenizer
         only_prompt = body.max_tokens == 0
+        skip_special = self._run.params.skip_special_tokens
         text = "" if only_prompt else whole.text
         prompt = self._run.job.prompts[index // self._run.job.params.n]
         if body.echo:
-            text = tokenizer.decode(prompt) + text
+            text = tokenizer.decode(prompt, skip_special=skip_special) + text
         logprobs = None
         if body.logprobs is not None:
             tokens: list[Any] = [] if only_prompt else list(whole.logprobs)
             ids = [] if only_prompt else list(whole.token_ids)
             if body.echo:
                 tokens, ids = [None, *whole.prompt_logprobs, *tokens], [*prompt, *ids]
-            logprobs = CompletionLogprobs(tokenizer).body(tokens, ids)
+            num_prompt = len(prompt) if body.echo else 0
+            logprobs = CompletionLogprobs(tokenizer, skip_special).body(tokens, ids, num_prompt=num_prompt)
         reason = "length" if only_prompt else whole.end.reason
         asked = body.prompt_logprobs is not None
         shown = prompt_field(whole.prompt_logprobs, tokenizer) if asked else {}
@@ -85,15 +87,16 @@ class CompletionStream:
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
         self._chunks = Chunks(head, run, body.stream_options)
         self.finish, self.fail = self._chunks.finish, self._chunks.fail
-        self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(run.num_samples)]
+        self._skip_special = run.params.skip_special_tokens
+        self._logprobs = [CompletionLogprobs(tokenizer, self._skip_special) for _ in range(run.num_samples)]
 
     def start(self) -> bytes:
         if not self._body.echo:
             return b""
         job = self._run.job
         return b"".join(
-            self._chunk(index, self._tokenizer.decode(job.prompts[index // job.params.n]), None, None)
-            for index in range(self._run.num_samples)
+            self._chunk(index, self._tokenizer.decode(prompt, skip_special=self._skip_special), None, None)
+            for index, prompt in ((index, job.prompts[index // job.params.n]) for index in range(self._run.num_samples))
         )
 
     def push(self, pieces: Iterable[Piece]) -> bytes:

@@ -78,8 +78,11 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ApiError):  # what the gate said while the body was being read
-            return answer(request, error.__cause__)
+        cause = error.__cause__  # FastAPI takes whatever is said while it reads a body for a mistake in its JSON
+        if isinstance(cause, ApiError):
+            return answer(request, cause)
+        if isinstance(cause, QuireError):
+            return await quire_error(request, cause)
         code = HTTP_CODES.get(error.status_code, "invalid_request")
         path = request.url.path[:200]
         message = str(error.detail)

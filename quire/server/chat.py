@@ -5,7 +5,8 @@ The work is done by `textwork`; this is its face towards the dialects, and makes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.edge import Edge
@@ -84,16 +85,19 @@ class ChatPrompts:
     def _max_prompt(self) -> int:
         return self._edge.max_len - 1  # one token of output must fit
 
-    async def encode(self, prompt: str | list[int]) -> list[int]:
+    async def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt's token ids, within the context."""
-        if not isinstance(prompt, str) or len(prompt) <= INLINE_CHARS:
+        if not isinstance(prompt, str):
+            await asyncio.sleep(0)  # others' turn: there may be many of these, each of some milliseconds
+            return self._edge.encode(prompt)
+        if len(prompt) <= INLINE_CHARS:
             return self._edge.encode(prompt)
         return unpack_ids((await self._work.run(EncodeText(prompt, self._max_prompt))).ids)
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         return unpack_ids((await self._work.run(EncodeText(text, COUNTED_TOKENS, add_special))).ids)
 
-    async def detokenize(self, ids: list[int], *, skip_special: bool) -> str:
+    async def detokenize(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return (await self._work.run(DecodeTokens(pack_ids(ids), skip_special))).text
 
     async def resolve(self, params: SamplingParams) -> SamplingParams:
@@ -114,5 +118,5 @@ class ChatPrompts:
     def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
         return self._limits.check_output(output, param)
 
-    async def check_body(self, path: str, body: bytes) -> None:
-        await self._work.run(CheckBody(path, body))
+    async def check_body(self, path: str, body: bytes) -> bytes:
+        return (await self._work.run(CheckBody(path, body, self._max_prompt))).packed

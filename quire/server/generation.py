@@ -6,6 +6,7 @@ pieces are written differs between dialects. Leaving a run early cancels it in t
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
@@ -74,6 +75,7 @@ class Generation:
         name = f"{job.request_id or 'gen'}-{secrets.token_hex(4)}"
         groups: list[list[Request]] = []
         for place, tokens in enumerate(job.prompts):
+            await asyncio.sleep(0)  # each prompt's tokens are copied for each sample
             self._check_length(tokens)
             requests = self.edge.requests(
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 
 from quire.server.errors import bad_request
 from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, SamplingParams
@@ -38,7 +40,14 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Name = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+
+
+def _take_packed(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """An array of token ids comes from the text worker alone, which has validated it. JSON has no arrays."""
+    return value if isinstance(value, array) else validate(value)
+
+
+TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS), WrapValidator(_take_packed)]
 TokenPrompt = Annotated[TokenList, Field(min_length=1)]
 Stop = str | Annotated[Items[str], Field(max_length=MAX_STOPS)]
 

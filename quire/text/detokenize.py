@@ -138,7 +138,9 @@ class StopScanner:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one stop: knows how long a beginning of it the text ends with right now."""
+    """Knuth-Morris-Pratt for one stop: knows how long a beginning of it the text ends with right now.
+
+    The table of fallbacks grows with what has been matched: a stop that never begins costs nothing, however long."""
 
     __slots__ = ("_fallback", "num_matched", "stop")
 
@@ -146,12 +148,6 @@ class _Matcher:
         self.stop = stop
         self.num_matched = 0  # always less than the whole stop
         self._fallback = [0]  # by length matched: the longest shorter beginning that is also an ending of it
-        length = 0
-        for index in range(1, len(stop)):
-            while length and stop[index] != stop[length]:
-                length = self._fallback[length - 1]
-            length += stop[index] == stop[length]
-            self._fallback.append(length)
 
     def feed(self, character: str) -> bool:
         """Take one character; true if the stop is complete with it."""
@@ -159,6 +155,14 @@ class _Matcher:
         while length and self.stop[length] != character:
             length = self._fallback[length - 1]
         length += self.stop[length] == character
+        if length > len(self._fallback):
+            self._add_fallback()
         is_complete = length == len(self.stop)
         self.num_matched = self._fallback[length - 1] if is_complete else length
         return is_complete
+
+    def _add_fallback(self) -> None:
+        stop, index, length = self.stop, len(self._fallback), self._fallback[-1]
+        while length and stop[index] != stop[length]:
+            length = self._fallback[length - 1]
+        self._fallback.append(length + (stop[index] == stop[length]))

@@ -15,7 +15,7 @@ from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import PromptTooLong
 
-CHARS_PER_TOKEN = 8  # a first look reads this many characters for each token that fits
+SLICE_CHARS = 1 << 18  # a longer text is first counted in slices, so that no more of it is encoded than can fit
 CUT_TOKENS = 64  # a text cut in the middle of a word may have this many tokens more than its part of the whole
 _ANCHOR = "\n"  # no vocabulary merges a line break with the text after it
 
@@ -23,18 +23,25 @@ Message = dict[str, Any]
 
 
 def encode_within(tokenizer: Tokenizer, text: str, limit: int, *, add_special: bool = True) -> list[int]:
-    """The token ids of `text`. Raises `prompt_too_long` if a beginning of it already has more than `limit` tokens, so
-    that the cost of a text that can't fit follows from the limit and not from the text."""
-    size = max(limit * CHARS_PER_TOKEN, 4096)
-    while size < len(text):
-        count = len(tokenizer.encode(text[:size], add_special=False))
-        if count > limit + CUT_TOKENS:
-            raise PromptTooLong(count - CUT_TOKENS, limit, at_least=True)
-        size *= 2
+    """The token ids of `text`. Raises `prompt_too_long` as soon as a beginning of it can't fit, so that the cost of
+    such a text follows from the limit and not from the text."""
+    if len(text) > SLICE_CHARS:
+        _check_long(tokenizer, text, limit)
     ids = tokenizer.encode(text, add_special=add_special)
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
     return ids
+
+
+def _check_long(tokenizer: Tokenizer, text: str, limit: int) -> None:
+    fewest = len(text) // tokenizer.longest_token  # nothing is encoded of a text that no tokens are long enough for
+    if fewest > limit:
+        raise PromptTooLong(fewest, limit, at_least=True)
+    count = 0
+    for begin in range(0, len(text), SLICE_CHARS):
+        count += max(0, len(tokenizer.encode(text[begin : begin + SLICE_CHARS], add_special=False)) - CUT_TOKENS)
+        if count > limit:
+            raise PromptTooLong(count, limit, at_least=True)
 
 
 def render_chat(

@@ -7,11 +7,13 @@ Front ends call it to encode prompts; `Detokenizer` and `resolve` build on `toke
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +171,38 @@ class Tokenizer:
         )
 
     def ids_containing(self, text: str) -> tuple[int, ...]:
-        """Every id whose own text contains this text. The whole vocabulary is read once per text, then remembered."""
+        """Every id whose own text contains this text, in order. One search over the bytes of the whole vocabulary,
+        remembered for the last texts."""
         wanted = text.encode("utf-8", "replace")
         with self._search_lock:
             if wanted in self._searches:
                 self._searches.move_to_end(wanted)
                 return self._searches[wanted]
-        found = tuple(token_id for token_id in range(self.vocab_size) if wanted in self.token_bytes(token_id))
+        found = tuple(self._find_containing(wanted))
         with self._search_lock:
             self._searches[wanted] = found
             if len(self._searches) > MAX_SEARCHES_KEPT:
                 self._searches.popitem(last=False)
         return found
+
+    def _find_containing(self, wanted: bytes) -> Iterable[int]:
+        text, ends = self._all_bytes
+        place = text.find(wanted)
+        while 0 <= place < len(text):
+            token_id = bisect_right(ends, place)
+            if place + len(wanted) <= ends[token_id]:
+                yield token_id
+                place = text.find(wanted, ends[token_id])
+            else:  # it reaches into the next token
+                place = text.find(wanted, place + 1)
+
+    @cached_property
+    def _all_bytes(self) -> tuple[bytes, list[int]]:
+        """The bytes of all tokens side by side, and where each one's end."""
+        tokens = [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        return b"".join(tokens), list(accumulate(map(len, tokens)))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+        return max(1, max(map(len, map(self.token_bytes, range(self.vocab_size))), default=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.logs import Log
 from quire.server.run import make_server
-from quire.server.textwork.pool import InlineTextWork
+from quire.server.textwork.pool import InlineTextWork, TextWork, WorkerPool
 from quire.server.textwork.tasks import Setup, TextTasks
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, Timing, TokenLogprobs, Usage
@@ -27,14 +28,18 @@ class EchoLink:
     """Answers every request with one token and its end."""
 
     pid, exit_code, num_unsent = 1, None, 0
-    ready = wire.Ready(260, 512, [258], {}, "tiny", "float32", {}, LIMITS)
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: EngineClient, max_len: int):
         self._client = client
+        self.ready = wire.Ready(260, max_len, [258], {}, "tiny", "float32", {}, LIMITS)
 
     def send(self, message: wire.ToEngine) -> None: ...
 
     def send_payload(self, payload: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self.answer, payload)
+
+    def answer(self, payload: bytes) -> None:
+        """What another process would do: `Meter` leaves it out."""
         message = wire.decode_to_engine(payload)
         if isinstance(message, wire.Submit):
             for name in message.ids:
@@ -52,19 +57,22 @@ class EchoLink:
 
 
 class FakeServer:
-    def __init__(self, folder: Path, **knobs: Any):
+    """`with_workers`: text is read by worker processes, as in `quire serve`; `await server.work.close()` ends them."""
+
+    def __init__(self, folder: Path, *, with_workers: bool = False, max_len: int = 512, **knobs: Any):
         model = make_tiny_model(folder / "served")
         config = override_config(Config(), {"model": str(model), "served_model_name": "tiny", **knobs})
         client = EngineClient()
         supervisor = Supervisor(client, lambda settings: None, {}, Budget(1, 1.0, 1e9, None, "same"))
-        client.attach(EchoLink(client))  # type: ignore[arg-type]
+        client.attach(EchoLink(client, max_len))  # type: ignore[arg-type]
         supervisor.states.move("started")
         self.lines: list[str] = []
         log = Log("error", stream=_Lines(self.lines))  # type: ignore[arg-type]
         setup = Setup.of(config, ModelFiles("folder", model, "tiny", None))
         tokenizer = Tokenizer.from_folder(model)
-        work = InlineTextWork(TextTasks(setup, tokenizer))
-        self.server = make_server(config, supervisor, tokenizer, log, setup, work)
+        pool = WorkerPool(setup, log.write) if with_workers else None
+        self.work: TextWork = pool or InlineTextWork(TextTasks(setup, tokenizer))
+        self.server = make_server(config, supervisor, tokenizer, log, setup, self.work)
         self.app = create_app(self.server, "test")
 
     async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None,
@@ -83,8 +91,6 @@ class FakeServer:
         async def receive() -> dict[str, Any]:
             if messages:
                 return messages.pop()
-            import asyncio
-
             await asyncio.Event().wait()  # the client stays
             raise AssertionError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -176,3 +177,15 @@ def test_a_long_stop_costs_no_more_than_its_length() -> None:
     emitted = "".join(scanner.push("a" * 10)[0] for _ in range(2000))
     assert len(emitted) == 20_000 - 4096
     assert scanner.push("b") == ("", stop + "b")
+
+
+def test_a_stop_that_never_begins_costs_nothing() -> None:
+    """A request may have 64 stops of 4096 characters for each of its samples."""
+    stops = [f"{place}" + "x" * 4000 for place in range(64)]
+    tracemalloc.start()
+    try:
+        scanners = [StopScanner(stops) for _ in range(16)]
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert scanners[0].push("axxx" * 100) == ("axxx" * 100, None)

@@ -191,3 +191,10 @@ def test_threads_may_share_it(byte_level: Tokenizer) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("text", ["e", "el", "ll", "\n", " w", "lo wo"])
+def test_ids_containing_finds_what_a_look_at_every_token_finds(byte_level: Tokenizer, text: str) -> None:
+    tokens = [byte_level.token_bytes(token_id) for token_id in range(byte_level.vocab_size)]
+    assert byte_level.ids_containing(text) == tuple(i for i, own in enumerate(tokens) if text.encode() in own)
+    assert byte_level.longest_token == max(map(len, tokens))

@@ -40,6 +40,7 @@ FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_dam
 ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
 CONNECTION = f"{PURE}server_connection.py::test_a_head"
 BODIES = f"{PURE}server_bodies.py::test"
+TEXTWORK = f"{PURE}server_textwork.py::test"
 SCHEMAS = "quire/server/schemas.py"
 ENDS_EARLY = f"{BODIES}_validation_ends_at_the_first_errors"
 ROUTES = f"{E2E}security.py::test_every_route_but_the_probes_and_the_page_wants_a_key"
@@ -98,6 +99,25 @@ REMOVALS: tuple[Removal, ...] = (
          SANDBOX, 'if name in ("format", "format_map") and _WIDTH.search(owner):', "if False:"),
     _one("template cost", "the prompt is bounded", TEMPLATE_TEST,
          "quire/text/template.py", "if num_chars > self._max_chars:", "if False:"),
+    # -- text workers
+    _one("text cost", "a task's processor time is bounded", f"{TEXTWORK}_the_kernel_ends_what_computes_too_long",
+         "quire/server/textwork/process.py", "processor_seconds(setup, len(payload)))", "0)"),
+    _one("text cost", "a worker's memory is bounded", f"{TEXTWORK}_the_kernel_refuses_memory_beyond_a_workers_limit",
+         "quire/server/textwork/process.py", "resource.setrlimit(resource.RLIMIT_AS, (memory, memory))", "del memory"),
+    _one("text cost", "what kills its worker is not tried again",
+         f"{TEXTWORK}_whatever_a_template_does_ends_and_others_go_on",
+         "quire/server/textwork/pool.py", "if lost.is_tasks_fault:", "if False:"),
+    _one("text cost", "a worker that ends is replaced",
+         f"{TEXTWORK}_a_worker_that_is_killed_is_replaced_and_its_task_done",
+         "quire/server/textwork/pool.py", "for _ in range(2):", "for _ in range(1):"),
+    _one("text cost", "a reply is its own task's", f"{TEXTWORK}_a_task_that_was_given_up_gives_no_other_its_reply",
+         "quire/server/textwork/pool.py", "            if not done:  #", "            if False:  #"),
+    _one("text cost", "what waits is bounded", f"{TEXTWORK}_too_many_waiting_tasks_are_refused",
+         "quire/server/textwork/pool.py", "if self._waiting >= MAX_WAITING or", "if"),
+    _one("text cost", "what can't fit is not encoded", f"{TEXTWORK}_refusals_cross_the_processes_as_they_are",
+         "quire/text/prompts.py", "    if len(text) > SLICE_CHARS:\n", "    if False:\n"),
+    _one("text cost", "bodies hold so many values", f"{TEXTWORK}_refusals_cross_the_processes_as_they_are",
+         "quire/server/textwork/tasks.py", "if _num_nodes(value, MAX_NODES) > MAX_NODES:", "if False:"),
     # -- media
     _one("SSRF and media bombs", "parts that are not text are refused", NO_MEDIA,
          "quire/server/openai/translate.py", '            raise bad_request("unsupported_content", message, where)\n',
@@ -140,8 +160,7 @@ REMOVALS: tuple[Removal, ...] = (
          "quire/server/store.py", "while self._num_bytes > self._max_bytes and", "while False and"),
     # -- bodies
     _one("errors that outgrow their body", "lists end at the first wrong item", ENDS_EARLY,
-         SCHEMAS, "TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]",
-         "TokenList = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS)]"),
+         SCHEMAS, "Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)", "Field(max_length=MAX_PROMPT_TOKENS)"),
     _one("errors that outgrow their body", "one unknown field is reported", ENDS_EARLY,
          SCHEMAS, "if not isinstance(value, dict) or len(value) <= len(fields):", "if True:"),
     _one("errors that outgrow their body", "one wrong value is reported", ENDS_EARLY,

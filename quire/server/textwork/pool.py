@@ -130,12 +130,12 @@ class _Lane:
         for _ in range(2):
             worker = await self._ready_worker()
             try:
-                return await worker.run(payload)
+                return await worker.run(payload, processor_seconds(self._setup, len(payload)))
             except _WorkerLost as lost:
                 self.worker = None
                 self._log("warning", "text worker ended", lane=self._name, exit=lost.exit_code)
                 if lost.is_tasks_fault:
-                    raise _too_costly(len(payload), is_template) from None
+                    raise _too_costly(processor_seconds(self._setup, len(payload)), is_template) from None
         what = "The process that reads requests ended twice."
         raise QuireError("engine_lost", what, "Try again; the server's log says more.")
 
@@ -155,8 +155,8 @@ class _Lane:
             self.worker.kill()
 
 
-def _too_costly(num_bytes: int, is_template: bool) -> QuireError:
-    what = f"took more than {processor_seconds(num_bytes):.0f} s of processor time or too much memory"
+def _too_costly(seconds: float, is_template: bool) -> QuireError:
+    what = f"took more than {seconds:.0f} s of processor time or too much memory"
     if is_template:
         return QuireError("template_error", f"The chat template {what}.", "Shorten the messages.")
     return QuireError("text_too_large", f"Reading the request {what}.", "Send less.")
@@ -212,10 +212,11 @@ class _Worker:
     def has_ended(self) -> bool:
         return self._reader.at_eof() or self._process.poll() is not None
 
-    async def run(self, payload: bytes) -> Result:
+    async def run(self, payload: bytes, seconds: float) -> Result:
+        """`seconds`: of processor time, after which the worker ends itself."""
         done = False
         try:
-            async with asyncio.timeout(WALL_SECONDS + WALL_FACTOR * processor_seconds(len(payload))):
+            async with asyncio.timeout(WALL_SECONDS + WALL_FACTOR * seconds):
                 reply = await self._exchange(payload)
             done = True
         except TimeoutError:
@@ -244,5 +245,5 @@ class _Worker:
         self._writer.close()
         with suppress(ProcessLookupError):
             self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # it is gone within a moment; leaving it unread would keep its process id
+        # Its exit code must be read. A process that gives back a gigabyte takes a while to end: not on this thread.
+        asyncio.get_running_loop().run_in_executor(None, self._wait)

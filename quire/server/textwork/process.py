@@ -20,24 +20,24 @@ import msgspec
 from quire.server.textwork.tasks import Refused, Result, Setup, Task, TextTasks
 
 MAX_FRAME = 1 << 30
-MEMORY = 1 << 30  # bytes beyond what the process has once it is set up
 KEPT_MEMORY = 256 << 20  # a process that keeps more than this after a task is replaced
-FIXED_SECONDS, BYTES_PER_SECOND = 5.0, 400_000  # processor time for a task of so many bytes
+BYTES_PER_SECOND = 400_000  # of a task: each second of processor time it gets beyond those of the setup
 TOO_MUCH_MEMORY = "text_too_large"
 
 
-def processor_seconds(num_bytes: int) -> float:
+def processor_seconds(setup: Setup, num_bytes: int) -> float:
     """What one task may take. Tokenizers read some megabytes a second; a template has 3 s of its own."""
-    return FIXED_SECONDS + num_bytes / BYTES_PER_SECOND
+    return setup.seconds + num_bytes / BYTES_PER_SECOND
 
 
 def main(descriptor: int) -> int:
     link = socket.socket(fileno=descriptor)
-    setup = read_frame(link)
-    if setup is None:
+    first = read_frame(link)
+    if first is None:
         return 0
-    tasks = TextTasks.load(msgspec.msgpack.decode(setup, type=Setup))
-    memory = _memory_bytes()[0] + MEMORY
+    setup = msgspec.msgpack.decode(first, type=Setup)
+    tasks = TextTasks.load(setup)
+    memory = _memory_bytes()[0] + setup.memory
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
@@ -45,7 +45,7 @@ def main(descriptor: int) -> int:
     write_frame(link, b"")  # ready
     resident = _memory_bytes()[1]
     while (payload := read_frame(link)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, processor_seconds(len(payload)))
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds(setup, len(payload)))
         result = _run(tasks, decoder, payload)
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(link, msgspec.msgpack.encode(result))
@@ -59,7 +59,7 @@ def _run(tasks: TextTasks, decoder: msgspec.msgpack.Decoder[Any], payload: bytes
     try:
         return tasks.run(decoder.decode(payload))
     except MemoryError:
-        what = f"Reading the request took more than {MEMORY >> 20} MiB of memory."
+        what = f"Reading the request took more than {tasks.setup.memory >> 20} MiB of memory."
         return Refused(TOO_MUCH_MEMORY, what, "Send less.")
     except RecursionError:
         return Refused("invalid_value", "The request is nested too deeply.", "Send a flatter one.", status=400)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import countOf
@@ -29,7 +30,7 @@ from quire.text.template import template_for, template_source
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, PromptTooLong, QuireError
 
-MAX_NODES = 250_000  # JSON values in one body, token ids aside
+MAX_NODES = 50_000  # JSON values in one body, token ids aside
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class Setup(msgspec.Struct, frozen=True):
     max_tools: int
     max_schema: int
     special_in_content: bool
+    seconds: float = 5.0  # of processor time for a task; more for one of many bytes
+    memory: int = 1 << 30  # bytes beyond what a worker has once it is set up
 
     @classmethod
     def of(cls, config: Config, files: ModelFiles) -> Setup:
@@ -92,6 +95,7 @@ class FindWords(msgspec.Struct, tag=True, frozen=True):
 class CheckBody(msgspec.Struct, tag=True, frozen=True):
     path: str
     body: bytes
+    max_prompt: int  # tokens
 
 
 class Rendered(msgspec.Struct, tag=True, frozen=True):
@@ -116,8 +120,8 @@ class FoundWords(msgspec.Struct, tag=True, frozen=True):
     dry_breaker_ids: tuple[int, ...]
 
 
-class BodyFits(msgspec.Struct, tag=True, frozen=True):
-    pass
+class CheckedBody(msgspec.Struct, tag=True, frozen=True):
+    packed: bytes  # as `pack_body` writes it
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -130,10 +134,10 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody
-Result = Rendered | Encoded | Decoded | FoundWords | BodyFits | Refused
+Result = Rendered | Encoded | Decoded | FoundWords | CheckedBody | Refused
 
 
-def pack_ids(ids: list[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
@@ -196,9 +200,8 @@ class TextTasks:
                 bad = dict.fromkeys(ids for word in bad_words for ids in bad_word_ids(word, self.tokenizer))
                 breakers = {i for text in dry_breakers for i in self.tokenizer.ids_containing(text)}
                 return FoundWords(tuple(bad), tuple(sorted(breakers)))
-            case CheckBody(path, body):
-                check_body(path, body)
-                return BodyFits()
+            case CheckBody(path, body, max_prompt):
+                return CheckedBody(check_body(path, body, max_prompt))
 
     @cached_property
     def prompts(self) -> PromptMaker:
@@ -218,10 +221,10 @@ def tool_format_for(source: str, configured: str | None) -> str:
     return configured or choose_format(source) or "json"
 
 
-def check_body(path: str, body: bytes) -> None:
-    """Raise the error the HTTP process would answer with. Decoding here first keeps a body that grows in memory, or
-    that fails after long work, out of that process."""
-    from quire.server.bodies import decode_json, validate_body
+def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
+    """The body, validated and packed, or the error the HTTP process would answer with. A body that grows in memory, or
+    that fails after long work, stays out of that process."""
+    from quire.server.bodies import decode_json, pack_body, validate_body
 
     try:
         value = decode_json(body)
@@ -230,6 +233,17 @@ def check_body(path: str, body: bytes) -> None:
     if _num_nodes(value, MAX_NODES) > MAX_NODES:
         raise ApiError(400, "body_too_complex", f"The body holds more than {MAX_NODES} JSON values.")
     validate_body(path, value)
+    for prompt in _token_prompts(path, value):
+        if len(prompt) > max_prompt:
+            raise PromptTooLong(len(prompt), max_prompt)
+    return pack_body(value)
+
+
+def _token_prompts(path: str, value: Any) -> Iterator[list[int]]:
+    """The prompts of a validated body that are given as token ids."""
+    given = value.get({"/v1/completions": "prompt", "/v1/embeddings": "input"}.get(path, "")) if value else None
+    if isinstance(given, list) and given:
+        yield from ([given] if isinstance(given[0], int) else (one for one in given if isinstance(one, list)))
 
 
 def _num_nodes(value: Any, limit: int) -> int:

@@ -97,7 +97,7 @@ def test_refusals_cross_the_processes_as_they_are(tmp_path: Path) -> None:
         return await asyncio.gather(*map(pool.run, tasks), return_exceptions=True)
 
     found, _ = with_pool(setup_of(tmp_path), work)
-    assert [type(error) for error in found] == [QuireError, ApiError, QuireError, ApiError, ApiError, QuireError]
+    assert [isinstance(error, ApiError) for error in found] == [False, True, False, True, True, False]
     codes = [error.code for error in found]
     assert codes == ["prompt_too_long", "invalid_value", "prompt_too_long", "invalid_json", "body_too_complex",
                      "prompt_too_long"]  # fmt: skip

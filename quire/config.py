@@ -92,6 +92,8 @@ class ServerConfig:
     request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
     rate_requests: int | None = knob(None, "requests a minute for each key (none by default)", low=1)
     rate_tokens: int | None = knob(None, "prompt and output tokens a minute for each key (none by default)", low=1)
+    max_connections: int = knob(4096, "connections open at a time; those without a request go first", low=1,
+                                high=1 << 20)  # fmt: skip
     max_body: int = knob(32 << 20, "largest request body", low=1024, high=1 << 30, unit="bytes")
     max_messages: int = knob(4096, "most messages in one conversation", low=1, high=1 << 20)
     max_tools: int = knob(128, "most tools in one request", low=1, high=4096)

@@ -1,60 +1,353 @@
-"""One client's connection: uvicorn's, with bounds on the head of a request, which uvicorn takes without end.
+"""One client's connection: uvicorn's, with a bound on everything it may hold, whatever state its parser is in.
 
-Whoever connects must send a whole head within a time and a size; `run` hands this class to uvicorn. Bodies are the
+`run` hands this class to uvicorn. A head has a time, a size and a number of fields; bytes that are neither head nor
+body (chunk sizes, their extensions, trailers) have bounds of their own; requests sent ahead of their turn are few.
+Replies made here, below the application, have the caller's error format and an id. How slow a body may be is the
 gate's business, replies that nobody reads are `replies`'.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from quire.server.encoding import to_json
+from quire.server.errors import ApiError, dialect_of, error_body
+from quire.server.open_connections import OpenConnections
+from quire.server.request_ids import request_id
 
 HEAD_SECONDS = 30.0
-MAX_HEAD = 64 << 10  # bytes; what one read brings may go beyond it
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+LINGER_SECONDS = 2.0  # in which a client may read the reply to a request that was not read to its end
+PIECE = 16 << 10  # bytes parsed between two checks of the bounds; each bound may be passed by this much
+MAX_HEAD = 64 << 10
+MAX_FIELDS = 128  # of a head, and of trailers
+MAX_FRAMING = 32 << 10  # bytes around a body: between two of its bytes, and in all beyond the body's own size
+MAX_AHEAD = 8  # requests sent before their turn
+MAX_LINGER = 32 << 20  # bytes read and thrown away while a client reads the reply
+
+_MALFORMED = ApiError(400, "malformed_request", "This is not valid HTTP. Check what stands between client and server.")
+_HEAD_TOO_LARGE = ApiError(
+    431, "headers_too_large", f"The head has more than {MAX_HEAD} bytes or {MAX_FIELDS} fields. Send fewer headers."
+)
+_FRAMING_TOO_LARGE = ApiError(
+    431, "headers_too_large",
+    f"The body's chunks need more bytes than they hold, or its trailers have more than {MAX_FRAMING} bytes or "
+    f"{MAX_FIELDS} fields. Send larger chunks without extensions and trailers.",
+)  # fmt: skip
+_FULL = ApiError(503, "overloaded", "The server holds too many bytes of requests. Try again a little later.")
+_NO_ROOM = ApiError(503, "overloaded", "The server has too many open connections. Try again a little later.")
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A request that has not been answered to the end."""
+
+    cycle: RequestResponseCycle
+    head_bytes: int
+
+
+class _Refused(Exception):
+    def __init__(self, error: ApiError):
+        super().__init__(error.message)
+        self.error = error
+
+
+class _StopListening(Exception):
+    """What follows on this connection is not read; requests read before are answered."""
 
 
 class Connection(HttpToolsProtocol):
-    _timer: asyncio.TimerHandle | None = None
-    _in_head = True
-    _num_bytes = 0  # of a head that is not whole yet
+    def __init__(self, *args: Any, others: OpenConnections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._others = others
+        self._application, self.app = self.app, self._serve
+        self._socket: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._exchanges: deque[_Exchange] = deque()  # in the order of their requests; the first one is under way
+        self._in_head = self._in_body = False  # where the parser stands; neither: between requests
+        self._num_framing = 0  # bytes of the head, around the body or between requests: whatever is no body
+        self._since_body = 0  # of them, after the last byte of the body
+        self._num_body = self._num_fields = 0  # of the request being parsed
+        self._held = 0  # bytes, as counted in `others`
+        self._keep_alive_after = False  # the request being parsed may be followed by another
+        self._stopping = False  # the server ends
+        self._deaf = False  # no more requests are read; _num_ignored bytes have been thrown away
+        self._num_ignored = 0
+        self._closing = False
+        self._last_words = b""  # the refusal that follows the replies under way
+
+    # -- uvicorn's and the loop's calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._begin_head()
+        self._socket = transport
+        super().connection_made(_GentleTransport(transport, self))  # type: ignore[arg-type]
+        self.flow = _Flow(self.transport, self)
+        if not self._others.enter(self):
+            self._deaf = self._closing = True
+            transport.write(self._reply_to(_NO_ROOM))
+            transport.close()
+            return
+        self._start_timer(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
+        self._closing = self._deaf = True
+        self._end_timer()
+        self._unset_keepalive_if_required()
+        for exchange in self._exchanges:
+            exchange.cycle.disconnected = True
+            exchange.cycle.message_event.set()
+        self._exchanges.clear()
+        self.pipeline.clear()
+        self._in_head = False
+        self._settle()
+        self._others.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head and self.parser is not None:
-            self._num_bytes += len(data)
-            if self._num_bytes > MAX_HEAD and not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
+        for place in range(0, len(data), PIECE):
+            if self._deaf:
+                self._ignore(len(data) - place)
+                return
+            try:
+                self._feed(memoryview(data)[place : place + PIECE])
+            except _Refused as refused:
+                self._refuse(refused.error)
+            except _StopListening:
+                self._stop_listening()
+
+    def shutdown(self) -> None:
+        self._stopping = True
+        super().shutdown()
+
+    # -- the parser's calls
 
     def on_message_begin(self) -> None:
-        self._begin_head()
+        if len(self._exchanges) > MAX_AHEAD:
+            raise _StopListening
+        self._unset_keepalive_if_required()
+        self._in_head = True
+        self._num_framing = self._since_body = self._num_body = self._num_fields = 0
+        if not self._exchanges:
+            self._start_timer(HEAD_SECONDS)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
+            raise _Refused(_HEAD_TOO_LARGE if self._in_head else _FRAMING_TOO_LARGE)
+        if self._in_head:  # trailers are dropped: they must not add to the headers that were checked
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._end_head()
-        super().on_headers_complete()
-
-    def _begin_head(self) -> None:
-        self._end_head()
-        self._in_head, self._num_bytes = True, 0
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
-
-    def _end_head(self) -> None:
         self._in_head = False
+        self._end_timer()
+        self._unset_keepalive_if_required()
+        self._others.end_wait(self)
+        head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if head_bytes > MAX_HEAD:
+            raise _Refused(_HEAD_TOO_LARGE)
+        super().on_headers_complete()
+        self._in_body = True
+        self._exchanges.append(_Exchange(self.cycle, head_bytes))
+        self._keep_alive_after, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self._num_framing = self._since_body = self._num_fields = 0
+        if self.pipeline:  # uvicorn pauses here; but who does not read does not notice that the client has left
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        self._since_body = -len(body)  # `_feed` adds the whole piece
+        self._num_framing -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Only now may the connection outlive the reply: what is left of a body would be taken for a request."""
+        if not self.cycle.response_started and not self._stopping:
+            self.cycle.keep_alive = self._keep_alive_after
+        self._in_body = False
+        self._num_framing = self._since_body = 0
+        super().on_message_complete()
+
+    # -- requests
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_and_count() -> Message:
+            message = await receive()
+            self._settle()
+            return message
+
+        await self._application(scope, receive_and_count, send)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        if self._exchanges:
+            self._exchanges.popleft()
+        self._settle()
+        super().on_response_complete()
+        if self._closing or self._exchanges:
+            return
+        if self._last_words:
+            self._say(self._last_words)
+        elif self._deaf:
+            self.close_gently()
+        else:
+            self._others.begin_wait(self)
+            if self._in_head:  # its time begins when the replies before it are out
+                self._start_timer(HEAD_SECONDS)
+
+    def _feed(self, piece: memoryview) -> None:
+        """Parse `piece` and check every bound."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # there is nothing to change to: the reply is HTTP/1.1, and the last one
+            raise _StopListening from None
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, (_Refused, _StopListening)):
+                raise error.__context__ from None
+            raise _Refused(_MALFORMED) from None
+        self._num_framing += len(piece)
+        self._since_body += len(piece)
+        if not self._in_body and self._num_framing > MAX_HEAD:
+            raise _Refused(_HEAD_TOO_LARGE)
+        if self._in_body and (self._since_body > MAX_FRAMING or self._num_framing > MAX_FRAMING + self._num_body):
+            raise _Refused(_FRAMING_TOO_LARGE)
+        if not self._settle():
+            raise _Refused(_FULL)
+
+    def ahead_bytes(self) -> int:
+        """Bytes of requests that wait for their turn."""
+        return sum(one.head_bytes + len(one.cycle.body) for one in islice(self._exchanges, 1, None))
+
+    def _settle(self) -> bool:
+        """Count what this connection holds now; False: all connections together hold too much."""
+        held = sum(one.head_bytes + len(one.cycle.body) for one in self._exchanges)
+        held += self._num_framing if self._in_head else 0
+        change, self._held = held - self._held, held
+        return self._others.hold(change)
+
+    # -- ends
+
+    def _start_timer(self, seconds: float) -> None:
+        self._end_timer()
+        self._timer = self.loop.call_later(seconds, self.drop)
+
+    def _end_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.abort()
+    def drop(self) -> None:
+        if self._socket is not None and not self._socket.is_closing():
+            self._socket.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer below the application, once the replies under way are out, and end the connection."""
+        self._deaf = True
+        self._end_timer()
+        reply = self._reply_to(error)
+        if self._in_body and self._exchanges:
+            broken = self._exchanges[-1].cycle
+            if broken.response_started:
+                return  # its reply goes on to its end and closes the connection
+            self._exchanges.pop()
+            broken.disconnected = True
+            broken.message_event.set()
+            if self._exchanges:  # it had not had its turn
+                self.pipeline.popleft()
+        self._settle()
+        if self._exchanges:
+            self._last_words = reply
+        else:
+            self._say(reply)
+
+    def _say(self, reply: bytes) -> None:
+        self.transport.write(reply)
+        self.close_gently()
+
+    def _reply_to(self, error: ApiError) -> bytes:
+        headers = dict(self.headers or [])
+        name = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
+        self._others.report(name, error)
+        path = (self.scope or {}).get("path", "")
+        dialect = dialect_of(path)
+        body = to_json(error_body(dialect, error, name))
+        lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+                 (b"connection", b"close"), (b"x-request-id", name.encode())]  # fmt: skip
+        if dialect == "anthropic":
+            lines.append((b"request-id", name.encode()))
+        lines = [*self.server_state.default_headers, *lines]
+        return b"".join((STATUS_LINE[error.status], *(b"%s: %s\r\n" % line for line in lines), b"\r\n", body))
+
+    def _stop_listening(self) -> None:
+        self._deaf = True
+        self._end_timer()
+        if self._exchanges:
+            self._exchanges[-1].cycle.keep_alive = False
+        else:
+            self.close_gently()
+
+    def close_gently(self) -> None:
+        """Close. Where the client may still be sending, first say that nothing more is sent and throw away what comes:
+        an unread byte would make the system reset the connection, and the reply would be lost."""
+        assert self._socket is not None
+        if self._closing or self._socket.is_closing():
+            return
+        self._closing = True
+        self._unset_keepalive_if_required()
+        if not (self._in_head or self._in_body or self._deaf or self.pipeline):
+            self._socket.close()
+            return
+        self._deaf = True
+        self._others.begin_wait(self)
+        self.pipeline.clear()  # nothing that waited for its turn is answered
+        self._socket.write_eof()
+        self.flow.resume_reading()
+        self._end_timer()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self._socket.close)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    def _ignore(self, count: int) -> None:
+        self._num_ignored += count
+        if self._num_ignored > MAX_LINGER and self._socket is not None:
+            if self._closing:
+                self._socket.close()
+            else:
+                self.flow.pause_reading()
+
+
+class _Flow(FlowControl):
+    """Nothing more is read while much waits for its turn, even if the application asks for the rest of a body."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection):
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if self._connection.ahead_bytes() <= HIGH_WATER_LIMIT:
+            super().resume_reading()
+
+
+class _GentleTransport:
+    """The transport as uvicorn sees it: how it is closed is the connection's decision."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection):
+        self._connection = connection
+        self._is_closing = transport.is_closing
+        self.write = transport.write
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
+        self.close = connection.close_gently
+
+    def is_closing(self) -> bool:
+        return self._connection.closing or self._is_closing()

@@ -13,7 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,11 +30,13 @@ from quire.server.app import create_app
 from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
 from quire.server.connection import Connection
+from quire.server.errors import ApiError
 from quire.server.generation import Generation
 from quire.server.keys import KeyRing, RateLimits
 from quire.server.logs import LibraryLines, Log
 from quire.server.loop_delay import LoopDelay
 from quire.server.metrics import Metrics
+from quire.server.open_connections import OpenConnections, allow_files
 from quire.server.state import Server
 from quire.server.store import ResponseStore
 from quire.server.textwork.pool import TextWork, WorkerPool
@@ -126,8 +130,10 @@ def served_names(config: Config) -> list[str]:
 
 
 def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
-    """Bound before the model is loaded: a port that is taken should not be found out a minute later. The system drops
-    a connection whose client takes nothing for `send_timeout` seconds, with all that waits to be sent to it."""
+    """A listening socket. It listens before the model is loaded, since two servers may bind one port as long as neither
+    listens; a client that connects meanwhile waits. The system drops a connection whose client takes nothing for
+    `send_timeout` seconds, with all that waits to be sent to it."""
+    listener = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -135,16 +141,19 @@ def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT") and send_timeout:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         listener.bind(address)
+        listener.listen(BACKLOG)
         return listener
     except OSError as error:
+        if listener is not None:
+            listener.close()
         what = f"Can't listen on {host} port {port}: {error.strerror or error}."
         raise QuireError("address_in_use", what, "Choose another --host or --port.", "port") from None
 
 
 async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: Callable[[str], None]) -> int:
     http = _Http(
-        uvicorn.Config(app, loop="none", http=Connection, lifespan="off", log_config=None, access_log=False,
-                       server_header=False, backlog=BACKLOG, timeout_keep_alive=75)
+        uvicorn.Config(app, loop="none", http=connection_factory(server), ws="none", lifespan="off", log_config=None,
+                       access_log=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=75)
     )  # fmt: skip
     library = logging.getLogger("uvicorn.error")
     library.propagate = False
@@ -157,8 +166,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
-    host, port = listener.getsockname()[:2]
     if http.started:
+        host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     delay = LoopDelay(loop, server.metrics.loop_delayed)
     delay.start()
@@ -166,6 +175,20 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     delay.stop()
     await server.store.close()
     return 0
+
+
+def connection_factory(server: Server) -> Any:
+    """What uvicorn calls for each connection."""
+
+    def report(request_id: str, error: ApiError) -> None:
+        server.metrics.failed("other", error.code)
+        server.log.write("info", "reply", id=request_id, status=error.status, outcome=error.code)
+
+    wanted = server.config.server.max_connections
+    allowed = allow_files(wanted)
+    if allowed < wanted:
+        server.log.write("warning", "fewer connections", allowed=allowed, max_connections=wanted, why="open files")
+    return partial(Connection, others=OpenConnections(allowed, report=report))
 
 
 class _Http(uvicorn.Server):

@@ -38,6 +38,7 @@ BAD_BODIES = f"{E2E}bad_input.py::test_bad_bodies"
 FUZZED = f"{PURE}fuzz.py::test_random_input_is_taken_or_refused"
 FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed"
 ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
+LINE = "quire/server/connection.py"
 CONNECTION = f"{PURE}server_connection.py::test_a_head"
 BODIES = f"{PURE}server_bodies.py::test"
 TEXTWORK = f"{PURE}server_textwork.py::test"
@@ -176,10 +177,34 @@ REMOVALS: tuple[Removal, ...] = (
          "quire/server/bodies.py", "return msgspec.json.decode(body)", "return json.loads(body)"),
     # -- heads
     _one("heads that do not end", "a head has a time", f"{CONNECTION}_that_does_not_end_in_time_is_cut_off",
-         "quire/server/connection.py", "self._timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)",
-         "self._timer = None"),
+         LINE, "self._timer = self.loop.call_later(seconds, self.drop)", "self._timer = None"),
     _one("heads that do not end", "a head has a size", f"{CONNECTION}_without_end_is_refused",
-         "quire/server/connection.py", "if self._num_bytes > MAX_HEAD and", "if False and"),
+         LINE, "if not self._in_body and self._num_framing > MAX_HEAD:", "if False:"),
+    _one("heads that do not end", "a head has so many fields", f"{PURE}server_connection.py::test_fields_are_counted",
+         LINE, "if self._num_fields > MAX_FIELDS:", "if False:"),
+    # -- connections
+    _one("connections that hold memory", "what surrounds a body is bounded",
+         f"{PURE}server_connection.py::test_what_surrounds_a_body_has_bounds[one trailer]",
+         LINE, "if self._in_body and (self._since_body > MAX_FRAMING or", "if False and (True or"),
+    _one("connections that hold memory", "what is no body is counted in every state",
+         f"{CONNECTION.removesuffix('head')}connection_holds_little_whatever_is_sent_without_end[field-never]",
+         LINE, "if not self._in_body and self._num_framing > MAX_HEAD:", "if False:"),
+    _one("connections that hold memory", "a body that was not read ends the connection",
+         f"{CONNECTION.removesuffix('head')}reply_to_a_body_that_was_not_read_ends_the_connection",
+         LINE, "self._keep_alive_after, self.cycle.keep_alive = self.cycle.keep_alive, False",
+         "self._keep_alive_after = self.cycle.keep_alive"),
+    _one("connections that hold memory", "few requests come before their turn",
+         f"{PURE}server_connection.py::test_few_requests_may_come_before_their_turn",
+         LINE, "if len(self._exchanges) > MAX_AHEAD:", "if False:"),
+    _one("connections that hold memory", "connections are counted",
+         f"{PURE}server_connection.py::test_the_number_of_connections_has_a_bound_and_those_without_a_request_go_first",
+         "quire/server/open_connections.py", "if len(self._open) >= self.limit:", "if False:"),
+    _one("connections that hold memory", "all connections hold so much together",
+         f"{PURE}server_connection.py::test_all_connections_hold_so_much_together",
+         "quire/server/open_connections.py", "return change <= 0 or self.num_held <= self.max_held", "return True"),
+    _one("headers that contradict each other", "trailers add no headers",
+         f"{PURE}server_connection.py::test_small_chunks_with_few_trailers_pass_and_trailers_add_no_headers",
+         LINE, "if self._in_head:  # trailers are dropped", "if True:  # trailers are dropped"),
     # -- readers that do not read: we give them up, and so does the system
     Removal("readers that do not read", "nobody waits longer than send_timeout",
             f"{E2E}security.py::test_a_reader_who_does_not_read_is_cut_off",

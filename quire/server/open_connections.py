@@ -1,0 +1,78 @@
+"""All open connections of one server: how many there may be, which may be dropped, and how many bytes they hold.
+
+`Connection` reports what it does; `run` makes one `OpenConnections` for the server. Bytes counted here are heads and
+bodies that no route has taken yet; bodies that a route has taken are `HeldBodies`'.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.server.errors import ApiError
+
+MAX_HELD = 64 << 20  # bytes of heads and unread bodies, over all connections
+SPARE_FILES = 128  # descriptors the process needs for anything but connections
+
+Report = Callable[[str, ApiError], None]  # the id and the error of a reply that the application did not make
+
+
+class Droppable(Protocol):
+    def drop(self) -> None:
+        """Close the connection at once."""
+
+
+class OpenConnections:
+    def __init__(self, limit: int, max_held: int = MAX_HELD, report: Report = lambda request_id, error: None):
+        self.limit = limit
+        self.max_held = max_held
+        self.report = report
+        self.num_held = 0  # bytes
+        self._open: dict[Droppable, None] = {}
+        self._waiting: dict[Droppable, None] = {}  # without a request under way; the longest wait first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def enter(self, connection: Droppable) -> bool:
+        """Count a new connection. At the limit the one that has waited longest for a request is dropped; False: all
+        have requests under way."""
+        if len(self._open) >= self.limit:
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                return False
+            self.leave(longest)
+            longest.drop()
+        self._open[connection] = None
+        self._waiting[connection] = None
+        return True
+
+    def leave(self, connection: Droppable) -> None:
+        self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
+
+    def begin_wait(self, connection: Droppable) -> None:
+        """`connection` has no request under way from now on."""
+        if connection in self._open:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+
+    def end_wait(self, connection: Droppable) -> None:
+        self._waiting.pop(connection, None)
+
+    def hold(self, change: int) -> bool:
+        """Count bytes that a connection holds more (or fewer) than before; False: all together hold too many."""
+        self.num_held += change
+        return change <= 0 or self.num_held <= self.max_held
+
+
+def allow_files(wanted: int) -> int:
+    """Raise the process's limit of open files for `wanted` connections; returns how many connections it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = wanted + SPARE_FILES
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == unlimited else max(1, min(wanted, soft - SPARE_FILES))

@@ -1,0 +1,12 @@
+"""The id of a request: the client's own where it is usable, else a random one. Every reply carries it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_USABLE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def request_id(given: str) -> str:
+    return given if _USABLE.fullmatch(given) else f"req_{secrets.token_hex(12)}"

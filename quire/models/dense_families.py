@@ -33,8 +33,10 @@ from quire.models.dense_windows import (
     but_first_of_four,
     turned_where_windowed,
     upper_windowed,
+    windowed_by_kind,
+    windowed_where_still,
 )
-from quire.models.fields import above_zero, bound, check_causal, flag, number, whole
+from quire.models.fields import above_zero, bound, check_causal, flag, number, whole, with_defaults
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]
@@ -55,7 +57,7 @@ class DenseFamily:
 def read_dense(config: Fields) -> DenseConfig:
     """From the fields of a config.json, whose `model_type` is one of `DENSE`."""
     family = DENSE[config["model_type"]]
-    config = family.renamed({**family.defaults, **config})
+    config = family.renamed(with_defaults(config, family.defaults))
     return family.change(config, read_common(config))
 
 
@@ -95,7 +97,7 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
         what = f"no_rope_layers names {len(turns)} layers, num_hidden_layers={dense.num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
     ropes = zip(dense.ropes, turns[: dense.num_layers], strict=True)
-    return replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes))
+    return windowed_where_still(config, replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ _GEMMA3 = {  # inside a model with images, its config says little more than wher
     "max_position_embeddings": 131072,
     "rope_theta": 1000000.0,
 }
-_CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+_CWM_ROPE = {"rope_theta": 1000000.0, "rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 _GLM = {
     "head_dim": 128,
     "partial_rotary_factor": 0.5,
@@ -349,9 +351,9 @@ DENSE: dict[str, DenseFamily] = {
     "hyperclovax": DenseFamily(_hyperclovax),
     "jais2": DenseFamily(_jais2, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": DenseFamily(),
-    "ministral": DenseFamily(all_windowed, {"sliding_window": 4096}),
+    "ministral": DenseFamily(windowed_by_kind, {"sliding_window": 4096}),
     "ministral3": DenseFamily(_ministral3, {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3}),
-    "mistral": DenseFamily(all_windowed, {"sliding_window": 4096}),
+    "mistral": DenseFamily(windowed_by_kind, {"sliding_window": 4096}),
     "nemotron": DenseFamily(_nemotron, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "olmo": DenseFamily(_olmo),
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),

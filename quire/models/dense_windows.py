@@ -18,10 +18,13 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def all_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """A window in every layer, unless `layer_types` says otherwise."""
-    if config.get("layer_types") is not None:
-        return dense
+    """A window in every layer. Where families do not know `layer_types`, it changes nothing."""
     return replace(dense, windows=(window_size(config),) * dense.num_layers)
+
+
+def windowed_by_kind(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """A window in every layer, unless `layer_types` says otherwise."""
+    return dense if config.get("layer_types") is not None else all_windowed(config, dense)
 
 
 def upper_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -32,6 +35,25 @@ def upper_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
         return dense
     window, first = window_size(config), config.get("max_window_layers", 28)
     return replace(dense, windows=tuple(window if index >= first else None for index in range(dense.num_layers)))
+
+
+def early_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Windows only where they are switched on, and then in every other one of the lower layers."""
+    if not flag(config, "use_sliding_window", False):
+        return replace(dense, windows=(None,) * dense.num_layers)
+    if config.get("layer_types") is not None:
+        return dense
+    window, stop = window_size(config), config.get("max_window_layers", 28)
+    windows = tuple(window if index % 2 == 0 and index < stop else None for index in range(dense.num_layers))
+    return replace(dense, windows=windows)
+
+
+def windowed_where_still(config: Fields, dense: DenseConfig) -> DenseConfig:
+    """Windows in the layers that do not turn, where they are switched on and `layer_types` does not say otherwise."""
+    if config.get("layer_types") is not None or not flag(config, "use_sliding_window", False):
+        return dense
+    window = window_size(config)
+    return replace(dense, windows=tuple(window if rope.kind == "none" else None for rope in dense.ropes))
 
 
 def but_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:

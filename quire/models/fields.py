@@ -48,6 +48,13 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with what it leaves out. Null counts as a value (no window, say), but not for rope: a family that has
+    one of its own turns by that."""
+    unsaid = ("rope_parameters",) if config.get("rope_parameters") is None else ()
+    return {**defaults, **{key: value for key, value in config.items() if key not in unsaid}}
+
+
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     if num_heads % num_kv_heads or head_dim % 2:
         what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."

@@ -21,7 +21,7 @@ from quire.layers.quant import Scheme
 from quire.layers.weights import scale_by, set_forms
 from quire.models.dense import DenseLayer, DenseModel
 from quire.models.dense_config import DenseConfig
-from quire.models.fields import check_silu
+from quire.models.fields import check_silu, with_defaults
 from quire.models.granite_moe import granite_mixture
 from quire.models.moe_families import MOE, draft_layers, sparse_layers
 
@@ -42,7 +42,7 @@ class MoEConfig:
     def from_hf(cls, config: Fields) -> MoEConfig:
         check_silu(config)
         family = MOE[config["model_type"]]
-        config = family.renamed({**family.defaults, **config})
+        config = family.renamed(with_defaults(config, family.defaults))
         dense = family.dense(config)
         num_layers = dense.num_layers
         sparse = sparse_layers(config, num_layers)

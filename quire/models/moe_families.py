@@ -17,6 +17,7 @@ from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.rope import RopeConfig
 from quire.models.dense_config import DenseConfig, LayerNames, NormStyle, read_common
 from quire.models.dense_families import read_dense
+from quire.models.dense_windows import all_windowed, early_windowed
 from quire.models.fields import bound, check_layer_indices, check_layer_types, flag, number, whole
 from quire.models.granite_moe import EXPERT_NAMES, LATER_NAMES
 from quire.types import QuireError
@@ -57,19 +58,22 @@ def _as(model_type: str) -> Callable[[Fields], DenseConfig]:
 
 
 def _mixtral(config: Fields) -> DenseConfig:
-    return read_dense(
-        {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **config, "model_type": "mistral"}
-    )
+    """Mistral's attention, whose windows are in every layer whatever `layer_types` says."""
+    usual = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    return all_windowed(config, read_dense({**usual, **config, "model_type": "mistral"}))
 
 
 def _qwen2(config: Fields) -> DenseConfig:
-    fields = {**config, "model_type": "qwen2"}
+    """Qwen2's attention with windows by another rule; a window that is switched off is written as 0."""
     if not config.get("use_sliding_window"):
-        fields["sliding_window"] = None  # written as 0
-    return read_dense(fields)
+        return read_dense({**config, "sliding_window": None, "model_type": "qwen2"})
+    return early_windowed(config, read_dense({**config, "model_type": "qwen2"}))
 
 
-_qwen3 = _as("qwen3")
+def _qwen3(config: Fields) -> DenseConfig:
+    """Qwen3's attention; a window that is switched on is in every layer."""
+    dense = read_dense({"head_dim": None, **config, "model_type": "qwen3"})
+    return all_windowed(config, dense) if flag(config, "use_sliding_window", False) else dense
 
 
 def _olmoe(config: Fields) -> DenseConfig:
@@ -78,7 +82,8 @@ def _olmoe(config: Fields) -> DenseConfig:
 
 def _dots1(config: Fields) -> DenseConfig:
     window = config.get("sliding_window", 4096)
-    return _qwen3({**config, "sliding_window": window, "use_sliding_window": window is not None})
+    fields = {**config, "sliding_window": window, "use_sliding_window": window is not None, "model_type": "qwen3"}
+    return read_dense(fields)
 
 
 def _glm4_moe(config: Fields) -> DenseConfig:

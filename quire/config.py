@@ -37,6 +37,8 @@ class ModelConfig:
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
     special_in_content: bool = knob(False, "control tokens spelled in a message become real ones instead of text")
+    pooling: str | None = knob(None, "how embeddings are pooled, in place of the model's own files",
+                               choices=("mean", "last"))  # fmt: skip
     random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
 
 

@@ -45,6 +45,7 @@ class Output:
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    embedding: list[float] | None = None  # with `pooling`: the prompt's hidden states as one vector
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     error: str | None = None
@@ -224,6 +225,8 @@ class Reply:
             output.logprobs = (output.logprobs or []) + delta.logprobs[: len(new_ids)]
         if delta.prompt_logprobs is not None and output.prompt_logprobs is not None:
             output.prompt_logprobs += delta.prompt_logprobs
+        if delta.embedding is not None:
+            output.embedding = delta.embedding
         stopped_here = stream is not None and stream.stopped and delta.finish_reason is None
         reason = FinishReason.STOP if stopped_here else delta.finish_reason
         if stream is not None and stream.stopped and delta.finish_reason is FinishReason.LENGTH:

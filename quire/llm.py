@@ -20,8 +20,9 @@ from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.interrupts import HeldInterrupts
+from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
-from quire.types import QuireError, Request, SamplingParams
+from quire.types import QuireError, Request, SamplingParams, choose_pooling
 
 if TYPE_CHECKING:
     from quire.assemble import Assembly
@@ -83,6 +84,20 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts = [self.edge.encode_chat(list(c), **template_kwargs) for c in conversations]
         return self.generate(prompts, params, progress=progress)
+
+    def embed(self, prompts: str | Sequence[Any], *, pooling: str | None = None, normalize: bool | None = None,
+              progress: bool = False) -> list[Output]:  # fmt: skip
+        """One vector for each prompt, in `Output.embedding`. `pooling` is "mean" or "last"; left out, it is what the
+        model's own files or the setting `pooling` say, or else the last token's hidden state, normalised. A model's
+        files also say whether vectors are normalised. `SamplingParams(pooling=…)` in `generate` gives the same vector
+        as it is, beside the text."""
+        rule = choose_pooling(read_pooling(self._parts.files), self.config.model.pooling, pooling, normalize)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=rule.kind)
+        outputs = self.generate(prompts, params, progress=progress)
+        for output in outputs:  # the one token that ends the prompt's last step is sampled all the same
+            output.text, output.token_ids, output.usage.completion_tokens = "", [], 0
+            output.embedding = rule.scaled(output.embedding) if output.embedding is not None else None
+        return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
                timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip

@@ -29,6 +29,7 @@ FOLDER_FILES = (
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "hf_quant_config.json", "quantize_config.json",
 )  # fmt: skip
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")  # a model answers without them
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>.+\.gguf)|:(?P<quant>[A-Za-z0-9_.-]+))?", re.DOTALL)
@@ -84,6 +85,8 @@ def fetch_repo(
         snapshot.ensure([gguf])
     else:
         snapshot.ensure([name for name in FOLDER_FILES if name in snapshot.listing.files])
+        if snapshot.unreachable is None and not settings.offline:
+            snapshot.ensure([name for name in EMBEDDING_FILES if name in snapshot.listing.files])
         if with_weights:
             snapshot.ensure(snapshot.weight_files())
     snapshot.remember(revision)

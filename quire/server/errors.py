@@ -36,6 +36,7 @@ STATUS_BY_CODE = {
     "prepare_failed": 500,
     "detokenize_failed": 500,
     "quarantined": 500,
+    "bad_config": 500,
     "store_failed": 507,
     "bad_logits": 500,
     "grammar_failed": 500,

@@ -111,6 +111,7 @@ def make_server(
         generation=Generation(client, edge, chat, settings, metrics),
         chat=chat,
         held=HeldBodies(),
+        files=setup.files,
         store=ResponseStore(settings.response_store, settings.max_stored, settings.max_stored_bytes),
         names=served_names(config),
         keys=KeyRing(settings.api_key),

@@ -11,6 +11,7 @@ from quire.edge import Edge
 from quire.engine.client import EngineClient
 from quire.engine.states import ProcessState
 from quire.engine.supervisor import Supervisor
+from quire.files.source import ModelFiles
 from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
 from quire.server.errors import INSIDE_CODES, ApiError
@@ -32,6 +33,7 @@ class Server:
     generation: Generation
     chat: ChatPrompts
     held: HeldBodies
+    files: ModelFiles  # of the model that is served
     store: ResponseStore
     names: list[str]  # the model's names; the first one is shown
     keys: KeyRing

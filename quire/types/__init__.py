@@ -17,12 +17,14 @@ from quire.types.plans import (
     StepOutput,
     TokenLogprobs,
 )
+from quire.types.pooling import POOLINGS, PoolingRule, choose_pooling
 from quire.types.requests import Delta, FinishReason, Request, Status, Timing, Usage
 
 __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASED",
     "MAX_STOPS",
+    "POOLINGS",
     "CacheSpec",
     "Copy",
     "CopyKind",
@@ -32,6 +34,7 @@ __all__ = [
     "PageWrite",
     "Plan",
     "PlanRow",
+    "PoolingRule",
     "PromptTooLong",
     "QuireError",
     "Request",
@@ -42,4 +45,5 @@ __all__ = [
     "Timing",
     "TokenLogprobs",
     "Usage",
+    "choose_pooling",
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from quire.types.errors import QuireError
+from quire.types.pooling import POOLINGS
 
 MAX_LOGPROBS = 64
 MAX_N = 128
@@ -114,7 +115,7 @@ class SamplingParams:
             raise _bad("repetition_penalty", 0, "must be above 0 (1 switches it off)")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
             raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
-        if self.pooling not in (None, "mean", "last"):
+        if self.pooling is not None and self.pooling not in POOLINGS:
             raise _bad("pooling", self.pooling, "must be mean or last")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"is larger than max_tokens={self.max_tokens}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import re
+import shutil
 import threading
 import weakref
 from dataclasses import replace
@@ -357,3 +359,23 @@ def test_a_closed_model_leaves_no_memory_behind(folder: Path) -> None:
     del llm
     gc.collect()
     assert frozen == 0 and engine() is None
+
+
+def test_embed_gives_the_models_own_vector(folder: Path, tmp_path: Path) -> None:
+    """`generate` with `pooling` shows the hidden state as it is; `embed` pools and scales as the model's files say."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "1_Pooling").mkdir()
+    (tmp_path / "model" / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    prompts = ["why is the sky", "light"]
+    with LLM(str(tmp_path / "model"), **KNOBS) as llm:
+        raw = {kind: [o.embedding for o in llm.generate(prompts, replace(GREEDY, pooling=kind))]
+               for kind in ("mean", "last")}  # fmt: skip
+        own, named = llm.embed(prompts), llm.embed(prompts, pooling="last", normalize=False)
+        assert [output.embedding for output in named] == raw["last"] != raw["mean"]
+        for output, vector in zip(own, raw["mean"], strict=True):
+            length = math.sqrt(sum(value * value for value in vector))
+            assert output.embedding == pytest.approx([value / length for value in vector])
+            assert (output.text, output.token_ids, output.usage.completion_tokens) == ("", [], 0)
+        assert llm.generate("light", GREEDY)[0].embedding is None
+    with LLM(str(folder), **KNOBS, pooling="mean") as llm:
+        assert llm.embed("light")[0].embedding == own[1].embedding

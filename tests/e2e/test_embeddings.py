@@ -30,6 +30,10 @@ def test_forms_of_input_and_output(client) -> None:
         model="parrot", input=[7, 9], encoding_format="float", extra_body={"normalize": False}
     )
     assert raw.data[0].embedding == [9.0, 8.0, 2.0]
+    told = {"type": "last", "normalize": False, "source": "assumed"}
+    assert raw.model_extra["pooling"] == told, "nothing in the model's files says how"
+    named = client.embeddings.create(model="parrot", input="red", extra_body={"pooling": "mean"})
+    assert named.model_extra["pooling"] == {"type": "mean", "normalize": True, "source": "request"}
     short = client.embeddings.create(model="parrot", input="red", dimensions=2, encoding_format="float")
     assert len(short.data[0].embedding) == 2
 
@@ -49,7 +53,7 @@ def test_the_real_model_tells_near_from_far(real: Started) -> None:
 
     client = OpenAI(base_url=f"{real.url}/v1", api_key=KEY, max_retries=0, timeout=60)
     texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "Interest rates rose by two percent."]
-    reply = client.embeddings.create(model="smollm2", input=texts)
+    reply = client.embeddings.create(model="smollm2", input=texts, extra_body={"pooling": "mean"})
     cat, also_cat, money = (item.embedding for item in reply.data)
     assert len(cat) == 576
     assert sum(a * b for a, b in zip(cat, also_cat, strict=True)) > sum(a * b for a, b in zip(cat, money, strict=True))

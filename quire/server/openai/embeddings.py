@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import math
 import struct
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from quire.files.pooling import read_pooling
+from quire.files.source import ModelFiles
 from quire.server.errors import bad_request
 from quire.server.gather import Gather
 from quire.server.generation import Run
@@ -18,7 +20,7 @@ from quire.server.replies import whole_reply
 from quire.server.route_parts import api_router, job_of
 from quire.server.schemas import Items, Name, Service, TokenPrompt
 from quire.server.state import Server
-from quire.types import SamplingParams
+from quire.types import PoolingRule, SamplingParams, choose_pooling
 
 
 class EmbeddingsBody(Service):
@@ -28,13 +30,14 @@ class EmbeddingsBody(Service):
     ]  # fmt: skip
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    pooling: Literal["mean", "last"] = "mean"
-    normalize: bool = True
+    pooling: Literal["mean", "last"] | None = None  # None: the model's own, or --pooling
+    normalize: bool | None = None  # None: as the model says
     user: str | None = None
 
 
 def embeddings_router(server: Server) -> APIRouter:
     router = api_router(server, "OpenAI", "openai")
+    own = OwnPooling(server.files)
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
@@ -43,18 +46,32 @@ def embeddings_router(server: Server) -> APIRouter:
         texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         server.generation.check_samples(len(texts), 1)
         prompts = [await server.chat.encode(text) for text in texts]
+        rule = choose_pooling(await own.get(), server.config.model.pooling, body.pooling, body.normalize)
         # The one token that ends the prompt's last step is sampled all the same, and shown to nobody.
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=body.pooling)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=rule.kind)
         run = await server.generation.open(job_of(request, body, prompts, params))
-        whole = EmbeddingsWhole(run, model, body)
+        whole = EmbeddingsWhole(run, model, body, rule)
         return await whole_reply(request, run, whole.take, whole.body, server)
 
     return router
 
 
+class OwnPooling:
+    """The rule in the model's files, read when it is first asked for."""
+
+    def __init__(self, files: ModelFiles):
+        self._files = files
+        self._found: list[PoolingRule | None] = []
+
+    async def get(self) -> PoolingRule | None:
+        if not self._found:
+            self._found = [await asyncio.to_thread(read_pooling, self._files)]
+        return self._found[0]
+
+
 class EmbeddingsWhole:
-    def __init__(self, run: Run, model: str, body: EmbeddingsBody):
-        self._run, self._model, self._given = run, model, body
+    def __init__(self, run: Run, model: str, body: EmbeddingsBody, rule: PoolingRule):
+        self._run, self._model, self._given, self._rule = run, model, body, rule
         self._gather = Gather(run.num_samples)
         self.take = self._gather.take
 
@@ -63,17 +80,15 @@ class EmbeddingsWhole:
         data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]
         count = self._run.totals.prompt_tokens
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+        told = {"type": self._rule.kind, "normalize": self._rule.normalize, "source": self._rule.source}
+        return {"object": "list", "data": data, "model": self._model, "usage": usage, "pooling": told}
 
     def _shown(self, vector: list[float]) -> list[float] | str:
         wanted = self._given.dimensions
         if wanted is not None and wanted > len(vector):
             message = f"dimensions={wanted} is more than the {len(vector)} this model has."
             raise bad_request("invalid_value", message, "dimensions")
-        vector = vector[:wanted]
-        if self._given.normalize:
-            length = math.sqrt(sum(value * value for value in vector)) or 1.0
-            vector = [value / length for value in vector]
+        vector = self._rule.scaled(vector[:wanted])
         if self._given.encoding_format == "base64":
             return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
         return vector

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from quire.engine.grammar_source import MAX_CHARS, check_size, explain, library_grammar
+from quire.engine.grammar_source import MAX_CHARS, check_size, explain, explain_schema, library_grammar
 from quire.engine.grammar_tokens import Encode
 from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
@@ -149,7 +149,7 @@ class GrammarCompiler:
         self._max_pending = max_pending
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-grammar")
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str, bool], Future[Any]] = OrderedDict()  # the last used at the end
+        self._known: OrderedDict[tuple[str, str, bool, bool], Future[Any]] = OrderedDict()  # the last used at the end
         self._num_pending = 0
 
     def warm(self) -> None:
@@ -191,7 +191,7 @@ class GrammarCompiler:
     def _compiled(self, spec: GrammarSpec, leads: bool, deadline: float) -> Future[Any]:
         """The initial matcher of a spec, from the cache or on its way."""
         check_size(spec, self._max_chars)
-        key = (spec.kind, spec.value, leads)
+        key = (spec.kind, spec.value, leads, spec.strict)
         with self._lock:
             known = self._known.get(key)
             if known is not None:
@@ -208,7 +208,7 @@ class GrammarCompiler:
         future.add_done_callback(lambda found: self._settle(key, found))
         return future
 
-    def _settle(self, key: tuple[str, str, bool], found: Future[Any]) -> None:
+    def _settle(self, key: tuple[str, str, bool, bool], found: Future[Any]) -> None:
         with self._lock:
             self._num_pending -= 1
             failed = found.cancelled() or found.exception() is not None
@@ -223,11 +223,11 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._vocabulary.library, library_grammar(spec, leads), log_level=0, limits=limits)
         if matcher.is_error():
-            raise explain(matcher.get_error(), "invalid_schema")
+            raise _refusal(spec, matcher.get_error())
         probe = matcher.deep_copy()  # shares what it works out with all later copies
         allows_something = any(probe.compute_bitmask())
         if probe.is_error() or not allows_something:
-            raise explain(probe.get_error() or "it allows no text at all", "invalid_schema")
+            raise _refusal(spec, probe.get_error() or "it allows no text at all")
         return matcher
 
 
@@ -278,6 +278,10 @@ class MaskFiller:
         self._executor.unsafe_compute_mask_ptr(jobs, address, width, len(asked))
         for place, (index, grammar, _) in enumerate(asked):
             masks[index] = grammar.checked(bytes(buffer[place * width : (place + 1) * width]))
+
+
+def _refusal(spec: GrammarSpec, complaint: str) -> QuireError:
+    return explain_schema(complaint) if spec.kind == "json_schema" else explain(complaint, "invalid_schema")
 
 
 def too_slow(deadline: float) -> QuireError:

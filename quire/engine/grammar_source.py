@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.text.schema import normalise
 from quire.types import GrammarSpec, QuireError
 
 MAX_CHARS = 262_144
@@ -28,7 +29,7 @@ def library_grammar(spec: GrammarSpec, leads: bool) -> str:
     if spec.kind == "json_object":
         return _json_grammar({"type": "object"}, leads)
     if spec.kind == "json_schema":
-        return _json_grammar(_schema(spec.value), leads)
+        return _json_grammar(_schema(spec.value), leads, spec.strict)
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.value)
     if spec.kind == "choice":
@@ -55,17 +56,11 @@ def _schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _json_grammar(schema: dict[str, Any], leads: bool) -> str:
-    asked = schema.get("x-guidance")
-    lenient = {"lenient": True} if isinstance(asked, dict) and asked.get("lenient") is True else {}
-    schema = {**schema, "x-guidance": {**JSON_OPTIONS, **lenient}}
-    try:
-        body = json.dumps(schema)
-    except RecursionError:
-        raise QuireError("grammar_too_complex", "The JSON schema is nested too deeply.", "Make it flatter.") from None
+def _json_grammar(schema: dict[str, Any], leads: bool, strict: bool = True) -> str:
+    enforced = {**normalise(schema, strict=strict).schema, "x-guidance": JSON_OPTIONS}
     if leads:
-        return f"%llguidance {{}}\nstart: LEAD body\nLEAD: {LEADING_SPACE}\nbody: %json {body}\n"
-    return json.dumps({"grammars": [{"json_schema": schema}]})
+        return f"%llguidance {{}}\nstart: LEAD body\nLEAD: {LEADING_SPACE}\nbody: %json {json.dumps(enforced)}\n"
+    return json.dumps({"grammars": [{"json_schema": enforced}]})
 
 
 def _choice_grammar(text: str) -> str:
@@ -79,6 +74,21 @@ def _choice_grammar(text: str) -> str:
         raise QuireError("invalid_schema", what, "Send at least one.")
     bodies = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
     return f"%llguidance {{}}\nstart: {bodies}\n"
+
+
+def explain_schema(complaint: str) -> QuireError:
+    """What the library says of a schema in which every keyword is known by itself. Its own words would not help: they
+    are about the grammar it made of the schema."""
+    lowered = complaint.lower()
+    if "unsatisfiable" in lowered or "no text" in lowered:
+        return QuireError("invalid_schema", "The JSON schema allows no value at all.", "Correct it.")
+    if "circular" in lowered or "intersection" in lowered:
+        what = "The JSON schema joins schemas that lead back to themselves, or too many of them, by allOf or $ref."
+        return QuireError("grammar_too_complex", what, "Write the joined schema out, or leave a part of it out.")
+    if any(word in lowered for word in _TOO_MUCH):
+        return QuireError("grammar_too_complex", "The JSON schema is too complex.", "Use a simpler one.")
+    what = "The JSON schema can't be enforced as a whole, though each of its keywords can."
+    return QuireError("invalid_schema", what, "Leave a part of it out.")
 
 
 def explain(complaint: str, code: str) -> QuireError:

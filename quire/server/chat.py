@@ -16,6 +16,7 @@ from quire.server.textwork.pool import TextWork
 from quire.server.textwork.prompt_maker import tool_format_of, tool_specs
 from quire.server.textwork.tasks import (
     CheckBody,
+    CheckOutput,
     DecodeTokens,
     EncodeText,
     FindWords,
@@ -115,8 +116,13 @@ class ChatPrompts:
             dry_breaker_ids=tuple(sorted({*params.dry_breaker_ids, *found.dry_breaker_ids})),
         )
 
-    def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
-        return self._limits.check_output(output, param)
+    async def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
+        """The same, with warnings of what is not enforced."""
+        self._limits.check_output(output, param)
+        if output is None or output.kind != "json_schema":
+            return output
+        found: GrammarSpec = (await self._work.run(CheckOutput(output, param))).grammar
+        return found
 
     async def check_body(self, path: str, body: bytes) -> bytes:
         return (await self._work.run(CheckBody(path, body, self._max_prompt))).packed

@@ -28,7 +28,7 @@ BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_SHOWN = ", ".join(
-    ("x-request-id", "request-id", "retry-after",
+    ("x-request-id", "request-id", "retry-after", "x-quire-warning",
      *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")))
 )  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

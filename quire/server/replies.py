@@ -24,6 +24,7 @@ from quire.server.state import Server
 from quire.types import QuireError
 
 DISCONNECTED = "disconnected"  # the outcome of a reply whose client left
+MAX_WARNINGS = 8
 PEEK_SECONDS = 2.0  # an error this early still gets its own status; later it is an event
 
 
@@ -62,7 +63,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, run: Run, encoder: StreamEncoder, watcher: asyncio.Task[None], server: Server):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **warnings_of(run)})
         del self.headers["content-length"]
         self._run, self._encoder, self._watcher, self._server = run, encoder, watcher, server
 
@@ -147,7 +148,17 @@ async def whole_reply(request: Request, run: Run, take: Callable[[Iterable[Piece
     finally:
         watcher.cancel()
         run.close()
-    return Response(to_json(await body()), media_type="application/json")
+    return Response(to_json(await body()), headers=warnings_of(run), media_type="application/json")
+
+
+def warnings_of(run: Run) -> dict[str, str]:
+    """What of a schema is not enforced, in a header."""
+    grammar = run.job.params.grammar
+    if grammar is None or not grammar.warnings:
+        return {}
+    more = len(grammar.warnings) - MAX_WARNINGS
+    told = "; ".join(grammar.warnings[:MAX_WARNINGS])
+    return {"x-quire-warning": f"{told}; and {more} more" if more > 0 else told}
 
 
 async def _close_when_gone(receive: Receive, run: Run) -> None:

@@ -25,7 +25,8 @@ MAX_TEXT = 4096  # characters of one stop string, bad word or sequence breaker
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
-    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget).
+    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget). What of a
+    schema can't be enforced is refused, by keyword and place; without `strict` it is left out.
 
     It binds after the tokens `after_reasoning` have been written, from the first token where there are none. With
     `opens_reasoning` the model may also answer at once: only if it writes that marker first, it reasons."""
@@ -35,14 +36,16 @@ class GrammarSpec:
     after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning
     budget: int | None = None  # after so many tokens of reasoning its end marker is forced
     opens_reasoning: tuple[int, ...] = ()  # the marker that begins it; empty: the prompt has begun it already
+    strict: bool = True
+    warnings: tuple[str, ...] = ()  # what of a schema is left out, where a front end has looked for it
 
     @classmethod
-    def json(cls, schema: Mapping[str, Any] | None = None) -> GrammarSpec:
+    def json(cls, schema: Mapping[str, Any] | None = None, *, strict: bool = True) -> GrammarSpec:
         """JSON that fits the schema; without one any object."""
         if schema is None:
             return cls("json_object")
         try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            return cls("json_schema", json.dumps(schema, allow_nan=False), strict=strict)
         except (TypeError, ValueError, RecursionError) as error:
             raise QuireError(
                 "invalid_schema", f"The schema can't be written as JSON: {error}.", "Correct it."

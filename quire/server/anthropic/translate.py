@@ -94,7 +94,7 @@ def _output_of(body: CountBody) -> GrammarSpec | None:
     form = body.output_format or (body.output_config.format if body.output_config is not None else None)
     if form is None:
         return None
-    return GrammarSpec("json_schema", schema_text(form.schema_, "output_config.format.schema"))
+    return GrammarSpec("json_schema", schema_text(form.schema_, "output_config.format.schema"), strict=False)
 
 
 def _tool_of(tool: Tool, index: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _output_of(body: ResponsesBody) -> GrammarSpec | None:
     elif form is not None and form.type == "json_schema":
         if form.schema_ is None:
             raise bad_request("missing_field", "text.format of type json_schema needs a schema.", "text.format.schema")
-        grammar = GrammarSpec("json_schema", schema_text(form.schema_, "text.format.schema"))
+        grammar = GrammarSpec("json_schema", schema_text(form.schema_, "text.format.schema"), strict=bool(form.strict))
     return structured_grammar(grammar, body.structured_outputs, "text.format")
 
 

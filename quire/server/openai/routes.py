@@ -61,7 +61,8 @@ def openai_router(server: Server) -> APIRouter:
         if body.echo and body.logprobs is not None:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
         params = params_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
-        grammar = server.chat.check_output(output_grammar(body.response_format, body.structured_outputs))
+        wanted = output_grammar(body.response_format, body.structured_outputs)
+        grammar = await server.chat.check_output(wanted, output_param(body.structured_outputs))
         job = job_of(request, body, prompts, replace(params, grammar=grammar))
         job.grammar_param = output_param(body.structured_outputs)
         run: Run = await server.generation.open(job)

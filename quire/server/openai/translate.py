@@ -107,7 +107,9 @@ def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | 
             message = "response_format of type json_schema needs a json_schema."
             raise bad_request("missing_field", message, "response_format.json_schema")
         grammar = GrammarSpec(
-            "json_schema", schema_text(form.json_schema.schema_, "response_format.json_schema.schema")
+            "json_schema",
+            schema_text(form.json_schema.schema_, "response_format.json_schema.schema"),
+            strict=bool(form.json_schema.strict),
         )
     return structured_grammar(grammar, structured, "response_format")
 
@@ -123,7 +125,8 @@ def structured_grammar(grammar: GrammarSpec | None, structured: StructuredOutput
         return grammar
     ways: list[GrammarSpec] = [] if grammar is None else [grammar]
     if structured.json_ is not None:
-        ways.append(GrammarSpec("json_schema", schema_text(structured.json_, "structured_outputs.json")))
+        text = schema_text(structured.json_, "structured_outputs.json")
+        ways.append(GrammarSpec("json_schema", text, strict=False))
     if structured.regex is not None:
         ways.append(GrammarSpec("regex", structured.regex))
     if structured.choice is not None:

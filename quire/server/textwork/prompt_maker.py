@@ -19,9 +19,10 @@ from quire.text.channels import (
     tool_grammar,
 )
 from quire.text.prompts import encode_chat, render_chat
+from quire.text.schema import looked_at
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.types import GrammarSpec
+from quire.types import GrammarSpec, QuireError
 
 
 @dataclass(slots=True)
@@ -63,10 +64,13 @@ class PromptMaker:
         style, is_open = self.reasoning, opens_reasoning(text, self.reasoning)
         markers = [*(FORMATS[name].markers if name else ()), *((style.open, style.close) if style else ())]
         calls = self._call_grammar(conversation, name)
+        output = conversation.output
+        if calls is None and output is not None:
+            output = looked_at(output, conversation.output_param)
         return MadePrompt(
             text,
             tokens,
-            self._after_reasoning(conversation, calls or conversation.output, text),
+            self._after_reasoning(conversation, calls or output, text),
             "tools" if calls is not None else conversation.output_param,
             is_open,
             any(self._special_id(marker) is not None for marker in markers),
@@ -80,15 +84,18 @@ class PromptMaker:
         """Calls that must come, and their form, are enforced."""
         if name is None:
             return None
-        return tool_grammar(
-            name,
-            tool_specs(conversation),
-            conversation.tool_choice,
-            parallel=conversation.parallel_tools,
-            special_id=self._special_id,
-            leads=self.reasoning is not None,
-            answer=conversation.output,
-        )
+        try:
+            return tool_grammar(
+                name,
+                tool_specs(conversation),
+                conversation.tool_choice,
+                parallel=conversation.parallel_tools,
+                special_id=self._special_id,
+                leads=self.reasoning is not None,
+                answer=conversation.output,
+            )
+        except QuireError as error:
+            raise QuireError(error.code, error.what, error.hint, error.param or "tools") from None
 
     def _after_reasoning(
         self, conversation: Conversation, grammar: GrammarSpec | None, prompt: str

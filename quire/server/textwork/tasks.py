@@ -26,6 +26,7 @@ from quire.text.channels import choose_format, choose_reasoning
 from quire.text.loading import load_tokenizer
 from quire.text.prompts import encode_within
 from quire.text.resolve import bad_word_ids
+from quire.text.schema import looked_at
 from quire.text.template import template_for, template_source
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, PromptTooLong, QuireError
@@ -98,6 +99,11 @@ class CheckBody(msgspec.Struct, tag=True, frozen=True):
     max_prompt: int  # tokens
 
 
+class CheckOutput(msgspec.Struct, tag=True, frozen=True):
+    grammar: GrammarSpec
+    param: str
+
+
 class Rendered(msgspec.Struct, tag=True, frozen=True):
     text: str
     ids: bytes
@@ -124,6 +130,10 @@ class CheckedBody(msgspec.Struct, tag=True, frozen=True):
     packed: bytes  # as `pack_body` writes it
 
 
+class OutputFits(msgspec.Struct, tag=True, frozen=True):
+    grammar: GrammarSpec
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
     code: str
     what: str
@@ -133,8 +143,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     counts: tuple[int, int, bool] | None = None  # of a prompt that is too long
 
 
-Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody
-Result = Rendered | Encoded | Decoded | FoundWords | CheckedBody | Refused
+Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody | CheckOutput
+Result = Rendered | Encoded | Decoded | FoundWords | CheckedBody | OutputFits | Refused
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -202,6 +212,8 @@ class TextTasks:
                 return FoundWords(tuple(bad), tuple(sorted(breakers)))
             case CheckBody(path, body, max_prompt):
                 return CheckedBody(check_body(path, body, max_prompt))
+            case CheckOutput(grammar, param):
+                return OutputFits(looked_at(grammar, param))
 
     @cached_property
     def prompts(self) -> PromptMaker:

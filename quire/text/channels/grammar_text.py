@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.text.channels.events import ToolSpec
+from quire.text.schema import normalise
 from quire.types import GrammarSpec, QuireError
 
 TokenIdOf = Callable[[str], int | None]  # the id of a special token written like this, if the model has one
@@ -21,6 +22,7 @@ class GrammarText:
     def __init__(self, special_id: TokenIdOf):
         self._special_id = special_id
         self._rules: list[str] = []
+        self.warnings: list[str] = []  # what of the schemas is left out
 
     def rule(self, body: str, attributes: str = "") -> str:
         """Give an expression a name, which is returned."""
@@ -36,15 +38,20 @@ class GrammarText:
     def is_special(self, text: str) -> bool:
         return self._special_id(text) is not None
 
-    def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
-        """A JSON value. Where it need not be strict, keywords that can't be enforced are left out, not refused."""
-        options = {"whitespace_pattern": BOUNDED_SPACE, **({} if strict else {"lenient": True})}
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": options}))
+    def json(self, schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
+        """A JSON value. Where it need not be strict, keywords that can't be enforced are left out, not refused. `of`:
+        what the schema belongs to, for messages."""
+        try:
+            normal = normalise(schema, strict=strict)
+        except QuireError as error:
+            raise QuireError(error.code, f"{of}{error.what}", error.hint, error.param) from None
+        self.warnings.extend(f"{of}{note}" for note in normal.notes)
+        return self.rule("%json " + json.dumps({**normal.schema, "x-guidance": {"whitespace_pattern": BOUNDED_SPACE}}))
 
     def answer(self, spec: GrammarSpec) -> str:
         """An answer of any kind but `ebnf`, as one rule."""
         if spec.kind in ("json_object", "json_schema"):
-            return self.json(schema_of(spec), strict=True)
+            return self.json(schema_of(spec), strict=spec.strict)
         if spec.kind == "choice":
             return self.rule(either(map(literal, json.loads(spec.value))))
         return self.rule("/" + spec.value.replace("/", "\\/") + "/")
@@ -56,10 +63,14 @@ class GrammarText:
 
     def arguments(self, tool: ToolSpec) -> str:
         schema = {"type": "object", **tool.parameters}
-        return self.json(schema, strict=tool.strict)
+        return self.json(schema, strict=tool.strict, of=owner(tool))
 
     def finish(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+
+def owner(tool: ToolSpec) -> str:
+    return f"Tool {tool.name!r}: "
 
 
 def schema_of(spec: GrammarSpec) -> dict[str, Any]:

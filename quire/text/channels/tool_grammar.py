@@ -52,7 +52,7 @@ def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, pa
             start = _call_or(text, tool_format, tools, start, answer)
         if leads:
             start = f"{text.rule(SPACE_AFTER_REASONING)} {start}"
-    return GrammarSpec("ebnf", text.finish(start))
+    return GrammarSpec("ebnf", text.finish(start), warnings=tuple(dict.fromkeys(text.warnings)))
 
 
 def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: GrammarSpec) -> bool:
@@ -71,7 +71,7 @@ def _call_or(text: GrammarText, tool_format: ToolFormat, tools: Sequence[ToolSpe
         return f"({text.rule(calls)} | {text.answer(answer)})"
     # Both are JSON, and the grammar engine's lexer would decide for one of them at the first brace: so they are one.
     return text.json({"anyOf": [*(call_schema(tool, tool_format.plain_key) for tool in tools), schema_of(answer)]},
-                     strict=all(tool.strict for tool in tools))  # fmt: skip
+                     strict=answer.strict and all(tool.strict for tool in tools))  # fmt: skip
 
 
 def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:

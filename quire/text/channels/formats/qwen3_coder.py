@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.text.channels.events import ToolSpec
-from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, either, literal
+from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, either, literal, owner
 from quire.text.channels.source import MAX_HELD, Reading, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -174,7 +174,7 @@ def _value_grammar(text: GrammarText, schema: Any, tool: ToolSpec) -> str:
     if _types(schema) != {"string"}:
         shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
         whole = {**shared, **schema} if isinstance(schema, Mapping) else {}
-        return f"{text.json(whole, strict=tool.strict)} {close}"
+        return f"{text.json(whole, strict=tool.strict, of=owner(tool))} {close}"
     if isinstance(schema.get("enum"), list):
         return f"{either(literal(str(value)) for value in schema['enum'])} {close}"
     return text.rule(ANY_TEXT, f"[suffix={close}]")

@@ -1,0 +1,146 @@
+"""Rewrites a JSON schema into the keywords the grammar library enforces, with notes of what can't be.
+
+The result holds nothing else: no annotations, no unknown keywords, and references only to `$defs` of its own. Keywords
+are read by the group they belong to: `values` for single values, `shapes` for objects and arrays, `logic` for those
+that join schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.text.schema.found import Findings, Note, broken, shown, too_much
+from quire.text.schema.logic import read_logic
+from quire.text.schema.refs import References, ref_of
+from quire.text.schema.shapes import read_array, read_object
+from quire.text.schema.values import read_values
+from quire.types import QuireError
+
+MAX_DEPTH = 64
+MAX_SCHEMAS = 50_000
+MAX_PATTERNS = 256  # different ones; each is tried by itself
+_SIBLINGS_MEAN_NOTHING = ("draft-03", "draft-04", "draft-06", "draft-07")  # beside $ref
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    schema: dict[str, Any]  # what is enforced
+    notes: tuple[Note, ...]  # what is not
+
+
+def normalise(schema: Any, *, strict: bool) -> Normal:
+    """`strict`: refuse what can't be enforced, by keyword and place, instead of leaving it out. Raises `invalid_schema`
+    or `grammar_too_complex`."""
+    walk = Walk(schema, Findings(strict))
+    try:
+        made = walk.whole(schema)
+    except RecursionError:
+        raise too_much("The JSON schema is nested too deeply.") from None
+    return Normal(made, tuple(walk.findings.notes))
+
+
+class Walk:
+    """One way through a schema. The readers of keywords call `schema` for the schemas inside theirs."""
+
+    def __init__(self, root: Any, findings: Findings):
+        self.references = References(root)
+        self.findings = findings
+        self._names: dict[str, str] = {}  # place of a reference's target -> its name in $defs
+        self._waiting: list[tuple[str, str, Any]] = []  # targets that are not written yet
+        self._num_schemas = 0
+        self._patterns: set[str] = set()
+        self._copied: list[str] = []  # targets that are being copied to where they are joined with others
+        self._active: set[str] = set()  # places on the way to where the walk is
+        stated = root.get("$schema") if isinstance(root, Mapping) else None
+        self._skips_siblings = isinstance(stated, str) and any(name in stated for name in _SIBLINGS_MEAN_NOTHING)
+
+    def whole(self, schema: Any) -> dict[str, Any]:
+        made = self.schema(schema, "#", 0)
+        definitions: dict[str, Any] = {}
+        while self._waiting:
+            name, place, target = self._waiting.pop()
+            definitions[name] = self.schema(target, place, 0)
+        if made is False:
+            raise QuireError("invalid_schema", "The schema at # is false: it allows no value.", "Correct it.")
+        found = {} if made is True else made
+        return {**found, "$defs": definitions} if definitions else found
+
+    def schema(self, schema: Any, place: str, depth: int, *, joined: bool = False) -> Any:
+        """The schema there as it is enforced: an object or a boolean. `joined`: others must fit as well."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            where, _, keyword = place.rpartition("/")
+            raise broken(keyword, where, f"holds {shown(json.dumps(schema))}, which is no schema")
+        self._num_schemas += 1
+        if depth > MAX_DEPTH:
+            raise too_much(f"The JSON schema is nested deeper than {MAX_DEPTH} schemas, at {shown(place)}.")
+        if self._num_schemas > MAX_SCHEMAS:
+            raise too_much(f"The JSON schema holds more than {MAX_SCHEMAS} schemas.")
+        if place in self._active and not joined:
+            return self._pointer((place, schema))  # the way leads through a copy of what it is in
+        is_new = place not in self._active
+        self._active.add(place)
+        try:
+            return self._read(schema, place, depth, joined)
+        finally:
+            if is_new:
+                self._active.discard(place)
+
+    def _read(self, schema: Mapping[str, Any], place: str, depth: int, joined: bool) -> Any:
+        ref = ref_of(schema)
+        if ref is None:
+            return self._without_ref(schema, place, depth)
+        target = self.references.find(ref)
+        if target is None:
+            self.findings.leave_out("$ref", place, f"there is no {shown(repr(ref))} in this schema")
+            return self._without_ref(schema, place, depth)
+        beside = {} if self._skips_siblings else self._without_ref(schema, place, depth)
+        if beside is True or beside == {}:
+            return self._copy(target, place, depth) if joined else self._pointer(target)
+        if beside is False:
+            return False
+        return {**beside, "allOf": [*beside.get("allOf", ()), self._copy(target, place, depth)]}
+
+    def new_pattern(self, pattern: str) -> None:
+        """Count a pattern that is going to be tried."""
+        self._patterns.add(pattern)
+        if len(self._patterns) > MAX_PATTERNS:
+            raise too_much(f"The JSON schema holds more than {MAX_PATTERNS} different patterns.")
+
+    def _without_ref(self, schema: Mapping[str, Any], place: str, depth: int) -> Any:
+        made: dict[str, Any] = {}
+        more: list[Any] = []  # schemas that must fit as well
+        read_values(self, schema, place, made, more)
+        read_array(self, schema, place, depth, made)
+        read_object(self, schema, place, depth, made, more)
+        read_logic(self, schema, place, depth, made, more)
+        more = [part for part in more if part is not True and part != {}]
+        if any(part is False for part in more):
+            return False
+        if more:
+            made["allOf"] = more
+        return more[0] if more and len(made) == 1 and len(more) == 1 else made
+
+    def _pointer(self, target: tuple[str, Any]) -> dict[str, Any]:
+        place, schema = target
+        if place not in self._names:
+            self._names[place] = f"d{len(self._names)}"
+            self._waiting.append((self._names[place], place, schema))
+        return {"$ref": f"#/$defs/{self._names[place]}"}
+
+    def _copy(self, target: tuple[str, Any], place: str, depth: int) -> Any:
+        """The library joins no schema that leads back to itself with others, but a copy whose parts do."""
+        if not self.references.is_circular(*target):
+            return self._pointer(target)
+        if target[0] in self._copied:
+            self.findings.leave_out("$ref", place, "it leads back to itself and other schemas must fit as well")
+            return True
+        self._copied.append(target[0])
+        try:
+            return self.schema(target[1], target[0], depth + 1, joined=True)
+        finally:
+            self._copied.pop()

@@ -67,12 +67,17 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def num_memory_kills(root: Path = Path("/")) -> int:
-    """How many processes of our control group the system has ended for lack of memory; 0 where it does not say."""
+    """How many processes the system has ended for lack of memory: of our control group, or where that is not counted of
+    the whole machine; 0 where neither is."""
     for folder in _cgroup_folders(root):
         for line in _read(folder / "memory.events").splitlines():
             key, _, value = line.partition(" ")
             if key == "oom_kill" and value.isdigit():
                 return int(value)
+    for line in _read(root / "proc/vmstat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == "oom_kill" and value.isdigit():
+            return int(value)
     return 0
 
 

@@ -18,7 +18,7 @@ from quire.engine.pace import Pace
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused
-MAX_STRIKES = 2  # deaths of the engine a request may be aboard of at one and the same token
+MAX_STRIKES = 2  # deaths of the engine at one token of a request; the last of them with that request alone in the step
 OVERDUE_SECONDS = 5.0  # past its deadline, the engine is not waited for any longer
 
 
@@ -134,7 +134,8 @@ class EngineClient:
             live.num_lives += 1
 
     def detach(self, aboard: set[str]) -> list[str]:
-        """The engine is lost. `aboard`: who was in its last steps. Returns those who will not be tried again."""
+        """The engine is lost. `aboard`: the requests in its last steps, if what ended it may be one's fault. Returns
+        those that will not be tried again."""
         self._link = None
         quarantined = []
         for name, live in list(self.live.items()):
@@ -143,7 +144,7 @@ class EngineClient:
             elif name in aboard:
                 live.strikes = live.strikes + 1 if live.struck_at == len(live.delivered) else 1
                 live.struck_at = len(live.delivered)
-                if live.strikes >= MAX_STRIKES:
+                if live.strikes >= MAX_STRIKES and len(aboard) == 1:
                     what = f"The engine died {live.strikes} times while it computed this request."
                     error = QuireError("quarantined", what, "It is not tried again; please report it.")
                     self._end(name, FinishReason.ERROR, error)

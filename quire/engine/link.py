@@ -124,6 +124,14 @@ class EngineLink:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped the process (SIGSTOP, a debugger); False where the system does not say."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])  # the name before it may hold anything
+
     def memory(self) -> int | None:
         """Bytes the engine process holds; None where the system does not say."""
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.config import Config
 from quire.engine import wire
+from quire.engine.blame import accuses
 from quire.engine.client import EngineClient
 from quire.engine.error_queue import ErrorQueue
 from quire.engine.link import EngineLink
@@ -34,8 +35,6 @@ LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "start
 UNUSABLE = frozenset({"invalid_parameter", "unsupported_model"})  # said of settings no engine can be built from
 SHRINK = 0.75  # of the pool, after the engine ran out of memory
 FEWEST = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
-# Said of a life that ended for what lies between the processes or in the books: no request in a step was the cause.
-BLAMELESS = frozenset({"frames_lost", "frames_damaged", "bad_message", "check_failed"})
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
 
@@ -113,9 +112,10 @@ class Supervisor:
             link, cause = self._link, await self._outlive(self._link)
             lost_at = self._clock()
             self._link = None
+            exit_code, is_stopped = link.exit_code, link.is_stopped()  # before it is ended by us
             with suppress(Exception):
                 await link.end()  # before its record is read: a stuck engine is killed here
-            cause = self._bury(link, cause)
+            cause = self._bury(link, cause, exit_code, is_stopped)
             while self._link is None:
                 if not self._may_restart():
                     self._give_up(cause)
@@ -211,10 +211,10 @@ class Supervisor:
         self._link = link
         self.client.attach(link)
 
-    def _bury(self, link: EngineLink, cause: QuireError) -> QuireError:
+    def _bury(self, link: EngineLink, cause: QuireError, exit_code: int | None, is_stopped: bool) -> QuireError:
         """Write down why it was lost, which may turn out only now, and who was aboard."""
         kills = num_memory_kills()
-        if link.exit_code == -9 and kills > self._memory_kills:
+        if exit_code == -9 and kills > self._memory_kills:
             cause = QuireError("out_of_memory", "The system ended the engine process because memory ran out.")
         self._memory_kills = kills
         self.cause = cause
@@ -222,7 +222,8 @@ class Supervisor:
         self.errors.put("engine", cause.code, str(cause))
         for number in list(self._checks):
             self._checks.pop(number).set_exception(QuireError("engine_lost", "The engine was lost meanwhile."))
-        quarantined = self.client.detach(set() if cause.code in BLAMELESS else link.last_aboard)
+        suspects = link.last_aboard if accuses(cause.code, exit_code, is_stopped) else set()
+        quarantined = self.client.detach(suspects)
         if quarantined:
             self._log("error", "quarantined", ids=",".join(quarantined))
         return cause

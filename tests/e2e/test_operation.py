@@ -385,3 +385,34 @@ def test_what_is_wrong_at_the_start_is_one_clear_line(stub: Started) -> None:
         assert done.returncode == code, done.stderr
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1 and words in lines[0] and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_long_prompt_outlives_kills_from_outside_and_one_that_kills_is_found(model_here: None) -> None:
+    """In steps of 32 tokens a prompt of a thousand is under way whenever the signal comes."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    flags = ("--admin-key", KEY, "--max-restarts", "9", "--max-batch-tokens", "32", "--max-model-len", "2048")
+    started = start(stub_command(*flags), {"STUB_STEP_SECONDS": "0.1"})
+    body = {"prompt": "word " * 1000, "max_tokens": 2}
+
+    def kill(client: Any, number: int, count: int) -> None:
+        for _ in range(count):
+            restarts = client.get("/admin/state").json()["restarts"]
+            until(lambda: client.get("/readyz").status_code == 200 and engine(client)["running"] == 1, 60)
+            steps = engine(client)["steps"]
+            until(lambda steps=steps: engine(client)["steps"] > steps, 60)
+            os.kill(client.get("/admin/engine").json()["pid"], number)
+            until(lambda restarts=restarts: client.get("/admin/state").json()["restarts"] > restarts, 60)
+
+    try:
+        with client_of(started) as client, client_of(started) as other, ThreadPoolExecutor(1) as pool:
+            innocent = pool.submit(client.post, COMPLETE, json=body, timeout=120)
+            kill(other, signal.SIGKILL, 3)
+            assert innocent.result().status_code == 200, innocent.result().text
+            body = {**body, "prompt": "other " * 1000}  # of which nothing is cached
+            poison = pool.submit(client.post, COMPLETE, json=body, timeout=120)
+            kill(other, signal.SIGSEGV, 2)
+            assert poison.result().status_code == 500
+            assert poison.result().json()["error"]["code"] == "quarantined"
+    finally:
+        started.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ pytest.importorskip("zmq")
 import msgspec
 
 from quire.engine import supervisor, wire
+from quire.engine.blame import BLAMELESS, OWN_SIGNALS
 from quire.engine.client import EngineClient, Ticket
 from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
-from quire.engine.supervisor import BLAMELESS, Budget, Supervisor, with_less_memory
+from quire.engine.supervisor import Budget, Supervisor, with_less_memory
+from quire.machine import num_memory_kills
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
 BUDGET = Budget(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
@@ -38,6 +41,7 @@ class FakeLink:
         self.sent: list[wire.ToEngine] = []
         self.last_aboard: set[str] = set()
         self.held = 1000
+        self.stopped = False  # by a signal from outside
         self._news: asyncio.Queue[wire.FromEngine | QuireError] = asyncio.Queue()
 
     def send(self, message: wire.ToEngine) -> None:
@@ -55,6 +59,9 @@ class FakeLink:
     def memory(self) -> int:
         return self.held
 
+    def is_stopped(self) -> bool:
+        return self.stopped
+
     async def stop(self) -> None: ...
 
     async def end(self) -> None: ...
@@ -64,8 +71,8 @@ class FakeLink:
     def say(self, *deltas: Delta) -> None:
         self._news.put_nowait(wire.Deltas([wire.news_of(delta) for delta in deltas]))
 
-    def die(self, *aboard: str, code: str = "engine_lost") -> None:
-        self.last_aboard = set(aboard)
+    def die(self, *aboard: str, code: str = "engine_lost", exit_code: int | None = -signal.SIGSEGV) -> None:
+        self.last_aboard, self.exit_code = set(aboard), exit_code
         self._news.put_nowait(QuireError(code, "It died."))
 
     def submitted(self) -> dict[str, wire.Submit]:
@@ -204,15 +211,110 @@ def test_who_was_aboard_twice_at_one_token_is_quarantined_and_who_moved_on_is_no
         await rig.next_life()
         rig.link.say(Delta("lucky", [4]))
         assert await tokens_of(lucky, 1) == [4]
-        rig.link.die("poison", "lucky")
+        rig.link.die("poison")
+        await rig.next_life()
+        rig.link.die("lucky")
         await rig.next_life()
         assert list(rig.link.submitted()) == ["lucky"]
         end = await end_of(poison)
         assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "quarantined")
         codes = [failure.code for failure in rig.supervisor.errors.newest()]
-        assert codes.count("quarantined") == 1 and codes.count("engine_lost") == 2
+        assert codes.count("quarantined") == 1 and codes.count("engine_lost") == 3
 
     with_rig(play)
+
+
+OUTSIDE = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+PATIENT = Budget(max_restarts=20, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No restart waits for the ones before it."""
+    monkeypatch.setattr(supervisor, "FIRST_WAIT_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_any_number_of_kills_from_outside_accuse_no_request() -> None:
+    async def play(rig: Rig) -> None:
+        long = rig.client.submit([[request("long")]])
+        for number in OUTSIDE * 3:
+            rig.link.die("long", exit_code=-number)
+            assert not (await rig.next_life()).submitted()["long"].suspect, number
+        rig.link.die("long")  # by its own hand: once more and it would be found, were it again
+        assert (await rig.next_life()).submitted()["long"].suspect
+        for number in OUTSIDE:
+            rig.link.die("long", exit_code=-number)
+            await rig.next_life()
+        rig.link.say(Delta("long", [4], finish_reason=FinishReason.LENGTH))
+        assert await tokens_of(long, 1) == [4]
+
+    with_rig(play, Budget(30, 1000.0, 1000.0, None, "same"))
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("death", [*(-number for number in OWN_SIGNALS), 1, 86, 0, "memory", "engine_failed"])
+def test_a_request_that_kills_the_engine_is_found_whatever_else_does(
+    death: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [0]
+    monkeypatch.setattr("quire.engine.supervisor.num_memory_kills", lambda: kills[0])
+
+    async def play(rig: Rig) -> None:
+        poison, lucky = rig.client.submit([[request("poison")]]), rig.client.submit([[request("lucky")]])
+
+        async def die(*aboard: str) -> None:
+            if death == "memory":
+                kills[0] += 1
+                rig.link.die(*aboard, exit_code=-signal.SIGKILL)
+            elif isinstance(death, int):
+                rig.link.die(*aboard, exit_code=death)
+            else:
+                rig.link.die(*aboard, code=death, exit_code=None)
+            await rig.next_life()
+
+        await die("poison", "lucky")
+        assert all(submit.suspect for submit in rig.link.submitted().values()), "both run alone now"
+        rig.link.die("poison", exit_code=-signal.SIGKILL)
+        await rig.next_life()
+        await die("poison")
+        assert (await end_of(poison)).error_code == "quarantined" and not lucky.done
+        assert rig.supervisor.num_restarts == 3, "two of its own and one from outside"
+
+    with_rig(play, PATIENT)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_request_is_condemned_for_a_step_it_was_alone_in_only() -> None:
+    async def play(rig: Rig) -> None:
+        ticket, _ = rig.client.submit([[request("a")]]), rig.client.submit([[request("b")]])
+        for _ in range(3):
+            rig.link.die("a", "b")
+            assert set((await rig.next_life()).submitted()) == {"a", "b"}
+        rig.link.die("a")
+        assert list((await rig.next_life()).submitted()) == ["b"]
+        assert (await end_of(ticket)).error_code == "quarantined"
+
+    with_rig(play, PATIENT)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_engine_that_was_stopped_from_outside_hangs_for_no_request() -> None:
+    async def play(rig: Rig) -> None:
+        rig.client.submit([[request("a")]])
+        for stopped in (True, True, False):
+            rig.link.stopped, rig.link.last_aboard = stopped, {"a"}
+            assert (await rig.next_life()).submitted()["a"].suspect is not stopped
+            assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "engine_hung"
+
+    with_rig(play, Budget(9, 1000.0, 0.2, None, "same"))
+
+
+def test_kills_for_lack_of_memory_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
+    assert num_memory_kills(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 7\noom_kill 3\n")
+    assert num_memory_kills(tmp_path) == 3
 
 
 def test_a_crash_loop_ends_when_the_budget_is_spent() -> None:
@@ -304,8 +406,7 @@ def test_an_engine_the_system_ended_for_lack_of_memory_gets_less(monkeypatch: py
 
     async def play(rig: Rig) -> None:
         rig.client.submit([[request("a")]])
-        rig.link.exit_code = -9
-        rig.link.die("a")
+        rig.link.die("a", exit_code=-9)
         second = await rig.next_life()
         assert second.settings == {"num_pages": 75} and second.submitted()["a"].suspect
         assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "out_of_memory"

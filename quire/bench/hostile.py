@@ -147,7 +147,7 @@ class _Run:
         if answer not in done or not answer.result():
             held, attack = self.watch.memory.peak, ", ".join(kinds)
             what = f"The server holds {held >> 20} MiB under {attack}, or its attackers ended."
-            raise QuireError("hostile_input", what, "Run this attack alone with --kinds and smaller --flood-bytes.")
+            raise QuireError("hostile_input", what, "Run this attack alone with --kinds and smaller --flood-mb.")
         return msgspec.json.decode(answer.result(), type=dict[str, Tally])
 
 

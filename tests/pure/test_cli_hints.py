@@ -20,14 +20,15 @@ COMMAND = re.compile(r"\bquire (?P<name>[a-z]+)(?P<rest>[^`;,.:]*)")
 FOREIGN = re.compile(r"\bpip install [^`,]*")  # flags of another program
 OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch", "bench latency", "bench start",
                 "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality")  # fmt: skip
-BENCH = {  # which benchmark a file of `quire/bench` belongs to; others belong to all that open a model
-    "arrivals": ["online"],
-    "calls": ["online"],
-    "compare": ["compare"],
-    "kernels": ["kernels"],
-    "llama_cpp": ["compare-llama-cpp"],
-    "online": ["online"],
-    "stream_client": ["online"],
+BENCH = {  # which benchmark the files of `quire/bench` belong to that begin so; others serve all that open a model
+    "arrivals": "online",
+    "calls": "online",
+    "compare": "compare",
+    "hostile": "hostile",
+    "kernels": "kernels",
+    "llama_cpp": "compare-llama-cpp",
+    "online": "online",
+    "stream_client": "online",
 }
 
 
@@ -56,7 +57,8 @@ def can_show(path: Path) -> list[str]:
     if room == "server" or path.match("engine/link.py") or path.match("engine/supervisor.py"):
         return ["serve"]
     if room == "bench":
-        return [f"bench {benchmark}" for benchmark in BENCH[name]] if name in BENCH else list(OPENS_MODELS)
+        own = next((benchmark for start, benchmark in BENCH.items() if name.startswith(start)), None)
+        return list(OPENS_MODELS) if own is None else [f"bench {own}"]
     if room == "chaos":
         return ["chaos"]
     return [*OPENS_MODELS, "pull"] if room in ("files", "config.py", "config_build.py") else list(OPENS_MODELS)

@@ -2,7 +2,8 @@
 
 The benchmarks themselves are in `quire.bench`, their flags in `bench_flags`.
 
-Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.
+Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured (wrong usage included), 2 a bar
+was missed and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         usage="quire bench BENCHMARK [options]",
         help="measure speed",
         description="Measure the engine.",
-        epilog="Exit codes: 0 every bar was met, 1 it could not be measured, 2 a bar was missed.",
+        epilog="Exit codes: 0 every bar was met, 1 it could not be measured or was asked wrongly, 2 a bar was missed.",
     )
     benchmarks = parser.add_subparsers(
         title="benchmarks", prog="quire bench", dest="benchmark", metavar="BENCHMARK", required=True

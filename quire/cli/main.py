@@ -1,7 +1,7 @@
 """The `quire` command: finds the subcommand, imports its file alone, runs it and turns errors into one line.
 
 Each command is a file beside this one with `add_parser(subparsers)` and `run(args) -> int`. Exit codes: 0 done,
-1 failed, 2 wrong usage or input, 70 a bug of ours, 130 interrupted, 141 nobody reads stdout any more.
+1 failed, 2 wrong usage or input (but see `USAGE_EXIT`), 70 a bug of ours, 130 interrupted, 141 stdout has no reader.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ USAGE_CODES = (
     "not_a_model",
 )
 
+# The exit code for wrong usage of these commands: with `bench`, 2 means a missed bar and nothing else.
+USAGE_EXIT = {"bench": 1}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     show_warnings_plainly()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(words)
     except SystemExit as leaving:  # argparse, after --help or a usage error
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
@@ -55,11 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except QuireError as error:
         print_error(error.what, error.hint)
-        return 2 if error.code.startswith(USAGE_CODES) else 1
+        return usage_exit(words) if error.code.startswith(USAGE_CODES) else 1
     except Exception as error:
         return _unexpected(error)
     finally:
         _flush_or_drop_stdout()
+
+
+def usage_exit(words: Sequence[str]) -> int:
+    """The exit code for wrong usage of the command that these words, without `quire`, begin with."""
+    return USAGE_EXIT.get(words[0], 2) if words else 2
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -112,7 +121,7 @@ class Parser(ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": Help, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n")
+        self.exit(usage_exit(self.prog.split()[1:]), f"{self.format_usage()}{self.prog}: error: {message}\n")
 
 
 def _root_parser() -> Parser:

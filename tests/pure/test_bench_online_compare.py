@@ -167,4 +167,4 @@ def test_exit_codes_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["tolerance"] == 0.9
     assert main(["bench", "compare", str(a), str(tmp_path / "absent.json")]) == 1
     assert "No such file" in capsys.readouterr().err
-    assert main(["bench", "compare", str(a)]) == 2
+    assert main(["bench", "compare", str(a)]) == 1

@@ -343,7 +343,7 @@ def test_what_can_not_be_measured_is_exit_code_1(
     ids=" ".join,
 )
 def test_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "online", "--url", "http://127.0.0.1:1", *flags]) == 2
+    assert main(["bench", "online", "--url", "http://127.0.0.1:1", *flags]) == 1
     assert "error:" in capsys.readouterr().err
 
 

@@ -139,7 +139,7 @@ assert "torch" not in sys.modules
     ids=" ".join,
 )
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
+    assert main(argv) == 1
     assert "error:" in capsys.readouterr().err
 
 

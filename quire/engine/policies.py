@@ -1,7 +1,7 @@
-"""The scheduler's choices as small plug-ins: who goes first, who is let in, who must give way.
+"""The scheduler's choices as small plug-ins: which request goes first, which is let in, which must give way.
 
-Each is a protocol of one method with more than one implementation; `Scheduler` gets them at construction. How much of a
-prompt a step takes is another such choice, in `pacing`.
+Each is a protocol of one method, and `Scheduler` gets them at construction. `Order` has three implementations,
+`Admission` and `Victims` have one each. How much of a prompt a step takes is another such choice, in `pacing`.
 """
 
 from __future__ import annotations

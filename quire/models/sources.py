@@ -1,7 +1,8 @@
 """Where weights come from: a checkpoint (`shards`, or a GGUF file), or nowhere (random, for speed measurements).
 
 The loader picks one and calls `fill_model`. Every name and shape is checked before the first byte is read; then each
-weight is filled in place, part by part, so at no time is there a second copy of the model in memory.
+weight is filled in place, part by part, so at no time is there a second copy of the model in memory beside the file's
+mapped pages.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
@@ -27,6 +28,7 @@ from quire.server.state import Server
 from quire.server.text_routes import text_router
 from quire.types import QuireError
 
+ENDLESS = frozenset({"/live"})
 HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
@@ -43,10 +45,25 @@ def create_app(server: Server, version: str) -> ASGIApp:
         page_router(server),
     )
     for router in routers:
+        _answer_head(router)
         app.include_router(router)
     _handle_errors(app, server, [route for router in routers for route in router.routes])
     _document(app)
     return Gate(app, server)
+
+
+def _answer_head(router: APIRouter) -> None:
+    """HEAD wherever there is a GET that ends: uvicorn leaves the body out."""
+    for route in list(router.routes):
+        methods = route.methods or set() if isinstance(route, APIRoute) else set()
+        if isinstance(route, APIRoute) and "GET" in methods and "HEAD" not in methods and route.path not in ENDLESS:
+            router.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                include_in_schema=False,
+                response_model=route.response_model,
+            )
 
 
 def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) -> None:

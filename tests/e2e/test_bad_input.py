@@ -157,7 +157,7 @@ def test_unknown_route_and_wrong_method(http) -> None:
     assert reply.headers["allow"] == "POST"
     reply = http.put("/v1/responses/resp_1", json={})
     check_error(reply, 405, "method_not_allowed")
-    assert reply.headers["allow"] == "DELETE, GET"
+    assert reply.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_keys(stub: Started) -> None:

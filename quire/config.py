@@ -90,6 +90,8 @@ class ServerConfig:
     admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
     share_prefixes: bool = knob(False, "let all keys share cached prompts; their timing then tells of each other")
     served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
+    allowed_hosts: str | None = knob(None, "more names clients call the server by, separated by commas, or * "
+                                     "(default: any; on a loopback address without keys this machine's)")  # fmt: skip
     cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
     request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
     rate_requests: int | None = knob(None, "requests a minute for each key (none by default)", low=1)
@@ -97,6 +99,8 @@ class ServerConfig:
     max_connections: int = knob(4096, "connections open at a time; those without a request go first", low=1,
                                 high=1 << 20)  # fmt: skip
     max_body: int = knob(32 << 20, "largest request body", low=1024, high=1 << 30, unit="bytes")
+    body_timeout: float = knob(300.0, "seconds a request's body may take", low=0.1, high=86400)
+    min_body_rate: int = knob(1024, "bytes a second a body must bring after 20 s (0: any)", low=0, high=1 << 30)
     max_messages: int = knob(4096, "most messages in one conversation", low=1, high=1 << 20)
     max_tools: int = knob(128, "most tools in one request", low=1, high=4096)
     max_schema: int = knob(256 << 10, "largest schema or grammar", low=64, high=16 << 20, unit="bytes")

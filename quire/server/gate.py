@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,14 +15,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.body_pace import BodyPace
 from quire.server.errors import ApiError, bad_request, dialect_of, error_response
-from quire.server.keys import key_of, tenant_of
+from quire.server.host_names import HostNames
+from quire.server.keys import key_of, owner_of_key, tenant_of
+from quire.server.request_ids import request_id
 from quire.server.state import Server
 
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
-BODY_SECONDS = 60.0  # without a byte of a body that was announced
+# Given twice, one reader may take the first and another the last.
+GIVEN_ONCE = frozenset({"authorization", "x-api-key", "host", "origin", "content-type", "content-length"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
@@ -31,7 +34,6 @@ CORS_SHOWN = ", ".join(
     ("x-request-id", "request-id", "retry-after", "x-quire-warning",
      *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")))
 )  # fmt: skip
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,4096}")
 
 
@@ -41,6 +43,9 @@ class Gate:
         self._server = server
         origins = [origin.strip() for origin in (server.config.server.cors_origins or "").split(",")]
         self._origins = {origin for origin in origins if origin}
+        settings = server.config.server
+        self.names = HostNames(settings.host, settings.allowed_hosts, not server.keys, self._origins)
+        self.pace = BodyPace(settings.body_timeout, settings.min_body_rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,11 +73,11 @@ class _Passage:
         self._scope, self._receive, self._send = scope, receive, send
         self._path: str = scope["path"]
         self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        given = self._headers.get("x-request-id", "")
-        self._id = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        self._id = request_id(self._headers.get("x-request-id", ""))
         self._status = 0
         self._num_bytes = 0
         self._body_complete = False
+        self._body_started: float | None = None
         self._limits: Any = None
         self._extra = {"x-request-id": self._id, **gate.cors(self._headers)}
         if dialect_of(self._path) == "anthropic":
@@ -102,6 +107,7 @@ class _Passage:
 
     async def _pass(self, scope: Scope) -> None:
         try:
+            self._check_head()
             if await self._answer_preflight():
                 return
             self._check_key(scope)
@@ -136,9 +142,19 @@ class _Passage:
         await self._send_on({"type": "http.response.body", "body": b""})
         return True
 
+    def _check_head(self) -> None:
+        names = [name.decode("latin-1").lower() for name, _ in self._scope["headers"]]
+        for name in GIVEN_ONCE:
+            if names.count(name) > 1:
+                raise bad_request("invalid_header", f"The header {name} was sent {names.count(name)} times. Send one.")
+        local = (self._scope.get("server") or (None,))[0]
+        self._gate.names.check(self._headers.get("host"), self._headers.get("origin"), local)
+
     def _check_key(self, scope: Scope) -> None:
+        """Who calls is decided here; routes read `owner` and `tenant` of the request's state, never the headers."""
         path, server = self._path, self._server
         key = key_of(self._headers)
+        scope["state"]["owner"] = owner_of_key(key)
         if path in PROBES or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
         if path == "/admin" or path.startswith("/admin/"):
@@ -190,11 +206,18 @@ class _Passage:
         """The body may be neither too long nor too slow; once it is there, waiting is waiting for a hang-up."""
         if self._body_complete:
             return await self._receive()
+        pace, now = self._gate.pace, asyncio.get_running_loop().time()
+        if self._body_started is None:
+            self._body_started = now
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout_at(pace.deadline(self._body_started, now, self._num_bytes)):
                 message = await self._receive()
         except TimeoutError:
-            message_text = f"The body did not arrive within {BODY_SECONDS:.0f} s."
+            seconds = asyncio.get_running_loop().time() - self._body_started
+            message_text = (
+                f"The body had {self._num_bytes} bytes after {seconds:.0f} s and is not complete. Send it within "
+                f"{pace.seconds:g} s, and at {pace.rate} bytes a second or more."
+            )
             raise ApiError(408, "body_too_slow", message_text, headers={"connection": "close"}) from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))

@@ -46,12 +46,21 @@ def tenant_of(key: str) -> bytes:
     return hashlib.blake2b(_digest(key), digest_size=16, person=b"quire tenant").digest()
 
 
+def owner_of_key(key: str | None) -> str:
+    """What stands for a key where its caller's responses are stored."""
+    return _digest(key or "").hex()
+
+
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """OpenAI's clients send a bearer token, Anthropic's a header of their own."""
+    """OpenAI's clients send a bearer token, Anthropic's a header of their own. Only the gate reads it: whatever else
+    needs to know the caller takes what the gate has put into the request's state."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()
-    return headers.get("x-api-key")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    plain = headers.get("x-api-key")
+    if bearer and plain is not None and plain != bearer:
+        message = "Authorization and X-Api-Key hold different keys. Send one of them."
+        raise ApiError(400, "invalid_header", message)
+    return bearer or plain
 
 
 @dataclass(slots=True)

@@ -38,7 +38,8 @@ BAD_BODIES = f"{E2E}bad_input.py::test_bad_bodies"
 FUZZED = f"{PURE}fuzz.py::test_random_input_is_taken_or_refused"
 FRAMES = f"{PURE}wire_messages.py::test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed"
 ONE_BAD = f"{CPU}engine_faults.py::test_one_bad_request_ends_alone"
-LINE = "quire/server/connection.py"
+LINE, HOSTS = "quire/server/connection.py", "quire/server/host_names.py"
+GATES = f"{PURE}gate.py::test"
 CONNECTION = f"{PURE}server_connection.py::test_a_head"
 BODIES = f"{PURE}server_bodies.py::test"
 TEXTWORK = f"{PURE}server_textwork.py::test"
@@ -213,6 +214,23 @@ REMOVALS: tuple[Removal, ...] = (
     _one("connections that hold memory", "all connections hold so much together",
          f"{PURE}server_connection.py::test_all_connections_hold_so_much_together",
          "quire/server/open_connections.py", "return change <= 0 or self.num_held <= self.max_held", "return True"),
+    _one("bodies that do not end", "a body has a time",
+         f"{GATES}_a_body_that_drips_is_cut_off[time]",
+         "quire/server/body_pace.py", "latest = min(now + IDLE_SECONDS, started + self.seconds)",
+         "latest = now + IDLE_SECONDS"),
+    _one("bodies that do not end", "a body has a rate", f"{GATES}_the_pace_of_a_body",
+         "quire/server/body_pace.py", " if self.rate else latest", " if False else latest"),
+    # -- who calls, and what
+    _one("DNS rebinding and websites", "names of this machine only",
+         f"{GATES}_a_keyless_loopback_server_answers_to_names_of_this_machine_only",
+         HOSTS, "if host is not None and not self._knows(host, local):", "if False:"),
+    _one("DNS rebinding and websites", "no websites", f"{GATES}_websites_may_not_call_a_keyless_loopback_server",
+         HOSTS, "if match is None or not self._knows(match[1], local):", "if False:"),
+    _one("headers that contradict each other", "headers that decide are given once",
+         f"{GATES}_headers_that_decide_are_given_once[host]", GATE, "if names.count(name) > 1:", "if False:"),
+    _one("headers that contradict each other", "one caller, not two",
+         f"{GATES}_a_revoked_key_beside_a_good_one_reads_nothing",
+         "quire/server/keys.py", "if bearer and plain is not None and plain != bearer:", "if False:"),
     _one("headers that contradict each other", "trailers add no headers",
          f"{PURE}server_connection.py::test_small_chunks_with_few_trailers_pass_and_trailers_add_no_headers",
          LINE, "if self._in_head:  # trailers are dropped", "if True:  # trailers are dropped"),

@@ -35,7 +35,7 @@ HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 def create_app(server: Server, version: str) -> ASGIApp:
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     routers = (
-        ops_router(server),
+        ops_router(server, version),
         admin_router(server),
         openai_router(server),
         responses_router(server),

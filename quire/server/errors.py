@@ -37,6 +37,7 @@ STATUS_BY_CODE = {
     "detokenize_failed": 500,
     "quarantined": 500,
     "bad_config": 500,
+    "check_failed": 500,
     "store_failed": 507,
     "bad_logits": 500,
     "grammar_failed": 500,

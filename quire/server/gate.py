@@ -22,7 +22,7 @@ from quire.server.keys import key_of, owner_of_key, tenant_of
 from quire.server.request_ids import request_id
 from quire.server.state import Server
 
-PROBES = frozenset({"/health", "/healthz", "/readyz"})
+PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
 # Given twice, one reader may take the first and another the last.

@@ -14,10 +14,12 @@ from quire.server.route_parts import api_router
 from quire.server.state import Server
 
 
-def ops_router(server: Server) -> APIRouter:
+def ops_router(server: Server, version: str) -> APIRouter:
     router = api_router(server, "Operation", "openai")
 
     @router.get("/health", response_model=None, include_in_schema=False)  # what other servers' tools ask for
+    @router.get("/ping", response_model=None, include_in_schema=False)
+    @router.post("/ping", response_model=None, include_in_schema=False)
     @router.get("/healthz", response_model=None)
     async def healthz() -> Response:
         """Alive: the engine gets past steps and, with work to do, computes tokens, or is being replaced. 503 means:
@@ -32,6 +34,10 @@ def ops_router(server: Server) -> APIRouter:
         if server.draining:
             health |= {"status": "draining", "problem": "The server is shutting down."}
         return _json(health, 200 if health["problem"] is None else 503)
+
+    @router.get("/version")
+    async def version_of() -> dict[str, str]:
+        return {"version": version}
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -13,7 +13,7 @@ from tests.e2e.test_operation import events_of, until
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 8}], "max_tokens": 2}
-OPEN = {"/", "/favicon.ico", "/health", "/healthz", "/readyz"}
+OPEN = {"/", "/favicon.ico", "/health", "/healthz", "/ping", "/readyz"}
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 HELP = """\
 /help          this list
 /reset         forget the conversation
-/system TEXT   set the system message (without TEXT: show it; /system none removes it)
+/system TEXT   set the system message
+/system        show it (/system none removes it)
 /stats         turns and tokens so far
 /exit          leave (so does Ctrl-D)
 A message of several lines stands between \"\"\" and \"\"\"; a paste of several lines is one message.

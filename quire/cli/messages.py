@@ -34,6 +34,8 @@ class Prompt:
         """`readline`: the module, or None where lines can't be edited; `ask`: how a line is read."""
         self._readline, self._ask = readline, ask
         self._first, self._more = ("> ", "... ") if is_terminal(sys.stdout) else ("", "")
+        # `input` edits lines only where both ends are a terminal; GNU readline then marks a paste by itself.
+        self._marks_pastes = _is_gnu(readline) and is_terminal(sys.stdout)
 
     def read(self) -> Message:
         """The next message. Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C on an empty line; on a
@@ -58,12 +60,13 @@ class Prompt:
             check_length(lines)
 
     def _line(self, prompt: str) -> str:
-        """One line, or all lines of a paste. GNU readline marks a paste by itself; elsewhere lines that are there
-        already when the first one was read belong to the same paste."""
+        """One line, or all lines of a paste. Where pastes are not marked, lines that are there already when the first
+        one was read belong to the same one."""
         text = self._ask(prompt)
-        if not _is_gnu(self._readline):
-            while _more_waits():
-                text += "\n" + self._ask("")
+        if not self._marks_pastes:
+            with suppress(EOFError):  # the next call meets it again
+                while _more_waits():
+                    text += "\n" + self._ask("")
         return text
 
     def _typed(self) -> str:

@@ -179,6 +179,12 @@ class Typist:
         self.history.append(entry)
 
 
+@pytest.fixture(autouse=True)
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stdin is while the tests run."""
+    monkeypatch.setattr(messages, "_more_waits", lambda: False)
+
+
 def test_ctrl_c_drops_a_typed_line_and_leaves_an_empty_one_to_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
     typist = Typist(KeyboardInterrupt("half a li"), '"""', "one", KeyboardInterrupt(""), "hello", KeyboardInterrupt(""))
     prompt = messages.Prompt(typist, typist.ask)

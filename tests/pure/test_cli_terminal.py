@@ -53,23 +53,25 @@ sys.exit(main())
 class Terminal:
     """A child on a pty; `expect` reads until some text has appeared."""
 
-    def __init__(self, folder: Path, *argv: str, columns: int = 80):
+    def __init__(self, folder: Path, *argv: str, columns: int = 80, into: str = os.devnull):
         model = folder / "some.gguf"
         model.write_bytes(b"GGUF")
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(folder), "TERM": "xterm"}
         command = [sys.executable, "-c", CHILD, *argv, "--model", str(model)]
         self.side, child_side = pty.openpty()
         fcntl.ioctl(child_side, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        output = os.open(folder / into, os.O_WRONLY | os.O_CREAT)
         self.child = subprocess.Popen(
             command,
             stdin=child_side,
-            stdout=child_side,
+            stdout=child_side if into == os.devnull else output,
             stderr=child_side,
             cwd=folder,
             env=env,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may ignore it
         )
+        os.close(output)
         os.close(child_side)
         self.seen = ""
         self.history = ""  # all that was ever seen
@@ -200,6 +202,16 @@ def test_a_paste_of_several_lines_is_one_message(tmp_path: Path, terminals: list
     terminal.type("\x1b[A\n")  # the whole message comes back with the arrow
     terminal.expect("1 tokens")
     assert asked(tmp_path)[-1] == asked(tmp_path)[0]
+
+
+def test_a_paste_is_one_message_where_lines_are_not_edited(tmp_path: Path, terminals: list[Terminal]) -> None:
+    """With stdout in a file Python asks without readline, and a paste comes as plain lines."""
+    terminal = Terminal(tmp_path, "chat", into="answers")
+    terminals.append(terminal)
+    terminal.expect("Ctrl-D leaves")
+    terminal.type("say\nfirst\nsecond\n")
+    terminal.expect("1 tokens")
+    assert asked(tmp_path) == ["say\nfirst\nsecond"]
 
 
 def test_triple_quotes_hold_a_message_of_several_lines(tmp_path: Path, terminals: list[Terminal]) -> None:

@@ -131,7 +131,7 @@ class Edge:
                 id=name if params.n == 1 else f"{name}/{index}",
                 tokens=list(tokens),
                 prompt_len=len(tokens),
-                params=params,
+                params=params.of_sample(index),
                 max_len=len(tokens) + max_tokens,
                 stop_ids=stop_ids,
                 seed=seed,
@@ -206,7 +206,8 @@ class Reply:
     def output(self) -> Output:
         first = self._outputs[0]
         if len(self._outputs) > 1:
-            first.samples = [replace(first, samples=[]), *self._outputs[1:]]
+            scores = first.prompt_logprobs  # computed once for all
+            first.samples = [replace(one, samples=[], prompt_logprobs=scores) for one in self._outputs]
         return first
 
     def push(self, delta: Delta) -> tuple[Chunk | None, str | None]:

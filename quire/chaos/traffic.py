@@ -175,7 +175,13 @@ def hostile_bodies(rng: random.Random) -> list[bytes]:
         {**good, "messages": [{"role": "wizard", "content": "x"}]},
         {**good, "seed": 1 << 80},
         {**good, "structured_outputs": {"regex": "(" * 500}},
-        {**good, "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nowhere"}, "strict": True}}},
+        {
+            **good,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"$ref": "#/nowhere"}, "strict": True},
+            },
+        },
         {**good, "messages": [{"role": "user", "content": "word " * 400_000}]},
         {**good, "top_p": float("nan")},
     ]

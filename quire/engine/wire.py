@@ -305,7 +305,7 @@ def submitted_requests(message: Submit) -> list[Request]:
             id=name,
             tokens=list(message.tokens),
             prompt_len=max(0, len(message.tokens) - message.num_sampled),
-            params=message.params,
+            params=message.params.of_sample(message.first_index + place),
             max_len=message.max_len,
             stop_ids=frozenset(message.stop_ids),
             seed=message.seed,

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from quire.server.errors import ApiError, from_validation
 
 INLINE_BODY = 64 << 10
+MAX_DEPTH = 200  # of objects and lists within each other
 MAX_HELD = 256 << 20  # bytes of all bodies held at a time
 
 _PROMPTS = frozenset({"prompt", "input", "tokens"})  # fields that hold many token ids
@@ -52,9 +53,10 @@ class HeldBodies:
 
 
 def decode_json(body: bytes) -> Any:
-    """Strict JSON: no NaN or infinities, no half surrogate pairs, no numbers beyond a float."""
+    """Strict JSON: no NaN or infinities, no half surrogate pairs, no numbers beyond a float, no depth that could not be
+    written again."""
     try:
-        return msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         if _SURROGATE.search(_PAIR.sub(b"", body)):
             message = "The body holds half a surrogate pair, which is no text. Send valid Unicode."
@@ -62,6 +64,19 @@ def decode_json(body: bytes) -> Any:
         raise json.JSONDecodeError(str(error).removeprefix("JSON is malformed: "), "", 0) from None
     except RecursionError:
         raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [one for values in inner for one in values if isinstance(one, (dict, list))]
+        if not level:
+            return
+    raise json.JSONDecodeError(f"it is nested more than {MAX_DEPTH} deep", "", 0)
 
 
 def validate_body(path: str, value: Any) -> None:

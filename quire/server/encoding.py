@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 
 
@@ -15,6 +18,16 @@ def to_json(value: Any) -> bytes:
         return _encoder.encode(value)
     except (UnicodeEncodeError, msgspec.MsgspecError):  # half a surrogate pair that a client sent: written as an escape
         return json.dumps(value, allow_nan=False).encode("ascii")
+
+
+async def list_json(items: Sequence[T], shown: Callable[[Sequence[T]], list[Any]], at_a_time: int) -> msgspec.Raw:
+    """A long list as JSON, made of a few items at a time so that the event loop serves others in between. `shown` turns
+    items into what is written of them."""
+    parts = []
+    for begin in range(0, len(items), at_a_time):
+        parts.append(to_json(shown(items[begin : begin + at_a_time]))[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(part for part in parts if part) + b"]")
 
 
 def data_event(value: Any) -> bytes:

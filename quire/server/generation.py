@@ -23,6 +23,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, QuireError, Request, SamplingParams, Usage
 
 MAX_RETRY_SECONDS = 600
+MAX_LOGPROBS_SHOWN = 1 << 19  # in one reply, alternatives among them
 
 GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
 
@@ -40,6 +41,7 @@ class Job:
     route: str = ""
     request_id: str = ""  # for logs
     grammar_param: str | None = None  # the field at fault if the grammar is
+    num_shown: int = 1  # times a reply shows the log-probabilities of each prompt
     on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
 
 
@@ -69,6 +71,7 @@ class Generation:
     async def open(self, job: Job) -> Run:
         """Submit a job. Raises at once if it is not valid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
+        self._check_reply(job)
         job.params = await self._prompts.resolve(job.params)  # once, for all prompts and samples
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
         # The engine's own logs and traces are found by the id the client knows; the rest makes it unique.
@@ -99,6 +102,20 @@ class Generation:
             prompts = f"{num_prompts} prompts times " if num_prompts > 1 else ""
             what = f"{prompts}n={n} is more than the {self._max_samples} samples a request may have."
             raise QuireError("invalid_parameter", what, "Ask for fewer.", "n" if n > 1 else "prompt")
+
+    def _check_reply(self, job: Job) -> None:
+        """A few kilobytes of prompt can ask for gigabytes of log-probabilities."""
+        params, count = job.params, 0
+        if params.prompt_logprobs is not None:
+            count += sum(map(len, job.prompts)) * (1 + params.prompt_logprobs) * job.num_shown
+        if params.logprobs is not None and params.max_tokens is not None:
+            room = sum(max(0, min(params.max_tokens, self.edge.max_len - len(prompt))) for prompt in job.prompts)
+            count += room * params.n * (1 + params.logprobs)
+        if count > MAX_LOGPROBS_SHOWN:
+            what = f"The reply would hold {count} log-probabilities, {MAX_LOGPROBS_SHOWN} is the limit."
+            hint = "Ask for fewer alternatives, samples or tokens, or send fewer prompts at a time."
+            name = "prompt_logprobs" if params.prompt_logprobs is not None else "logprobs"
+            raise QuireError("reply_too_large", what, hint, name)
 
     def _check_length(self, tokens: list[int]) -> None:
         if not tokens:

@@ -19,6 +19,7 @@ MAX_N = 128
 MAX_STOPS = 64
 MAX_BIASED = 4096
 MAX_BAD_WORDS = 1024
+MAX_BIAS = 10_000.0  # either way: far beyond any logit, and far from where float32 ends
 MAX_TEXT = 4096  # characters of one stop string, bad word or sequence breaker
 
 
@@ -131,13 +132,18 @@ class SamplingParams:
                 if not isinstance(text, str) or not text or len(text) > MAX_TEXT:
                     raise _bad(name, text, f"must hold non-empty strings of at most {MAX_TEXT} characters")
         for _, value in self.logit_bias:
-            if math.isnan(value) or value == math.inf:
-                raise _bad("logit_bias", value, "values must be numbers, or -inf to forbid a token")
+            if value != -math.inf and not -MAX_BIAS <= value <= MAX_BIAS:  # also catches NaN
+                why = f"must lie between -{MAX_BIAS:g} and {MAX_BIAS:g}, or be -inf to forbid a token"
+                raise _bad("logit_bias", value, why)
 
     def resolve(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
         """Fill every `None` that has a default: the model's own first, then the neutral value."""
         known = {**_NEUTRAL, **{k: v for k, v in (defaults or {}).items() if k in _NEUTRAL and v is not None}}
         return replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """Those of one of a prompt's samples: the prompt is scored for the first alone."""
+        return replace(self, prompt_logprobs=None) if index and self.prompt_logprobs is not None else self
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -175,7 +181,9 @@ _INT_BOUNDS = (
 
 
 def _bad(name: str, value: object, why: str) -> QuireError:
-    return QuireError("invalid_parameter", f"{name}={value!r} {why}.", param=name)
+    shown = repr(value if not isinstance(value, str) else value[:101])
+    shown = shown if len(shown) <= 100 else f"{shown[:97]}..."
+    return QuireError("invalid_parameter", f"{name}={shown} {why}.", param=name)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, why: str) -> None:

@@ -42,8 +42,8 @@ class EchoLink:
         """What another process would do: `Meter` leaves it out."""
         message = wire.decode_to_engine(payload)
         if isinstance(message, wire.Submit):
-            for name in message.ids:
-                params, count = message.params, len(message.tokens)
+            for request in wire.submitted_requests(message):
+                name, params, count = request.id, request.params, len(message.tokens)
                 scored = TokenLogprobs(65, -0.5, 1, [65], [-0.5])
                 self._client._deliver(
                     Delta(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -69,6 +70,19 @@ def test_the_echoed_prompt_and_the_output_are_two_texts() -> None:
     """A character that the prompt leaves unfinished is not finished by the output."""
     prompt, output = ids(b"a\xc3"), ids(b"\xa9b")
     tokens = [TokenLogprobs(token, -0.5, 1, [], []) for token in [*prompt, *output]]
-    body = CompletionLogprobs(tokenizer(), True).body(tokens, [*prompt, *output], num_prompt=2)
+    body = asyncio.run(CompletionLogprobs(tokenizer(), True).whole_body(tokens, [*prompt, *output], 2))
     assert body["text_offset"] == [0, 1, 2, 3]
     assert tokenizer().decode(prompt) + tokenizer().decode(output) == "a\ufffd\ufffdb"
+
+
+@pytest.mark.parametrize("num_prompt", [0, 1, 700, 1400])
+def test_a_whole_list_made_in_parts_is_the_list(num_prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.server.openai import logprobs
+
+    tokens = [TokenLogprobs(i % 200, -0.5, 1, [3, i % 250], [-0.1, -0.5]) for i in range(1400)]
+    found = []
+    for at_a_time in (1, 64, 10**6):
+        monkeypatch.setattr(logprobs, "ENTRIES_AT_A_TIME", at_a_time)
+        whole = CompletionLogprobs(tokenizer(), True).whole_body(tokens, [t.token_id for t in tokens], num_prompt)
+        found.append(asyncio.run(whole))
+    assert found[0] == found[1] == found[2] and len(found[0]["tokens"]) == 1400

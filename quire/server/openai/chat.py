@@ -10,7 +10,7 @@ from quire.server.encoding import COMMENT
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run
 from quire.server.openai.chunks import Chunks, usage_body
-from quire.server.openai.logprobs import chat_logprobs, prompt_field
+from quire.server.openai.logprobs import chat_logprobs, prompt_field, whole_chat_logprobs
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
 from quire.text.channels.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -36,12 +36,12 @@ class ChatWhole:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self._model,
-            "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
+            "choices": [await self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
             "usage": usage_body(self._run.totals, self._gather.reasoning_tokens.count),
             "system_fingerprint": None,
         }
 
-    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    async def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": whole.text or (None if whole.calls else "")}
         message["refusal"] = None
         if whole.reasoning:
@@ -58,9 +58,9 @@ class ChatWhole:
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
+            "logprobs": await whole_chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
             "finish_reason": finish_reason(whole.end.reason, bool(whole.calls)),
-            **(prompt_field(whole.prompt_logprobs, self._tokenizer) if self._with_prompt else {}),
+            **(await prompt_field(whole.prompt_logprobs, self._tokenizer) if self._with_prompt and not index else {}),
         }
 
 

@@ -53,16 +53,17 @@ class CompletionWhole:
             "object": "text_completion",
             "created": int(time.time()),
             "model": self._model,
-            "choices": [self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
+            "choices": [await self._choice(index, whole) for index, whole in enumerate(self._gather.samples)],
             "usage": usage_body(totals),
         }
 
-    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    async def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
         body, tokenizer = self._body, self._tokenizer
         only_prompt = body.max_tokens == 0
         skip_special = self._run.params.skip_special_tokens
         text = "" if only_prompt else whole.text
-        prompt = self._run.job.prompts[index // self._run.job.params.n]
+        n = self._run.job.params.n
+        prompt, scores = self._run.job.prompts[index // n], self._gather.samples[index // n * n].prompt_logprobs
         if body.echo:
             text = tokenizer.decode(prompt, skip_special=skip_special) + text
         logprobs = None
@@ -70,12 +71,12 @@ class CompletionWhole:
             tokens: list[Any] = [] if only_prompt else list(whole.logprobs)
             ids = [] if only_prompt else list(whole.token_ids)
             if body.echo:
-                tokens, ids = [None, *whole.prompt_logprobs, *tokens], [*prompt, *ids]
+                tokens, ids = [None, *scores, *tokens], [*prompt, *ids]
             num_prompt = len(prompt) if body.echo else 0
-            logprobs = CompletionLogprobs(tokenizer, skip_special).body(tokens, ids, num_prompt=num_prompt)
+            logprobs = await CompletionLogprobs(tokenizer, skip_special).whole_body(tokens, ids, num_prompt)
         reason = "length" if only_prompt else whole.end.reason
-        asked = body.prompt_logprobs is not None
-        shown = prompt_field(whole.prompt_logprobs, tokenizer) if asked else {}
+        asked = body.prompt_logprobs is not None and index % n == 0  # once for each prompt
+        shown = await prompt_field(scores, tokenizer) if asked else {}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **shown}
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from quire.server.encoding import list_json
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import TokenLogprobs
 
+ENTRIES_AT_A_TIME = 2048
 LOWEST = -9999.0  # JSON has no minus infinity
 
 
@@ -39,9 +44,27 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict
     return {"content": content, "refusal": None}
 
 
-def prompt_field(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+async def whole_chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The same of a whole reply, which may be long."""
+    return {"content": await _entries_json(tokens, tokenizer), "refusal": None}
+
+
+async def prompt_field(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """A choice's field for the prompt: one entry per token, the first of which has no probability."""
-    return {"prompt_logprobs": [None, *chat_logprobs(tokens, tokenizer)["content"]]}
+    return {"prompt_logprobs": await _entries_json([None, *tokens], tokenizer)}
+
+
+async def _entries_json(tokens: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> msgspec.Raw:
+    def shown(some: Sequence[TokenLogprobs | None]) -> list[Any]:
+        return [None if one is None else chat_logprobs([one], tokenizer)["content"][0] for one in some]
+
+    return await list_json(tokens, shown, _at_a_time(tokens))
+
+
+def _at_a_time(tokens: Sequence[TokenLogprobs | None]) -> int:
+    """Tokens whose entries take some milliseconds."""
+    num_top = len(tokens[-1].top_ids) if tokens and tokens[-1] is not None else 0
+    return max(1, ENTRIES_AT_A_TIME // (1 + num_top))
 
 
 class CompletionLogprobs:
@@ -52,20 +75,33 @@ class CompletionLogprobs:
         self._skip_special = skip_special
         self._offsets = TextOffsets(tokenizer, skip_special)
 
-    def body(
-        self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int], *, num_prompt: int = 0
-    ) -> dict[str, Any]:
-        """`tokens` and `ids` side by side; the first token of a prompt has an id but no probability. `num_prompt`: how
-        many of them are an echoed prompt, whose text ends before that of the output begins."""
+    def body(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int]) -> dict[str, Any]:
+        """`tokens` and `ids` side by side; the first token of a prompt has an id but no probability."""
         texts, offsets, chosen, tops = [], [], [], []
-        for place, (token, token_id) in enumerate(zip(tokens, ids, strict=True)):
-            if place == num_prompt > 0:
-                self._offsets = TextOffsets(self._tokenizer, self._skip_special, self._offsets.finish())
+        for token, token_id in zip(tokens, ids, strict=True):
             texts.append(_spelled(token_id, self._tokenizer))
             offsets.append(self._offsets.next(token_id))
             chosen.append(None if token is None else _finite(token.logprob))
             tops.append(None if token is None else self._top(token))
         return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+
+    async def whole_body(
+        self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int], num_prompt: int
+    ) -> dict[str, Any]:
+        """`body` of a whole sample, in parts. `num_prompt`: how many of the tokens are an echoed prompt, whose text
+        ends before that of the output begins."""
+        parts: dict[str, list[Any]] = self.body([], [])
+        at_a_time, begin = _at_a_time(tokens), 0
+        while begin < len(tokens):
+            end = min(begin + at_a_time, num_prompt if begin < num_prompt else len(tokens))
+            part = self.body(tokens[begin:end], ids[begin:end])
+            for name, values in parts.items():
+                values += part[name]
+            if end == num_prompt:
+                self._offsets = TextOffsets(self._tokenizer, self._skip_special, self._offsets.finish())
+            begin = end
+            await asyncio.sleep(0)
+        return parts
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
         pairs = zip(token.top_ids, token.top_logprobs, strict=True)

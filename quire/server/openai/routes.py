@@ -65,6 +65,7 @@ def openai_router(server: Server) -> APIRouter:
         grammar = await server.chat.check_output(wanted, output_param(body.structured_outputs))
         job = job_of(request, body, prompts, replace(params, grammar=grammar))
         job.grammar_param = output_param(body.structured_outputs)
+        job.num_shown = params.n if body.echo and body.logprobs is not None else 1
         run: Run = await server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:

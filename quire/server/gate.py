@@ -103,7 +103,7 @@ class _Passage:
             tokens = {} if totals is None else asdict(totals)
             self._log.write(level, "reply", id=self._id, method=self._scope["method"], path=self._path[:200],
                             status=self._status, outcome=scope["state"].get("outcome"), seconds=seconds,
-                            **tokens)  # fmt: skip
+                            caller=scope["state"].get("caller"), **tokens)  # fmt: skip
 
     async def _pass(self, scope: Scope) -> None:
         try:
@@ -164,8 +164,9 @@ class _Passage:
             return
         if server.keys:
             self._demand(server.keys.opens(key) | server.admin_keys.opens(key), key, "API key")
+            scope["state"]["caller"] = tenant_of(key or "")
             if not server.config.server.share_prefixes:
-                scope["state"]["tenant"] = tenant_of(key or "")
+                scope["state"]["tenant"] = scope["state"]["caller"]
         if server.draining and path.startswith("/v1/"):
             headers = {"retry-after": "5", "connection": "close"}
             raise ApiError(503, "shutting_down", "The server is shutting down.", headers=headers)

@@ -23,16 +23,18 @@ import pytest
 
 from quire.server.page.history import KEPT, History, RememberingLog
 from quire.server.page.routes import STATIC
-from tests.e2e.conftest import KEY, TEMPLATE, Started, need, start, stub_command
+from tests.e2e.conftest import ADMIN_KEY, KEY, TEMPLATE, Started, need, start, stub_command
 
 CHAT = "/v1/chat/completions"
+OTHER_KEY = "sk-other"
 NAMESPACE = "http://www.w3.org/2000/svg"  # a name: nothing is loaded from there
 
 
 @pytest.fixture(scope="module")
 def server(model_here: None) -> Iterator[Started]:
     """Steps that take a while, so that there is something to see and to stop."""
-    started = start(stub_command("--api-key", KEY, "--chat-template", TEMPLATE), {"STUB_STEP_SECONDS": "0.01"})
+    keys = ("--api-key", f"{KEY},{OTHER_KEY}", "--admin-key", ADMIN_KEY)
+    started = start(stub_command(*keys, "--chat-template", TEMPLATE), {"STUB_STEP_SECONDS": "0.01"})
     yield started
     started.stop()
 
@@ -103,12 +105,12 @@ def test_the_feed_needs_the_key(server: Started) -> None:
 
 
 def test_the_feed_tells_samples_and_requests(server: Started) -> None:
-    with client_of(server) as client, client_of(server) as other:
+    with client_of(server, ADMIN_KEY) as client, client_of(server) as other:
         with client.stream("GET", "/live") as reply:
             assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
             feed = events_of(reply.iter_lines())
             name, hello = next(feed)
-            assert name == "hello" and hello["model"]["names"] and hello["limits"]["max_rows"] > 0
+            assert name == "hello" and hello["model"]["names"] and hello["limits"]["max_rows"] > 0 and hello["whole"]
             name, samples = next(feed)
             first = samples[-1]
             assert name == "samples" and first["problem"] is None
@@ -143,6 +145,48 @@ def test_the_feed_tells_samples_and_requests(server: Started) -> None:
         end = time.monotonic() + 20
         while other.get("/v1/stats").json()["http"]["open"] > 1:  # the reply itself is the one
             assert time.monotonic() < end, "the feed went on after its reader left"
+
+
+def _own_view(server: Started, key: str) -> list[tuple[str, Any]]:
+    """The feed's first events, up to the second time it tells open requests."""
+    seen: list[tuple[str, Any]] = []
+    with client_of(server, key) as viewer, viewer.stream("GET", "/live") as reply:
+        for event in events_of(reply.iter_lines()):
+            seen.append(event)
+            if [name for name, _ in seen].count("open") == 2:
+                break
+    return seen
+
+
+def test_a_key_sees_its_own_requests_and_nothing_of_others(server: Started) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 1500}], "stream": True}
+    short = {"messages": [{"role": "user", "content": "one"}]}
+    with client_of(server) as client, client_of(server, OTHER_KEY) as other:
+        assert other.post(CHAT, json=short, headers={"x-request-id": "secret-done"}).status_code == 200
+        assert client.post(CHAT, json=short, headers={"x-request-id": "mine"}).status_code == 200
+        with other.stream("POST", CHAT, json=long, headers={"x-request-id": "secret-open"}) as reply:
+            lines = reply.iter_lines()  # held: a reader that is gone has hung up
+            next(lines)
+            seen, theirs = (_own_view(server, key) for key in (KEY, OTHER_KEY))
+    assert {name for name, _ in seen} == {"hello", "requests", "state", "open"}, "no counters, no steps"
+    assert "secret" not in json.dumps(seen) and seen[0][1]["whole"] is False
+    assert all(data == [] for name, data in seen if name == "open")
+    (mine,) = [record for name, data in seen if name == "requests" for record in data if record["id"] == "mine"]
+    assert mine["path"] == CHAT and "caller" not in mine
+    opened = [data for name, data in theirs if name == "open"]
+    assert opened[0][0]["id"].startswith("secret-open") and len(opened[0]) == 1, "of one's own all is there"
+    done = [record for name, data in theirs if name == "requests" for record in data]
+    assert [record["id"] for record in done] == ["secret-done"] and done[0]["seq"] == 1, "counted for itself"
+
+
+def test_without_any_keys_all_is_visible(model_here: None) -> None:
+    started = start(stub_command())
+    try:
+        with client_of(started, None) as client, client.stream("GET", "/live") as reply:
+            feed = events_of(reply.iter_lines())
+            assert next(feed)[1]["whole"] is True and next(feed)[0] == "samples"
+    finally:
+        started.stop()
 
 
 def test_a_server_that_shuts_down_does_not_wait_for_pages(model_here: None) -> None:
@@ -185,6 +229,17 @@ def test_the_history_keeps_the_last_calls_of_the_api() -> None:
     assert [record["id"] for record in history.since(records[-2]["seq"])] == [records[-1]["id"]]
     assert history.since(records[-1]["seq"]) == []
     assert len(lines.events) == KEPT + 7, "every line is passed on"
+
+
+def test_the_history_tells_callers_apart() -> None:
+    history, lines = History(clock=lambda: 5.0), _Lines()
+    log = RememberingLog(lines, history)  # type: ignore[arg-type]
+    for place, caller in enumerate((b"one", b"two", None, b"one")):
+        log.write("info", "reply", id=f"r{place}", method="POST", path=CHAT, status=200, seconds=0.1, caller=caller)
+    assert [(record["id"], record["seq"]) for record in history.since_of(b"one", 0)] == [("r0", 1), ("r3", 2)]
+    assert [record["id"] for record in history.since_of(b"one", 1)] == ["r3"]
+    assert history.since_of(None, 0) == [], "what has no key has no owner"
+    assert len(history.since(0)) == 4 and all("caller" not in record for record in history.since(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,8 +437,26 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(server: Started, browser: 
     assert browser.evaluate("document.querySelector('.call-result pre').textContent") == "sunny"
 
 
-def test_the_engine_and_request_views(server: Started, browser: Browser) -> None:
+def test_the_engine_view_asks_for_the_admin_key(server: Started, browser: Browser) -> None:
     open_page(browser, server.url)
+    ask(browser, "hello")
+    browser.until(DONE)
+    browser.evaluate("document.querySelector('nav [data-view=requests]').click()")
+    browser.until("document.querySelector('.requests a .ending')?.textContent === 'done'")
+    browser.evaluate("document.querySelector('nav [data-view=engine]').click()")
+    browser.until("!document.querySelector('#view-engine .locked').hidden")
+    assert browser.evaluate("document.querySelector('#view-engine .figures').offsetHeight") == 0
+    browser.evaluate("document.querySelector('#view-engine .locked button').click()")
+    browser.until("document.querySelector('#key-dialog').open")
+    browser.type("#key-field", ADMIN_KEY)
+    browser.press("Enter")
+    browser.until("document.querySelectorAll('#view-engine .plot svg text').length > 10")
+    assert browser.evaluate("document.querySelector('#view-engine .locked').hidden")
+    assert browser.complaints == []
+
+
+def test_the_engine_and_request_views(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url, ADMIN_KEY)
     ask(browser, "some words to count")
     browser.until(DONE)
     browser.evaluate("document.querySelector('nav [data-view=engine]').click()")

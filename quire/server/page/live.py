@@ -1,5 +1,8 @@
 """What the page sees of the engine while it runs: a feed of server-sent events, two a second for each viewer.
 
+With keys configured the whole of it is the operator's, whose key is the admin key; any other viewer gets its own
+requests and whether the server is well, nothing that depends on others.
+
 A sample holds counters as they stand; the page makes rates of them. Samples are taken all the time and kept for a few
 minutes, so a viewer costs nothing, and whoever opens the page sees what has been. The shapes of single steps come from
 the engine itself and are passed on as they are.
@@ -11,11 +14,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from quire.engine.client import Live
 from quire.engine.limits import StepShape
 from quire.server.encoding import named_event, to_json
 from quire.server.errors import ApiError
@@ -58,12 +63,34 @@ class LiveFeed:
             self._take_sample()
             await asyncio.sleep(TICK)
 
+    def shows_all(self, key: str | None) -> bool:
+        """To the admin key, and to anybody where no keys are configured at all."""
+        server = self._server
+        return server.admin_keys.opens(key) or not (server.keys or server.admin_keys)
+
+    async def own_events(self, caller: bytes | None) -> AsyncIterator[bytes]:
+        """What concerns one caller, until it leaves or the server shuts down; None: it can't be told from others."""
+        self._num_viewers += 1
+        last_record = 0
+        try:
+            yield named_event("hello", {**self._hello(), "whole": False})
+            while not self._server.draining:
+                records = self._history.since_of(caller, last_record)
+                frame = named_event("requests", records) if records else b""
+                last_record = records[-1]["seq"] if records else last_record
+                frame += named_event("state", {"problem": self._server.health()["problem"]})
+                yield frame + named_event("open", self._open_of(caller))
+                await asyncio.sleep(TICK)
+            yield named_event("bye", {"why": "The server is shutting down."})
+        finally:
+            self._num_viewers -= 1
+
     async def events(self) -> AsyncIterator[bytes]:
-        """Until the viewer leaves or the server shuts down."""
+        """All of it, until the viewer leaves or the server shuts down."""
         self._num_viewers += 1
         last_time, last_record, last_step = 0.0, 0, 0
         try:
-            yield named_event("hello", self._hello())
+            yield named_event("hello", {**self._hello(), "whole": True})
             while not self._server.draining:
                 self._take_sample()
                 samples = [sample for at, sample in self._samples if at > last_time]
@@ -131,9 +158,19 @@ class LiveFeed:
 
     def _open(self) -> list[dict[str, Any]]:
         """Requests under way, oldest first, without a word of what they say."""
-        now = time.monotonic()  # the clock of arrivals
-        return [
-            {"id": name, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),
-             "seconds": round(now - one.request.arrival, 2)}
-            for name, one in list(self._server.client.live.items())[:MAX_OPEN]
-        ]  # fmt: skip
+        return _shown(self._server.client.live.values())
+
+    def _open_of(self, caller: bytes | None) -> list[dict[str, Any]]:
+        """Those of one caller: their salt begins with what stands for its key, unless callers share prefixes."""
+        if caller is None or self._server.config.server.share_prefixes:
+            return []
+        return _shown(one for one in self._server.client.live.values() if one.request.salt.startswith(caller))
+
+
+def _shown(live: Iterable[Live]) -> list[dict[str, Any]]:
+    now = time.monotonic()  # the clock of arrivals
+    return [
+        {"id": one.request.id, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),
+         "seconds": round(now - one.request.arrival, 2)}
+        for one in islice(live, MAX_OPEN)
+    ]  # fmt: skip

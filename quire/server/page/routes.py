@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.server.errors import ApiError
+from quire.server.keys import key_of
 from quire.server.page.history import History, RememberingLog
 from quire.server.page.live import LiveFeed
 from quire.server.state import Server
@@ -84,11 +85,15 @@ def page_router(server: Server) -> APIRouter:
         return assets[name].reply(request)
 
     @router.get("/live")
-    async def live() -> Response:
+    async def live(request: Request) -> Response:
         feed.check_room()
         if watching.done():
             watching.result()  # raises: a page that shows nothing must not look like an engine that does nothing
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(feed.events(), media_type="text/event-stream", headers=headers)
+        if feed.shows_all(key_of(request.headers)):
+            events = feed.events()
+        else:
+            events = feed.own_events(getattr(request.state, "caller", None))
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     return router

@@ -48,9 +48,15 @@ class EngineView {
     );
     this.plots = plots();
     this.steps = new StepBars();
-    root.append(
-      h("h1", {}, "Engine"),
-      this.problem,
+    this.locked = h(
+      "div.locked",
+      { hidden: true },
+      h("p", {}, "What the engine does concerns all clients, so it takes the admin key. Requests shows your own."),
+      h("button.primary", { type: "button", onclick: () => document.getElementById("key").click() }, "Give a key"),
+    );
+    this.all = h("div.all");
+    root.append(h("h1", {}, "Engine"), this.problem, this.locked, this.all);
+    this.all.append(
       h(
         "dl.figures",
         {},
@@ -76,8 +82,10 @@ class EngineView {
   }
 
   update(feed) {
+    this.locked.hidden = feed.hello?.whole !== false;
+    this.all.hidden = !this.locked.hidden;
     const now = feed.samples.at(-1);
-    if (!now) return;
+    if (!now || this.all.hidden) return;
     const point = feed.points.at(-1);
     this.problem.hidden = !["problem", "lost"].includes(feed.state);
     if (this.problem.textContent !== feed.why) this.problem.textContent = feed.why; // said aloud each time it is set

@@ -15,6 +15,7 @@ export class Feed {
     this.steps = []; // the last steps: [number, rows, rows of prompts, tokens, tokens of prompts]
     this.open = []; // requests under way
     this.records = []; // requests that ended, newest first
+    this.problem = null; // of the server, where the feed holds no samples
     this.state = "waiting";
     this.why = "";
     this.watchers = new Set();
@@ -69,15 +70,18 @@ export class Feed {
     else if (name === "open") {
       this.open = data;
       const last = this.samples.at(-1); // the event that ends a tick: now everything is fresh
-      const busy = last?.running + last?.waiting + last?.held > 0;
-      this.#say(last?.problem ? "problem" : busy ? "busy" : "ok", last?.problem ?? "");
-    } else if (name === "requests") this.#addRecords(data);
+      const whole = this.hello.whole;
+      const busy = whole ? last?.running + last?.waiting + last?.held > 0 : data.length > 0;
+      const problem = whole ? last?.problem : this.problem;
+      this.#say(problem ? "problem" : busy ? "busy" : "ok", problem ?? "");
+    } else if (name === "state") this.problem = data.problem;
+    else if (name === "requests") this.#addRecords(data);
     else if (name === "bye") this.#say("lost", data.why);
   }
 
   #begin(hello) {
-    if (this.hello && this.hello.started !== hello.started) {
-      // another run of the server: its counters start anew
+    if (this.hello && (this.hello.started !== hello.started || this.hello.whole !== hello.whole)) {
+      // another run of the server, or another view: counters start anew
       this.samples = [];
       this.points = [];
       this.steps = [];

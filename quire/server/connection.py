@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -43,6 +44,7 @@ _FRAMING_TOO_LARGE = ApiError(
     f"{MAX_FIELDS} fields. Send larger chunks without extensions and trailers.",
 )  # fmt: skip
 _FULL = ApiError(503, "overloaded", "The server holds too many bytes of requests. Try again a little later.")
+_BUG = ApiError(500, "internal_error", "The server made a mistake. It has been logged.")
 _NO_ROOM = ApiError(503, "overloaded", "The server has too many open connections. Try again a little later.")
 
 
@@ -179,12 +181,29 @@ class Connection(HttpToolsProtocol):
     # -- requests
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application. If it ends without a reply, which is a bug, the reply is one of ours, not uvicorn's."""
+        started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         async def receive_and_count() -> Message:
             message = await receive()
             self._settle()
             return message
 
-        await self._application(scope, receive_and_count, send)  # type: ignore[arg-type]
+        try:
+            await self._application(scope, receive_and_count, send_on)  # type: ignore[arg-type]
+        except Exception as error:
+            if started:
+                raise
+            self.logger.error("The application failed without a reply.", exc_info=error)
+        if not started:
+            headers, body = self._parts_of(_BUG, dict(scope["headers"]), scope["path"])
+            await send({"type": "http.response.start", "status": _BUG.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     def on_response_complete(self) -> None:
         if self._exchanges:
@@ -272,18 +291,23 @@ class Connection(HttpToolsProtocol):
         self.close_gently()
 
     def _reply_to(self, error: ApiError) -> bytes:
-        headers = dict(self.headers or [])
+        lines, body = self._parts_of(error, dict(self.headers or []), (self.scope or {}).get("path", ""))
+        lines = [*self.server_state.default_headers, *lines]
+        return b"".join((STATUS_LINE[error.status], *(b"%s: %s\r\n" % line for line in lines), b"\r\n", body))
+
+    def _parts_of(
+        self, error: ApiError, headers: Mapping[bytes, bytes], path: str
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Headers and body of a reply to a request of these headers and path, as far as they are known."""
         name = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         self._others.report(name, error)
-        path = (self.scope or {}).get("path", "")
         dialect = dialect_of(path)
         body = to_json(error_body(dialect, error, name))
         lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
                  (b"connection", b"close"), (b"x-request-id", name.encode())]  # fmt: skip
         if dialect == "anthropic":
             lines.append((b"request-id", name.encode()))
-        lines = [*self.server_state.default_headers, *lines]
-        return b"".join((STATUS_LINE[error.status], *(b"%s: %s\r\n" % line for line in lines), b"\r\n", body))
+        return lines, body
 
     def _stop_listening(self) -> None:
         self._deaf = True

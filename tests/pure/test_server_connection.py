@@ -238,6 +238,24 @@ def test_malformed_requests_get_an_error_with_an_id(sent: bytes) -> None:
     with_client(play, others=OpenConnections(9, report=lambda *args: said.append(args)))
 
 
+async def fail(scope: Any, receive: Any, send: Any) -> None:
+    raise RuntimeError("a bug of ours")
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None: ...
+
+
+@pytest.mark.parametrize("app", [fail, nothing], ids=lambda app: app.__name__)
+def test_an_application_that_ends_without_a_reply_gets_one_with_an_id(app: Any) -> None:
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\n\r\n")
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 500") and b"\r\nx-request-id: mine" in head
+        assert json.loads(body)["error"]["code"] == "internal_error" and b"a bug" not in body
+
+    with_client(play, app)
+
+
 @pytest.mark.parametrize("second", [b"nonsense\r\n\r\n", CHUNKED + b"zz\r\n"])
 def test_an_error_waits_for_the_replies_before_it(second: bytes) -> None:
     begun, go = asyncio.Event(), asyncio.Event()

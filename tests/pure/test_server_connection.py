@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import re
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -456,3 +458,52 @@ def test_a_port_is_taken_as_soon_as_it_is_bound() -> None:
         assert caught.value.code == "address_in_use"
     finally:
         first.close()
+
+
+def test_requests_in_random_pieces_are_all_answered_in_order() -> None:
+    """What the bounds must not touch: bodies of every form, on one connection, some of them sent before their turn."""
+    seed = int(os.environ.get("TEST_SEED", random.randrange(1 << 32)))
+    print(f"TEST_SEED={seed}")
+    rng = random.Random(seed)
+
+    def request(size: int) -> bytes:
+        body = rng.randbytes(size)
+        head = b"POST / HTTP/1.1\r\nhost: x\r\n"
+        if rng.random() < 0.5:
+            return head + b"content-length: %d\r\n\r\n" % size + body
+        sent = head + b"transfer-encoding: chunked\r\n\r\n"
+        while body:
+            count = rng.choice((1, 100, 5000, 70_000))
+            extension = rng.choice((b"", b";a=b"))
+            sent += b"%x%s\r\n" % (len(body[:count]), extension) + body[:count] + b"\r\n"
+            body = body[count:] if count > 1 or len(body) < 100 else body[1:][:99]
+        return sent + b"0\r\n" + rng.choice((b"", b"checksum: 1\r\n")) + b"\r\n"
+
+    async def size(scope: Any, receive: Any, send: Any) -> None:
+        count, more = 0, True
+        while more:
+            message = await receive()
+            count, more = count + len(message["body"]), message["more_body"]
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        body = b"%06d" % count
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"6")]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(30):
+            batch = [request(rng.choice((0, 1, 50, 3000, 200_000))) for _ in range(rng.randrange(1, 5))]
+            data = b"".join(batch)
+            while data:
+                count = rng.choice((1, 7, 4096, 300_000)) if len(data) < 2000 else 300_000
+                writer.write(data[:count])
+                data = data[count:]
+                await asyncio.sleep(0)
+            for _ in batch:
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200") and b"close" not in head
+                await reader.readexactly(6)
+        assert others.num_held == 0
+
+    others = OpenConnections(9)
+    with_client(play, size, others)

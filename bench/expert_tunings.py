@@ -2,7 +2,7 @@
 
     python bench/expert_tunings.py [tokens ...]     # default: 8 256 8192
 
-What wins belongs into `tune` in quire/kernels/triton/experts.py.
+What wins belongs into `tune` in quire/kernels/triton/experts/experts.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 
 import torch
 
-from quire.bench.kernels import microseconds
-from quire.kernels.experts import ExpertWeights
-from quire.kernels.triton.experts import ExpertsTuning, ProductTuning, run_experts, tune
+from quire.bench.kernels.suite import microseconds
+from quire.kernels.expert_types import ExpertWeights
+from quire.kernels.triton.experts.experts import ExpertsTuning, ProductTuning, run_experts, tune
 
 NUM, TOP_K, WIDTH, INNER = 128, 8, 2048, 768
 FEW = [ProductTuning(*sizes) for sizes in ((32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),

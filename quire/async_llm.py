@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from quire.ahead.beginning import open_engine
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.thread import EngineThread
+from quire.startup.early_init import open_engine
 from quire.types import Delta, QuireError, Request, SamplingParams
 
 

@@ -14,7 +14,6 @@ from collections.abc import Generator, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from quire.ahead.beginning import open_engine
 from quire.cache.insight import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
@@ -22,10 +21,11 @@ from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.interrupts import HeldInterrupts
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
+from quire.startup.early_init import open_engine
 from quire.types import QuireError, Request, SamplingParams, choose_pooling
 
 if TYPE_CHECKING:
-    from quire.assemble import Assembly
+    from quire.startup.assemble import Assembly
 
 __all__ = ["LLM", "Chunk", "Output"]
 

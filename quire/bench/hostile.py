@@ -25,8 +25,8 @@ from quire.bench.hostile_sender import Order
 from quire.bench.hostile_streams import Streams
 from quire.bench.hostile_watch import MemoryWatch, quantile, read_histograms, subtract
 from quire.bench.offline import load_average
+from quire.bench.online.stream_client import Connection, Endpoint, parse_url
 from quire.bench.stats import Bar, Report
-from quire.bench.stream_client import Connection, Endpoint, parse_url
 from quire.chaos.tiny import make_tiny_model
 from quire.files.source import resolve_model
 from quire.text.loading import load_tokenizer

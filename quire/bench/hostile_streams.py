@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.stream_client import Endpoint, Fault
+from quire.bench.online.stream_client import Endpoint, Fault
 from quire.chaos.traffic import WORDS, Choice, Seen, ask
 from quire.types import QuireError
 

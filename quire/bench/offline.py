@@ -93,7 +93,7 @@ def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 def settings(llm: LLM) -> Report:
     """What the figures depend on, as it was decided at start."""
-    from quire.assemble import pick_device  # torch is here already
+    from quire.startup.assemble import pick_device  # torch is here already
 
     limits = llm.engine.scheduler.limits
     return {

@@ -24,8 +24,8 @@ CHUNK = 256  # tokens of a step
 
 def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int = 1024) -> Report:
     """`config` is the way to be judged; float32 is what it is judged by."""
-    from quire.assemble import find_files
     from quire.config_build import override_config
+    from quire.startup.assemble import find_files
     from quire.text.loading import load_tokenizer
 
     tokenizer = load_tokenizer(find_files(config, None))
@@ -58,8 +58,8 @@ def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int 
 def _load(config: Config) -> Any:
     import torch
 
-    from quire.assemble import find_files
-    from quire.models.loader import load_model
+    from quire.models.loading.loader import load_model
+    from quire.startup.assemble import find_files
 
     return load_model(
         find_files(config, None), dtype=config.model.dtype, device=torch.device("cpu"), max_model_len=None,

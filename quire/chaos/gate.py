@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.stream_client import Endpoint, Fault, parse_url
+from quire.bench.online.stream_client import Endpoint, Fault, parse_url
 from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order
 from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.stream_client import Connection, Endpoint, EventParser, Fault
+from quire.bench.online.stream_client import Connection, Endpoint, EventParser, Fault
 
 CHAT = "/chat/completions"
 WORDS = ("river", "stone", "engine", "paper", "lantern", "copper", "garden", "window", "letter", "market", "winter",

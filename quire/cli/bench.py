@@ -75,7 +75,7 @@ def _show(report: Report) -> None:
             _show(one)
         return
     if report["benchmark"] in ("online", "compare"):
-        from quire.bench.online_tables import show_comparison, show_online
+        from quire.bench.online.tables import show_comparison, show_online
 
         (show_online if report["benchmark"] == "online" else show_comparison)(report)
         return
@@ -85,8 +85,8 @@ def _show(report: Report) -> None:
         show_hostile(report)
         return
     if report["benchmark"] == "kernels":
-        from quire.bench.kernels import KernelResult
-        from quire.bench.kernels import show as kernel_table
+        from quire.bench.kernels.suite import KernelResult
+        from quire.bench.kernels.suite import show as kernel_table
 
         print(kernel_table([KernelResult(**result) for result in report["results"]]))
         return
@@ -203,7 +203,7 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
 
     if not torch.cuda.is_available():
         raise QuireError("no_device", "No CUDA device is usable here, so there are no kernels to time.")
-    from quire.bench.kernels import run as run_kernels
+    from quire.bench.kernels.suite import run as run_kernels
 
     return {
         "benchmark": "kernels",

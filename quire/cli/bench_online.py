@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.types import QuireError
 
 if TYPE_CHECKING:
-    from quire.bench.arrivals import Arrival, Lengths
+    from quire.bench.online.arrivals import Arrival, Lengths
     from quire.bench.stats import Report
 
 MAX_COUNT = 1_000_000
@@ -117,7 +117,7 @@ def _number(text: str) -> float:
 
 
 def _lengths(text: str) -> Lengths:
-    from quire.bench.arrivals import parse_lengths
+    from quire.bench.online.arrivals import parse_lengths
 
     try:
         return parse_lengths(text)
@@ -126,10 +126,10 @@ def _lengths(text: str) -> Lengths:
 
 
 def run_online(args: Namespace, _open_llm: object) -> Report:
-    from quire.bench.calls import CallOptions, read_prompts
-    from quire.bench.online import Limits, Targets, bench_online, first_model
-    from quire.bench.report import render_run
-    from quire.bench.stream_client import parse_url
+    from quire.bench.online.report import render_run
+    from quire.bench.online.requests import CallOptions, read_prompts
+    from quire.bench.online.run import Limits, Targets, bench_online, first_model
+    from quire.bench.online.stream_client import parse_url
 
     arrivals, work = _planned(args)
     prompts = read_prompts(args.prompts) if args.prompts is not None else ()
@@ -153,7 +153,7 @@ def run_online(args: Namespace, _open_llm: object) -> Report:
 
 def _planned(args: Namespace) -> tuple[list[Arrival], Report]:
     """The arrivals, and what they are in words that two runs can be compared by."""
-    from quire.bench.arrivals import Lengths, poisson_arrivals, read_trace
+    from quire.bench.online.arrivals import Lengths, poisson_arrivals, read_trace
 
     work: Report = {
         "requests": args.requests,
@@ -181,8 +181,8 @@ def _planned(args: Namespace) -> tuple[list[Arrival], Report]:
 
 
 def run_compare(args: Namespace, _open_llm: object) -> Report:
-    from quire.bench.compare import compare_runs, read_run
-    from quire.bench.report import render_comparison
+    from quire.bench.online.compare import compare_runs, read_run
+    from quire.bench.online.report import render_comparison
 
     a, b = read_run(args.a), read_run(args.b)
     _check_page(args.html)

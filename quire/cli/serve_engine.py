@@ -10,10 +10,10 @@ import gc
 import os
 import sys
 
-from quire.ahead.beginning import open_engine
 from quire.cli.output import show_warnings_plainly
 from quire.config import Config
 from quire.engine.process import Built, ready_message, run_engine_process
+from quire.startup.early_init import open_engine
 
 # OpenMP's threads wait for each other by spinning. Beside a process that answers HTTP, and needs a core for it, they
 # spin for a thread that is not running: under load a step takes 3.6 s instead of 1.2 s with this. Told before torch
@@ -24,7 +24,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 def build(config: Config) -> Built:
     parts = open_engine(config)
-    from quire.assemble import lower_precision  # torch takes seconds, and the wrong message should not wait for it
+    from quire.startup.assemble import (
+        lower_precision,  # torch takes seconds, and the wrong message should not wait for it
+    )
 
     ready = ready_message(
         parts.engine,

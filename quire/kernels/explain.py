@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent_types import RecurrentShape
 from quire.kernels.table import REFERENCE, Ops, select_fixed_ops, select_ops
-from quire.kernels.trial import TrialShape, dense_rows, failure
-from quire.kernels.trial_gated import GatedTrialShape, settle_gated
-from quire.kernels.trial_latent import LatentTrialShape, settle_latent
-from quire.kernels.trial_prompts import settle_prompts
-from quire.kernels.trial_recurrent import MambaTrialShape, settle_channel_delta, settle_delta_net, settle_mamba
+from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
+from quire.kernels.validation.latent_trials import LatentTrialShape, settle_latent
+from quire.kernels.validation.prefill_trial import settle_prompts
+from quire.kernels.validation.recurrent_trials import (
+    MambaTrialShape,
+    settle_channel_delta,
+    settle_delta_net,
+    settle_mamba,
+)
+from quire.kernels.validation.trials import TrialShape, dense_rows, failure
 from quire.types import QuireError
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.

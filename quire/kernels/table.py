@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels import (
-    fixed,
-    fixed_experts,
-    fixed_latent,
-    fixed_recurrent,
-    reference,
-    reference_attention,
-    reference_experts,
-    reference_latent,
-    reference_recurrent,
-)
+from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
-from quire.kernels.curves import Curve
+from quire.kernels.deterministic import dense as fixed
+from quire.kernels.deterministic import experts as fixed_experts
+from quire.kernels.deterministic import latent as fixed_latent
+from quire.kernels.deterministic import recurrent as fixed_recurrent
+from quire.kernels.reference import attention as reference_attention
+from quire.kernels.reference import experts as reference_experts
+from quire.kernels.reference import latent as reference_latent
+from quire.kernels.reference import recurrent as reference_recurrent
+from quire.kernels.reference import small_ops as reference
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -208,20 +206,16 @@ def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
 def _triton_ops(strict: bool) -> Ops:
     """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
     try:
-        from quire.kernels.triton import (
-            attention,
-            captured_work,
-            experts,
-            latent,
-            latent_heads,
-            norm,
-            recurrent,
-            recurrent_channel,
-            recurrent_short,
-            rope,
-            route,
-            skinny,
-        )
+        from quire.kernels.triton.attention import captured_work
+        from quire.kernels.triton.attention import paged as attention
+        from quire.kernels.triton.attention import rope_write as rope
+        from quire.kernels.triton.experts import experts, route
+        from quire.kernels.triton.latent import latent
+        from quire.kernels.triton.latent import per_head as latent_heads
+        from quire.kernels.triton.linear import norm, skinny
+        from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+        from quire.kernels.triton.recurrent import recurrent
+        from quire.kernels.triton.recurrent import short_conv as recurrent_short
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -257,9 +251,11 @@ def _triton_ops(strict: bool) -> Ops:
 def _fixed_triton_ops() -> Ops:
     """Those whose programs see one row each stay as they are; whatever would go by the number of rows is replaced."""
     ops = _triton_ops(strict=True)
-    from quire.kernels.triton import fixed_experts as grouped
-    from quire.kernels.triton import fixed_linear, fixed_tiles, rope
-    from quire.kernels.triton import fixed_recurrent as walks
+    from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
+    from quire.kernels.triton.attention import rope_write as rope
+    from quire.kernels.triton.experts import deterministic as grouped
+    from quire.kernels.triton.linear import deterministic as fixed_linear
+    from quire.kernels.triton.recurrent import deterministic as walks
 
     return replace(
         ops,
@@ -334,7 +330,8 @@ def select_row_ops(device_type: str) -> RowOps | None:
 
 def triton_rows() -> RowOps | None:
     try:
-        from quire.kernels.triton import rows, sample
+        from quire.kernels.triton import step_inputs as rows
+        from quire.kernels.triton.sampling import sample
     except ImportError:
         return None
     return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
@@ -360,14 +357,17 @@ def select_sampling(device_type: str, deterministic: bool = False) -> SamplingOp
     ops = triton_sampling() if device_type == "cuda" else None
     if ops is None or not deterministic:
         return ops
-    from quire.kernels.triton import fixed_sampling
+    from quire.kernels.triton.sampling import deterministic as fixed_sampling
 
     return replace(ops, sample_filtered=fixed_sampling.sample_filtered)
 
 
 def triton_sampling() -> SamplingOps | None:
     try:
-        from quire.kernels.triton import sample, sample_edits, sample_filters, sample_logprobs
+        from quire.kernels.triton.sampling import edits as sample_edits
+        from quire.kernels.triton.sampling import filters as sample_filters
+        from quire.kernels.triton.sampling import logprobs as sample_logprobs
+        from quire.kernels.triton.sampling import sample
     except ImportError:
         return None
     return SamplingOps(

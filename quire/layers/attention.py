@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
-from quire.layers.join import Join
+from quire.layers.head_layout import ByHead, HeadOrder
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, TurnedQKNorm, WideQKNorm, fuse_norm
-from quire.layers.partial import ByHead, HeadOrder
 from quire.layers.quant.scheme import Scheme
+from quire.layers.residual_join import Join
 from quire.layers.step import PagedInputs, Step
 from quire.layers.weights import Form, Weight, set_forms
 from quire.types import CacheSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Form, Part, Weight, put_weight

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.kernels.angles import Angles
-from quire.kernels.reference_latent import expanded_attention, turn
+from quire.kernels.reference.latent import expanded_attention, turn
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan
 from quire.layers.linear import Linear

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Activation, Scheme
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.curves import CURVES, Curve
-from quire.layers.join import Join
+from quire.kernels.activations import CURVES, Curve
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant.scheme import Scheme
+from quire.layers.residual_join import Join
 from quire.types import QuireError
 
 ACTIVATIONS: dict[str, Curve] = {  # by the names of config.json

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
 from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
-from quire.layers.join import Join
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
+from quire.layers.residual_join import Join
 from quire.layers.weights import Part, Weight, scale_by, set_forms
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.kernels.table import Ops
-from quire.layers.partial import HeadOrder
+from quire.layers.head_layout import HeadOrder
 from quire.layers.weights import Form, Part, Weight, set_forms
 
 

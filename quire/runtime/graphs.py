@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.capture import Outputs, capture
-from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
+from quire.kernels.validation.failures import reason
 from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
 from quire.sampling.sampler import Sampled

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.engine.workers import DeviceLost, Ticket, Workers
-from quire.kernels.failures import is_out_of_memory, sign_of_life
+from quire.kernels.validation.failures import is_out_of_memory, sign_of_life
 from quire.types import Plan, QuireError, StepOutput
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.pacing import STEP_SIZES
-from quire.kernels.failures import reason
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
+from quire.kernels.validation.failures import reason
 from quire.models.registry import Model
 from quire.runtime.graphs import CapturePool, capture_graph, choose_tokens, fetch_chosen
 from quire.runtime.rows import DeviceRows, list_step

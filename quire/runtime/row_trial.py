@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from quire.kernels.failures import give_way, reason
-from quire.kernels.findings import Findings
 from quire.kernels.table import RowOps
-from quire.kernels.trial import EXACT, compare, finish_writes, normal
+from quire.kernels.validation.failures import give_way, reason
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import EXACT, compare, finish_writes, normal
 from quire.layers.step import PagedInputs
 from quire.runtime.graphs import PADDING, choose_tokens
 from quire.runtime.rows import Decode, DeviceRows

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels.failures import LateKernels
 from quire.kernels.table import SamplingOps
+from quire.kernels.validation.failures import LateKernels
 from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Edited, Histories
 from quire.sampling.dry import apply_dry
 from quire.sampling.edits import edit

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.failures import LateKernels
 from quire.kernels.table import SamplingOps
+from quire.kernels.validation.failures import LateKernels
 from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsAsked
 from quire.sampling.edits import edit
 from quire.sampling.filters import narrow

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.failures import give_way, reason
-from quire.kernels.findings import Findings
 from quire.kernels.table import SamplingOps
-from quire.kernels.trial import EXACT, compare, finish_writes, normal
+from quire.kernels.validation.failures import give_way, reason
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import EXACT, compare, finish_writes, normal
 from quire.sampling.noise import Noise, stream_key
 
 SCALES = (0.0, 1.0, 1 / 0.7)  # inverse temperatures of the rows; 0: greedy

@@ -1,5 +1,5 @@
 """A rehearsal of a start on a Hopper card, on a machine without one: `python -m tests.cpu.fake_hopper`, in the place of
-`quire.ahead.rehearsal`; FEW_KERNELS names those it is to tell of.
+`quire.startup.dry_run`; FEW_KERNELS names those it is to tell of.
 
 With an argument it reads a list from stdin instead, and prints a line of JSON for each entry. `start`: settings, from
 which it does what the start itself would: what it would tell of, under which names Triton would look for each on disk,
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from quire.ahead import light_meta, rehearsal
 from quire.config import Config
 from quire.config_build import override_config
-from quire.kernels.compile_worker import compile_kernel
+from quire.kernels.triton.compile_worker import compile_kernel
+from quire.startup import dry_run as rehearsal
+from quire.startup import light_meta
 
 FEW = os.environ.get("FEW_KERNELS", "").split(",")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.files.source import resolve_model
-from quire.models.loader import LoadedModel, load_model
+from quire.models.loading.loader import LoadedModel, load_model
 from quire.models.registry import Model
+from quire.startup.assemble import build_engine
 from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.ahead import compilers as ahead
-from quire.ahead.compilers import Compilers
+from quire.startup import compile_ahead as ahead
+from quire.startup.compile_ahead import Compilers
 from tests.cpu.families.harness import all_families
 from tests.cpu.published_shapes import published_shapes
 from tests.cpu.tiny_llm import make_tiny_llm

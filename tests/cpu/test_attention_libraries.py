@@ -21,7 +21,7 @@ from quire.kernels.libraries.flash_attention import FlashAttention2, FlashAttent
 from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, Kind, is_compiled
 from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
 from quire.kernels.table import INSTRUCTION_SETS, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
-from quire.kernels.trial import TrialShape
+from quire.kernels.validation.trials import TrialShape
 from quire.types import QuireError
 from tests.gpu.library_checks import check_kernel
 from tests.gpu.where import Where

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.models.fallback_capture import can_capture
+from quire.models.fallback.capture import can_capture
 from quire.runtime.graphs import CapturePool, capture_graph
 
 

@@ -17,9 +17,9 @@ from quire.kernels.libraries.choose import choose_library, judge
 from quire.kernels.libraries.cudnn import CudnnAttention
 from quire.kernels.libraries.seam import LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import TrialShape
-from quire.models import loader
-from quire.models.trials import Trials, settle_library
+from quire.kernels.validation.trials import TrialShape
+from quire.models.loading import loader
+from quire.models.loading.kernel_trials import Trials, settle_library
 from quire.types import QuireError
 from tests.gpu.library_checks import check_fresh
 from tests.gpu.where import Where

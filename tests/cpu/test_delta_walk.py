@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.recurrent import MambaWeights, RecurrentShape
+from quire.kernels.recurrent_types import MambaWeights, RecurrentShape
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SHAPE = RecurrentShape(2, 4, 128, 128, 4)
@@ -31,7 +31,7 @@ def projected(pad: int, offset: int = 0) -> Tensor:
     ({"num_heads": 6}, False), ({"beta_top": 2.0}, False),
 ])  # fmt: skip
 def test_shapes(change: dict[str, Any], fits: bool) -> None:
-    from quire.kernels.triton.recurrent_scan import fits_walk
+    from quire.kernels.triton.recurrent.scan import fits_walk
 
     shape = replace(SHAPE, **change)
     assert fits_walk(shape, torch.bfloat16) is fits_walk(shape, torch.float16) is fits
@@ -56,7 +56,8 @@ CASES = [
 def test_what_does_not_fit_goes_to_the_kernels_for_all_cards(x: Tensor, shape: RecurrentShape, state: Tensor,
                                                             supported: bool, monkeypatch: pytest.MonkeyPatch
                                                             ) -> None:  # fmt: skip
-    from quire.kernels.triton import recurrent, recurrent_walk
+    from quire.kernels.triton.recurrent import recurrent
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     assert x.data_ptr() % 16 == 0 or not supported
     called: list[Any] = []
@@ -97,7 +98,8 @@ def apart(pad: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def test_what_of_channels_does_not_fit_goes_to_the_kernels_for_all_cards(
     inputs: list[Tensor], shape: RecurrentShape, state: Tensor, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.kernels.triton import channel_walk, recurrent_channel
+    from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+    from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
 
     called: list[Any] = []
     monkeypatch.setattr(recurrent_channel, "run_channel_delta", lambda *args: called.append(args[-1]))
@@ -125,7 +127,7 @@ def mamba_weights(dtype: torch.dtype, **changes: Any) -> MambaWeights:
     ({"conv_len": 1}, False), ({"key_dim": 256}, False), ({"value_dim": 128}, False), ({"num_heads": 12}, False),
 ])  # fmt: skip
 def test_mamba_shapes(change: dict[str, Any], fits: bool) -> None:
-    from quire.kernels.triton.recurrent_scan import fits_mamba_walk
+    from quire.kernels.triton.recurrent.scan import fits_mamba_walk
 
     shape = replace(MAMBA, **change)
     assert fits_mamba_walk(shape, torch.bfloat16) is fits_mamba_walk(shape, torch.float16) is fits
@@ -143,7 +145,9 @@ def test_what_of_mamba_does_not_fit_goes_to_the_kernels_for_all_cards(
 ) -> None:
     """Where the output is gated follows from who makes it, and never comes before a norm that is to be first; nor, in
     float16, before one at all: it may be beyond its range."""
-    from quire.kernels.triton import mamba_walk, recurrent, recurrent_scan
+    from quire.kernels.triton.recurrent import recurrent
+    from quire.kernels.triton.recurrent import scan as recurrent_scan
+    from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
 
     x = MAMBA_WHOLE[offset:].as_strided((3, MAMBA_WIDTH), (MAMBA_WIDTH + pad, 1)).to(dtype)
     weights = mamba_weights(torch.bfloat16 if dtype == torch.float32 else dtype, **change)

@@ -15,16 +15,20 @@ from torch.nn import functional
 
 from quire.engine.loop import Engine
 from quire.files.source import resolve_model
-from quire.kernels import fixed, fixed_experts, reference, reference_attention, reference_experts
+from quire.kernels.activations import CURVES, Curve
 from quire.kernels.angles import angle_tables
-from quire.kernels.curves import CURVES, Curve
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.deterministic import dense as fixed
+from quire.kernels.deterministic import experts as fixed_experts
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.library import FORMS
 from quire.kernels.native.matrix import PackedLinear
 from quire.kernels.native.ops import NativeOps
+from quire.kernels.reference import attention as reference_attention
+from quire.kernels.reference import experts as reference_experts
+from quire.kernels.reference import small_ops as reference
 from quire.kernels.table import FIXED, select_choice
-from quire.models.fixed import IN_TORCH, fixed_ops, kind_of
-from quire.models.loader import load_model
+from quire.models.loading.deterministic_support import IN_TORCH, fixed_ops, kind_of
+from quire.models.loading.loader import load_model
 from quire.models.registry import Model
 from quire.sampling.noise import Noise
 from quire.sampling.sampler import Sampler
@@ -297,7 +301,7 @@ def test_models_it_does_not_cover_are_refused(family: str) -> None:
                                               ({"model_type": "gptj"}, "not cover gptj models on CUDA")])  # fmt: skip
 def test_what_it_can_not_do_on_cuda_is_refused(change: dict[str, str], said: str,
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr("quire.models.fixed.select_fixed_ops", lambda *args: FIXED)
+    monkeypatch.setattr("quire.models.loading.deterministic_support.select_fixed_ops", lambda *args: FIXED)
     ask: dict[str, Any] = {"model_type": "qwen3", "fits_native": True, "in_blocks": False, "device_type": "cuda",
                            "dtype": "auto", "quant": "none", "kernels": "auto"}  # fmt: skip
     assert fixed_ops(**ask) is FIXED

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import quire.assemble as assemble
+import quire.startup.assemble as assemble
 from quire.cache.memory import plan_memory
 from quire.config import CacheConfig, Config
 from quire.config_build import override_config
 from quire.engine.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
-from quire.kernels.failures import is_out_of_memory, reason
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.trial import TrialShape, dense_rows, settle_ops
+from quire.kernels.validation.failures import is_out_of_memory, reason
+from quire.kernels.validation.trials import TrialShape, dense_rows, settle_ops
 from quire.layers.step import Step
 from quire.runtime.guard import Guarded
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams

@@ -17,13 +17,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire import LLM
-from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import fallback, fallback_names, registry
-from quire.models.loader import build_model, load_model
-from quire.models.text_part import text_part
+from quire.models import registry
+from quire.models.fallback import model as fallback
+from quire.models.fallback import tensor_names as fallback_names
+from quire.models.loading.language_model_part import text_part
+from quire.models.loading.loader import build_model, load_model
+from quire.startup.assemble import memory_report
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from quire.files.source import resolve_model
 from quire.layers.step import StateInputs
-from quire.models import fallback
-from quire.models.fallback_own import LAYER, OwnRows, find_own
-from quire.models.fallback_states import KeptState, StateSlots
-from quire.models.loader import build_model, load_model
+from quire.models.fallback import model as fallback
+from quire.models.fallback.opaque_states import LAYER, OwnRows, find_own
+from quire.models.fallback.recurrent_states import KeptState, StateSlots
+from quire.models.loading.loader import build_model, load_model
 from tests.cpu.families.harness import Family, save_checkpoint
 from tests.cpu.families.more_types import small_config
 from tests.cpu.families.others import draw_ln

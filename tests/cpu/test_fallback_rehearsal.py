@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quire.models import fallback_rehearse
-from quire.models.fallback_build import import_transformers
-from quire.models.fallback_madeup import MadeUp
-from quire.models.fallback_rehearse import _check_all_keep, measure_call, rehearse
+from quire.models.fallback import dry_run as fallback_rehearse
+from quire.models.fallback.build import import_transformers
+from quire.models.fallback.dry_run import _check_all_keep, measure_call, rehearse
+from quire.models.fallback.synthetic_values import MadeUp
 from quire.types import QuireError
 from tests.cpu.families.more_types import small_config
 

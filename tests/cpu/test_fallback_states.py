@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.files.source import resolve_model
 from quire.layers.step import PagedInputs, StateInputs, Step
-from quire.models import fallback
-from quire.models.fallback_build import build_on_meta, make_weights
-from quire.models.fallback_gathered import GatheredRow
-from quire.models.fallback_rehearse import (
+from quire.models.fallback import model as fallback
+from quire.models.fallback.build import build_on_meta, make_weights
+from quire.models.fallback.dry_run import (
     CALL_BYTES,
     CALL_TOKENS,
     FEWEST_CALL_TOKENS,
@@ -24,8 +23,15 @@ from quire.models.fallback_rehearse import (
     measure_call,
     rehearse,
 )
-from quire.models.fallback_states import KeptState, RowStates, StateRehearsal, StateSlots, split_rows
-from quire.models.loader import build_model, load_model
+from quire.models.fallback.gathered_attention import GatheredRow
+from quire.models.fallback.recurrent_states import (
+    KeptState,
+    RowStates,
+    StateRehearsal,
+    StateSlots,
+    split_rows,
+)
+from quire.models.loading.loader import build_model, load_model
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, relative_error, save_checkpoint
 from tests.cpu.families.more_types import small_config

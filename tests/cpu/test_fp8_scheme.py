@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.table import REFERENCE
-from quire.kernels.trial import failure
-from quire.layers.join import Join
+from quire.kernels.validation.trials import failure
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense, Scheme
+from quire.layers.residual_join import Join
 from quire.layers.weights import iter_weights, put_weight
-from quire.models.trials import Trials
+from quire.models.loading.kernel_trials import Trials
 from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import trial_gated
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.kernels.table import REFERENCE, FirstOf, Ops
-from quire.kernels.trial_gated import GatedTrialShape, is_quicker, settle_gated, try_gated
+from quire.kernels.validation import gated_trial as trial_gated
+from quire.kernels.validation.gated_trial import GatedTrialShape, is_quicker, settle_gated, try_gated
 from quire.layers.mlp import GatedMLP
 from quire.layers.quant import Dense, Fp8
-from quire.models.trials import Trials
+from quire.models.loading.kernel_trials import Trials
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -133,7 +133,7 @@ def test_it_has_to_be_quicker_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_row_takes_many_rows_of_its_own_shape_only() -> None:
-    from quire.kernels.triton.gated_hopper import GatedLinear
+    from quire.kernels.triton.linear.gated_hopper import GatedLinear
 
     row = GatedLinear((512, 320), "silu", REFERENCE.rms_norm, REFERENCE.gate_mul)
     weight = torch.zeros(512, 320, dtype=torch.bfloat16)

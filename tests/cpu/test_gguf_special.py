@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.files.gguf import open_gguf
-from quire.models.gguf import read_config
+from quire.models.gguf.checkpoint import read_config
 from quire.types import QuireError
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness

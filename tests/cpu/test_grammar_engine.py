@@ -16,7 +16,7 @@ from quire.engine.loop import Engine
 from quire.engine.trace import Tracer
 from quire.files.gguf import open_gguf
 from quire.files.source import resolve_model
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams
 from tests.cpu.rig import CPU, load, make_engine, make_request

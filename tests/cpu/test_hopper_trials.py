@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels import trial_latent, trial_prompts, trial_recurrent
 from quire.kernels.explain import TYPICAL
-from quire.kernels.recurrent import RecurrentShape
+from quire.kernels.recurrent_types import RecurrentShape
 from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
-from quire.kernels.trial import TrialShape, try_attention
-from quire.kernels.trial_latent import LatentTrialShape, settle_latent, try_latent
-from quire.kernels.trial_prompts import settle_prompts, try_prompts
-from quire.kernels.trial_recurrent import (
+from quire.kernels.validation import latent_trials as trial_latent
+from quire.kernels.validation import prefill_trial as trial_prompts
+from quire.kernels.validation import recurrent_trials as trial_recurrent
+from quire.kernels.validation.latent_trials import LatentTrialShape, settle_latent, try_latent
+from quire.kernels.validation.prefill_trial import settle_prompts, try_prompts
+from quire.kernels.validation.recurrent_trials import (
     MambaTrialShape,
     settle_channel_delta,
     settle_delta_net,
@@ -29,6 +30,7 @@ from quire.kernels.trial_recurrent import (
     try_delta_net,
     walk_steps,
 )
+from quire.kernels.validation.trials import TrialShape, try_attention
 from quire.types import QuireError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -41,7 +43,8 @@ MAMBA = MambaTrialShape(RecurrentShape(8, 128, 128, 64, 4), 8, True, (0.0, float
 
 def table() -> Ops:
     """The reference, in the clothes of Triton's table."""
-    from quire.kernels.triton import recurrent, recurrent_channel
+    from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+    from quire.kernels.triton.recurrent import recurrent
 
     return replace(
         REFERENCE, captures=True, plan_attention=lambda *args, row_index=None: REFERENCE.plan_attention(*args),
@@ -239,7 +242,7 @@ def test_the_prompts_trial_sees_what_is_wrong() -> None:
 
 
 def test_every_model_that_attends_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.models import trials
+    from quire.models.loading import kernel_trials as trials
     from tests.cpu.rig import load
     from tests.cpu.tiny_models import make_tiny
 
@@ -251,7 +254,8 @@ def test_every_model_that_attends_is_asked_about(tmp_path: Path, monkeypatch: py
 
 def test_a_plan_without_it_lists_tiles_for_all_cards(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps that are launched and in those that are captured."""
-    from quire.kernels.triton import attention, captured_work
+    from quire.kernels.triton.attention import captured_work
+    from quire.kernels.triton.attention import paged as attention
 
     for module in (attention, captured_work):
         monkeypatch.setattr(module, "takes_gluon", lambda index: True)
@@ -303,7 +307,9 @@ def test_the_doctor_lists_them_with_what_each_needs(
     """Whether a card is one for them, whether they are right and quick there, and for which models."""
     import triton
 
-    from quire.kernels import explain, trial_gated, trial_recurrent
+    from quire.kernels import explain
+    from quire.kernels.validation import gated_trial as trial_gated
+    from quire.kernels.validation import recurrent_trials as trial_recurrent
 
     right = {"try_gated": trial_gated, "try_delta_net": trial_recurrent, "try_channel_delta": trial_recurrent,
              "try_mamba": trial_recurrent, "try_prompts": trial_prompts}  # fmt: skip
@@ -358,7 +364,7 @@ def test_the_delta_nets_trial_sees_what_is_wrong() -> None:
 
 def test_the_walk_is_tried_as_it_is_compiled() -> None:
     """A head to a program and half of one: else a request would wait for the compiler."""
-    from quire.kernels.triton.recurrent_walk import halves_to_a_program
+    from quire.kernels.triton.recurrent.hopper.gated_delta import halves_to_a_program
 
     for heads in (1, 3, 16, 32, 48, 66):
         steps = [counts for each in walk_steps(heads, 132) for counts in each]
@@ -369,7 +375,7 @@ def test_the_walk_is_tried_as_it_is_compiled() -> None:
 
 
 def test_a_recurrent_steps_programs_are_all_at_work_at_once() -> None:
-    from quire.kernels.triton.recurrent_step import StepTuning, tune
+    from quire.kernels.triton.recurrent.step import StepTuning, tune
 
     def forms(heads: int, value_block: int, delta: bool, *rows: int) -> list[tuple[int, int]]:
         found = [tune(heads * num, 128, value_block, 132, delta) for num in rows]
@@ -383,7 +389,7 @@ def test_a_recurrent_steps_programs_are_all_at_work_at_once() -> None:
 
 
 def test_shares_fill_the_card_and_no_more() -> None:
-    from quire.kernels.triton.latent_many import MAX_SPLITS, num_splits
+    from quire.kernels.triton.latent.many_heads import MAX_SPLITS, num_splits
 
     assert num_splits(16, 8192, 132) == 8  # one round of 128 programs
     assert num_splits(128, 4096, 132) == num_splits(512, 1024, 132) == 1

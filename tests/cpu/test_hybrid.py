@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.files.source import named_float
-from quire.kernels import reference_recurrent as reference
+from quire.kernels.reference import recurrent as reference
 from quire.layers.step import Step
-from quire.models.loader import build_model
+from quire.models.loading.loader import build_model
 from quire.models.registry import find_family
 from quire.types import QuireError, SamplingParams
 from tests.cpu.families.harness import all_families, ragged_prompts, relative_error, save_checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.dequant import FORMATS, as_q8_0, dequantize, quantize_q4_1
+from quire.kernels.formats.gguf_blocks import FORMATS, as_q8_0, dequantize, quantize_q4_1
 from quire.types import QuireError
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels.activations import CURVES, Curve
 from quire.kernels.angles import angle_tables
-from quire.kernels.curves import CURVES, Curve
-from quire.kernels.reference_attention import paged_attention, plan_attention
+from quire.kernels.reference import small_ops as reference
+from quire.kernels.reference.attention import paged_attention, plan_attention
 from quire.kernels.table import REFERENCE, select_ops
 
 PAGE = 4

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from quire.files.source import ModelFiles, resolve_model
 from quire.layers.quant import Fp16Packed
 from quire.layers.weights import iter_weights, weights_bytes
-from quire.models import loader
-from quire.models.loader import LoadedModel, build_model, load_model, resolve_dtype
+from quire.models.loading import loader
+from quire.models.loading.loader import LoadedModel, build_model, load_model, resolve_dtype
 from quire.types import QuireError
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness

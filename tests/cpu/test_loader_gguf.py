@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig
 
 from quire.files.source import ModelFiles, resolve_model
-from quire.kernels.dequant import FORMATS
-from quire.kernels.dequant_grids import SIZES as GRIDS
-from quire.models.gguf_names import hf_name
-from quire.models.loader import LoadedModel, load_model
+from quire.kernels.formats.gguf_blocks import FORMATS
+from quire.kernels.formats.gguf_grids import SIZES as GRIDS
+from quire.models.gguf.tensor_names import hf_name
+from quire.models.loading.loader import LoadedModel, load_model
 from quire.types import QuireError
 from tests.cpu.families.harness import TINY, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness

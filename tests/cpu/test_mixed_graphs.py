@@ -98,12 +98,14 @@ class Listed:
         self.filled.append((counts, bounds))
 
 
-@pytest.mark.parametrize("kind", ["captured_work.CapturedWork", "fixed_tiles.CapturedTiles"])
+@pytest.mark.parametrize("kind", ["captured_work.CapturedWork", "deterministic_tiles.CapturedTiles"])
 def test_a_group_whose_only_layer_is_the_last_has_nothing_to_list(kind: str) -> None:
     """That layer attends for sampled tokens alone, by a plan of its own."""
     pytest.importorskip("triton")
     module, name = kind.split(".")
-    unused = getattr(__import__(f"quire.kernels.triton.{module}", fromlist=[name]), name)(32, 4, MAX_CATCH_UPS)
+    unused = getattr(__import__(f"quire.kernels.triton.attention.{module}", fromlist=[name]), name)(
+        32, 4, MAX_CATCH_UPS
+    )
     rows, size, nothing = make_rows(), Size(32, 4), torch.zeros(0)
     graphs = MixedGraphs(None, {}, rows, None, lambda *_: Listed(), 4, None, None)  # type: ignore[arg-type]
     made: Any = graphs.make(size)

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from quire.files.source import ModelFiles, named_float
 from quire.layers.weights import iter_weights
-from quire.models.loader import build_model, load_model
+from quire.models.loading.language_model_part import text_part
+from quire.models.loading.loader import build_model, load_model
 from quire.models.registry import FAMILIES as REGISTRY
-from quire.models.text_part import text_part
 from quire.types import QuireError
 from tests.cpu.families.harness import all_families, model_type
 

@@ -15,9 +15,9 @@ import torch
 
 from quire.layers.rope import RopeConfig
 from quire.layers.weights import iter_weights
-from quire.models.loader import build_model
+from quire.models.loading.language_model_part import text_part
+from quire.models.loading.loader import build_model
 from quire.models.registry import FAMILIES, find_family
-from quire.models.text_part import text_part
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, model_type
 

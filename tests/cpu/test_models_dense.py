@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.files.source import resolve_model
 from quire.layers.rope import RopeConfig, inverse_frequencies
-from quire.models.loader import LoadedModel, load_model
+from quire.models.loading.loader import LoadedModel, load_model
 from tests.cpu.paged_harness import HarnessRow, PagedHarness
 from tests.cpu.tiny_models import FAMILIES, make_tiny
 

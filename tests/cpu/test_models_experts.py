@@ -22,22 +22,22 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quire.assemble import memory_report
 from quire.config import Config
 from quire.config_build import override_config
 from quire.kernels import table
-from quire.kernels.experts import Routing, plain_matrix, quantize_matrix
-from quire.kernels.reference_experts import route, run_experts
+from quire.kernels.expert_types import Routing, plain_matrix, quantize_matrix
+from quire.kernels.formats.packed_ints import dequantize_mxfp4
+from quire.kernels.reference.experts import route, run_experts
 from quire.kernels.table import REFERENCE
-from quire.kernels.unpack import dequantize_mxfp4
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense
 from quire.layers.weights import iter_weights, put_weight
-from quire.models import loader
-from quire.models.deepseek import DeepSeekConfig, DeepSeekModel
-from quire.models.loader import build_model
+from quire.models.families.deepseek import DeepSeekConfig, DeepSeekModel
+from quire.models.loading import loader
+from quire.models.loading.loader import build_model
+from quire.startup.assemble import memory_report
 from quire.types import QuireError
 from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
 from tests.cpu.families.fp8_in_torch import Fp8InTorch

@@ -11,7 +11,7 @@ import torch
 from transformers import Phi3Config
 
 from quire.files.source import resolve_model
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from tests.cpu.families.checks import check_logits
 from tests.cpu.families.harness import TINY, Case, Family, all_families, save_checkpoint
 from tests.cpu.families.phi import LONG

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, pack_floats
 from quire.kernels.native.mixture import MixturePlan, run_mixture
-from quire.kernels.reference_experts import route, run_experts
+from quire.kernels.reference.experts import route, run_experts
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.rig import load

@@ -8,11 +8,12 @@ import random
 import pytest
 import torch
 
-from quire.kernels import reference, reference_attention
+from quire.kernels.activations import CURVES
 from quire.kernels.angles import angle_tables
-from quire.kernels.curves import CURVES
 from quire.kernels.native.library import Native
 from quire.kernels.native.ops import NativeOps
+from quire.kernels.reference import attention as reference_attention
+from quire.kernels.reference import small_ops as reference
 from quire.sampling.noise import Noise, stream_key
 
 SEED = int(os.environ.get("TEST_SEED", "5"))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
-from quire.kernels.dequant import dequantize
+from quire.kernels.formats.gguf_blocks import dequantize
 from quire.kernels.native.library import FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, pack_blocks, pack_floats
+from quire.kernels.reference import small_ops as reference
 
 SEED = int(os.environ.get("TEST_SEED", "5"))
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1")

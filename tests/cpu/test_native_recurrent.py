@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference_recurrent as reference
 from quire.kernels.native.library import Native
 from quire.kernels.native.recurrent import NativeRecurrent
-from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.reference import recurrent as reference
 
 SEED = int(os.environ.get("TEST_SEED", "6"))
 STEPS = [[1] * 5, [1, 40, 1, 3, 1], [1] * 5, [7, 1, 1, 1, 33], [2, 3, 4, 5, 6]]  # tokens of each row

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, SamplingParams, assemble
-from quire.ahead import notes
-from quire.ahead.notes import Note
-from quire.kernels import trial, trial_gated
-from quire.kernels.findings import Findings
+from quire import LLM, SamplingParams
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import Row, settle_ops
-from quire.kernels.trial_gated import GatedTrialShape, settle_gated
-from quire.models import loader
+from quire.kernels.validation import gated_trial as trial_gated
+from quire.kernels.validation import trials as trial
+from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import Row, settle_ops
+from quire.models.loading import loader
 from quire.runtime.runner import Runner
+from quire.startup import assemble
+from quire.startup import trial_notes as notes
+from quire.startup.trial_notes import Note
 from tests.cpu.test_trials import STAND_INS, fails, lying
 from tests.cpu.tiny_llm import make_tiny_llm
 

@@ -21,7 +21,7 @@ from quire.kernels.table import select_ops
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.weights import weights_bytes
-from quire.models.loader import build_model, load_model, read_config
+from quire.models.loading.loader import build_model, load_model, read_config
 from quire.types import QuireError
 from tests.cpu.families.decoded import held_bytes
 from tests.cpu.families.harness import save_checkpoint
@@ -55,7 +55,7 @@ def off_by(got: Tensor, want: Tensor) -> float:
 @pytest.mark.filterwarnings("ignore:.*decoded to float32")
 def test_it_is_what_its_numbers_stand_for(form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in pieces that end within whatever shares a scale or a word."""
-    monkeypatch.setattr("quire.models.shards.READ_ELEMENTS", 700)
+    monkeypatch.setattr("quire.models.loading.shards.READ_ELEMENTS", 700)
     packed, plain = packed_and_decoded("llama", form, tmp_path)
     got, want = (logits_of(load(folder).model) for folder in (packed, plain))
     assert off_by(got, want) < 1e-5

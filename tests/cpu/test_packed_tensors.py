@@ -16,10 +16,10 @@ from torch import Tensor
 
 from quire.files.source import resolve_model
 from quire.layers.weights import PartSource
-from quire.models.fallback import FallbackModel
-from quire.models.loader import LoadedModel, list_notes, load_model, takes_fp8
+from quire.models.fallback.model import FallbackModel
+from quire.models.loading.loader import LoadedModel, list_notes, load_model, takes_fp8
+from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.packed import Quantization, find_floats
-from quire.models.shards import SafetensorsCheckpoint
 from quire.types import QuireError
 from tests.cpu.families.harness import Family, all_families, save_checkpoint
 from tests.cpu.packers import PRODUCTS, say
@@ -109,7 +109,7 @@ def test_it_is_what_transformers_decodes(name: str, block: tuple[int, int] | Non
 @pytest.mark.parametrize("quant", ["none", "q8_0"])
 def test_blocks_end_with_the_matrix(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of DeepSeek's 576 rows the last block of 128 has 64. Read in pieces that end within blocks."""
-    monkeypatch.setattr("quire.models.shards.READ_ELEMENTS", 700)
+    monkeypatch.setattr("quire.models.loading.shards.READ_ELEMENTS", 700)
     save_checkpoint(family("llama"), tmp_path)
     pack_folder(tmp_path, (24, 40))
     packed = load_file(tmp_path / "model.safetensors")

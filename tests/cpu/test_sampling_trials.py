@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import quire.assemble as assemble
+import quire.startup.assemble as assemble
 from quire.engine.workers import DeviceLost
-from quire.kernels import failures
 from quire.kernels.table import RowOps, SamplingOps
+from quire.kernels.validation import failures
 from quire.runtime import graphs
 from quire.runtime.row_trial import settle_row_ops
 from quire.sampling.edits import apply_mask

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels import selftest
 from quire.kernels.table import FIXED, REFERENCE
+from quire.kernels.validation import self_test as selftest
 from quire.types import QuireError
 
 CPU = torch.device("cpu")

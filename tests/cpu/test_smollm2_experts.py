@@ -17,8 +17,8 @@ from torch import Tensor
 from quire import LLM, QuireError, SamplingParams
 from quire.files.gguf import open_gguf
 from quire.files.source import resolve_model
-from quire.models.gguf import read_config
-from quire.models.sources import GGUFCheckpoint
+from quire.models.gguf.checkpoint import read_config
+from quire.models.loading.sources import GGUFCheckpoint
 from tests.cpu.test_smollm2 import QUESTIONS
 
 NUM_EXPERTS = 3

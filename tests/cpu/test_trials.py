@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
-from quire.kernels.experts import GatedActivation, Routing
-from quire.kernels.recurrent import ConvShape, RecurrentShape
+from quire.kernels.expert_types import GatedActivation, Routing
+from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import failure, settle_ops
-from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
-from quire.kernels.trial_latent import LatentTrialShape, latent_rows
-from quire.kernels.trial_recurrent import MambaTrialShape, mamba_row, short_conv_row
-from quire.models import loader
-from quire.models.trials import Trials, settle_kernels
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
+from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows
+from quire.kernels.validation.recurrent_trials import MambaTrialShape, mamba_row, short_conv_row
+from quire.kernels.validation.trials import failure, settle_ops
+from quire.models.loading import loader
+from quire.models.loading.kernel_trials import Trials, settle_kernels
 from quire.types import QuireError, SamplingParams
 from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 from tests.cpu.families.harness import all_families, save_checkpoint

@@ -10,9 +10,9 @@ import os
 import sys
 import time
 
-from quire.assemble import assemble
 from quire.config import Config
 from quire.config_build import override_config
+from quire.startup.assemble import assemble
 from quire.types import SamplingParams
 
 SETTINGS = {"threads": 1, "max_model_len": 1024, "cache_memory": 200 << 20, "host_memory": 0}

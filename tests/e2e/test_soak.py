@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.stream_client import Endpoint, parse_url
+from quire.bench.online.stream_client import Endpoint, parse_url
 from quire.chaos.tiny import make_tiny_model
 from quire.chaos.traffic import call
 from tests.e2e.conftest import start

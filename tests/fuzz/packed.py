@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save
 
 from quire.files.safetensors import BITS
+from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.packed import read_quantization
-from quire.models.shards import SafetensorsCheckpoint
 from tests.cpu.packers import FORMATS
 from tests.fuzz.mutate import mutate_json
 from tests.fuzz.targets import Fuzzed

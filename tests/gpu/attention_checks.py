@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels import reference_latent
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.reference import latent as reference_latent
 from tests.gpu.paged_checks import PAGES, Paged
 from tests.gpu.where import Where, close
 
 
 def check_sinks(where: Where) -> None:
     """Decodes, split and whole, and catch-ups, with and without a window."""
-    from quire.kernels.triton import attention
+    from quire.kernels.triton.attention import paged as attention
 
     shape = (64, 8, 64) if where.large else (6, 2, 16)
     lens = [5000, 3, 700, 129] if where.large else [300, 3, 20]
@@ -30,7 +30,7 @@ def check_sinks(where: Where) -> None:
 
 
 def check_latent_write(where: Where) -> None:
-    from quire.kernels.triton.latent import latent_write
+    from quire.kernels.triton.latent.latent import latent_write
 
     heads, nope, rope_dim, rank, page = (128, 128, 64, 512, 64) if where.large else (5, 8, 12, 24, 8)
     for dtype in where.dtypes:
@@ -59,8 +59,8 @@ def check_latent_write(where: Where) -> None:
 
 def check_latent(where: Where) -> None:
     """Decodes, split and whole, catch-ups, and both in one step; heads that fill a program and heads that do not."""
-    from quire.kernels.triton import attention
-    from quire.kernels.triton.latent import latent_attention
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.latent.latent import latent_attention
 
     page = where.random.choice(PAGES)
     shapes = [(128, 512, 64), (16, 512, 64), (40, 256, 32)] if where.large else [(5, 32, 8), (66, 16, 16)]
@@ -87,8 +87,8 @@ def check_latent(where: Where) -> None:
 
 def check_latent_fp8(where: Where) -> None:
     """An FP8 cache: written by the one kernel, read by the other, against what its rounded entries give."""
-    from quire.kernels.triton import attention
-    from quire.kernels.triton.latent import latent_attention
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.latent.latent import latent_attention
 
     heads, rank, rope_dim, lens = (128, 512, 64, [900, 33]) if where.large else (5, 32, 16, [30, 9])
     dtype = where.dtypes[-1]
@@ -104,8 +104,8 @@ def check_latent_fp8(where: Where) -> None:
 
 def check_captured_work(where: Where) -> None:
     """Mixed steps of several shapes through the same lists, padded: tokens nobody attends for come out as zeros."""
-    from quire.kernels.triton import attention
-    from quire.kernels.triton.captured_work import CapturedWork
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.attention.captured_work import CapturedWork
 
     shapes = [(32, 8, 128), (8, 2, 64)] if where.large else [(4, 2, 16)]
     size, singles = (300, 6) if where.large else (20, 4)

@@ -11,8 +11,10 @@ import sys
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.ahead import Compilers, beginning, compilers
-from quire.kernels.findings import Findings
+from quire.kernels.validation.trial_results import Findings
+from quire.startup import Compilers
+from quire.startup import compile_ahead as compilers
+from quire.startup import early_init as beginning
 
 
 def main(folder: str) -> None:

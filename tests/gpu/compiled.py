@@ -18,44 +18,37 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
-from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
-from quire.kernels.triton import (
-    attention,
-    channel_walk,
-    decode,
-    experts,
-    experts_few,
-    fixed_experts,
-    fixed_linear,
-    fixed_recurrent,
-    fixed_sampling,
-    fixed_tiles,
-    fp8,
-    gated_hopper,
-    latent,
-    latent_heads,
-    latent_many,
-    launch,
-    mamba_walk,
-    norm,
-    prefill_hopper,
-    prefill_shares,
-    recurrent,
-    recurrent_channel,
-    recurrent_channel_step,
-    recurrent_scan,
-    recurrent_short,
-    recurrent_step,
-    recurrent_walk,
-    rope,
-    route,
-    sample,
-    sample_edits,
-    sample_filters,
-    sample_logprobs,
-    skinny,
-)
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.triton import launch
+from quire.kernels.triton.attention import decode, prefill_hopper
+from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
+from quire.kernels.triton.attention import paged as attention
+from quire.kernels.triton.attention import prefill_split as prefill_shares
+from quire.kernels.triton.attention import rope_write as rope
+from quire.kernels.triton.experts import deterministic as fixed_experts
+from quire.kernels.triton.experts import experts, route
+from quire.kernels.triton.experts import few_tokens as experts_few
+from quire.kernels.triton.latent import latent
+from quire.kernels.triton.latent import many_heads as latent_many
+from quire.kernels.triton.latent import per_head as latent_heads
+from quire.kernels.triton.linear import deterministic as fixed_linear
+from quire.kernels.triton.linear import fp8, gated_hopper, norm, skinny
+from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+from quire.kernels.triton.recurrent import channel_step as recurrent_channel_step
+from quire.kernels.triton.recurrent import deterministic as fixed_recurrent
+from quire.kernels.triton.recurrent import recurrent
+from quire.kernels.triton.recurrent import scan as recurrent_scan
+from quire.kernels.triton.recurrent import short_conv as recurrent_short
+from quire.kernels.triton.recurrent import step as recurrent_step
+from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
+from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
+from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
+from quire.kernels.triton.sampling import deterministic as fixed_sampling
+from quire.kernels.triton.sampling import edits as sample_edits
+from quire.kernels.triton.sampling import filters as sample_filters
+from quire.kernels.triton.sampling import logprobs as sample_logprobs
+from quire.kernels.triton.sampling import sample
 
 GLUON = triton.__version__.startswith(launch.KNOWN_GLUON)
 launched: dict[str, int] = {}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels import reference, reference_experts
-from quire.kernels.experts import LARGEST_FP8, ExpertWeights, GatedActivation, Routing, quantize_matrix
+from quire.kernels.expert_types import LARGEST_FP8, ExpertWeights, GatedActivation, Routing, quantize_matrix
+from quire.kernels.reference import experts as reference_experts
+from quire.kernels.reference import small_ops as reference
 from tests.gpu.where import Where, close
 
 GELU = GatedActivation(curve="gelu_tanh")
@@ -29,7 +30,7 @@ ROUTINGS = (
 
 
 def check_route(where: Where) -> None:
-    from quire.kernels.triton import route
+    from quire.kernels.triton.experts import route
 
     num_tokens = num_settled = 0
     for routing in ROUTINGS if where.large else (*ROUTINGS[:3], replace(ROUTINGS[3], num_shared=3), ROUTINGS[5]):
@@ -77,7 +78,7 @@ def _settled(where: Where, logits: Tensor, bias: Tensor | None, routing: Routing
 
 def check_sort(where: Where) -> None:
     """Every pair once, expert by expert, in tiles that hold pairs of one expert only."""
-    from quire.kernels.triton import route
+    from quire.kernels.triton.experts import route
 
     cases = [(8, 1, 2, 16), (60, 5, 4, 16), (128, 40, 8, 16), (128, 700, 8, 32), (5, 300, 2, 64), (5, 300, 1, 16),
              (512, 40, 10, 16), (3, 9000, 2, 64)]  # fmt: skip
@@ -99,7 +100,7 @@ def check_sort(where: Where) -> None:
 
 
 def check_experts(where: Where) -> None:
-    from quire.kernels.triton.experts import run_experts
+    from quire.kernels.triton.experts.experts import run_experts
 
     small = [(5, 3, 40, 24, (1, 7)), (2, 1, 32, 32, (120,)), (8, 2, 24, 16, (2,))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16, 100, 256, 1000, 4000)), (32, 4, 2880, 2880, (1, 8, 300)),
@@ -122,8 +123,8 @@ def check_scaled_experts(where: Where) -> None:
     """Experts in FP8, of few tokens and of many, by all kernels; sizes that fill no tile, and those of models.
     Some have a second matrix that gives out what the first made, one number at a time: among others, which differ in
     size by powers of two, most would not show when they are wrong."""
-    from quire.kernels.triton.experts import run_experts, tune
-    from quire.kernels.triton.experts_few import run_few
+    from quire.kernels.triton.experts.experts import run_experts, tune
+    from quire.kernels.triton.experts.few_tokens import run_few
 
     small = [(3, 2, 144, 48, (1, 9, 5))]
     large = [(128, 8, 2048, 768, (1, 3, 8, 100, 1000)), (32, 4, 2880, 2880, (1, 4, 8, 300, 3000)),
@@ -149,7 +150,7 @@ def check_scaled_experts(where: Where) -> None:
 
 def check_few_experts(where: Where) -> None:
     """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
-    from quire.kernels.triton.experts_few import gains, run_few
+    from quire.kernels.triton.experts.few_tokens import gains, run_few
 
     for num, top_k, few in ((128, 8, 4), (256, 8, 4), (32, 4, 4), (16, 4, 2), (8, 2, 2), (8, 4, 1)):
         experts = ExpertWeights(torch.empty(num, 48, 16, device="meta"), torch.empty(num, 16, 24, device="meta"))
@@ -285,7 +286,7 @@ def _least(dtype: torch.dtype) -> float:
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """As the kernels do it, which has checks of its own: values [rows, columns] and scales [rows, 1], in float64."""
-    from quire.kernels.triton.fp8 import quantize_rows
+    from quire.kernels.triton.linear.fp8 import quantize_rows
 
     values, scale = quantize_rows(x)
     return values.double()[:, : x.shape[1]], scale.double().unsqueeze(1)

@@ -19,7 +19,7 @@ def equal(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def check_fixed_linear(where: Where) -> None:
-    from quire.kernels.triton.fixed_linear import Tile, fixed_linear
+    from quire.kernels.triton.linear.deterministic import Tile, fixed_linear
 
     sizes = [(1024, 4096), (4096, 6144), (12288, 4096), (1000, 3001)] if where.large else [(40, 100), (64, 64)]
     tile = None if where.large else Tile(64, 16, 32, 4, 2)  # the interpreter's products go by the shape of a tile
@@ -48,7 +48,8 @@ SMALL_SHAPES = [(6, 2, 16, None, None, False), (4, 2, 24, 70, 30.0, True)]
 
 def check_fixed_attention(where: Where) -> None:
     """Chunks, decodes, mixed steps; whole tiles and shared ones; window, softcap, sinks."""
-    from quire.kernels.triton import attention, fixed_tiles
+    from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
+    from quire.kernels.triton.attention import paged as attention
 
     lens = [3000, 3, 700, 513, 5000] if where.large else [140, 3]
     rng = where.random
@@ -92,7 +93,8 @@ def check_fixed_attention(where: Where) -> None:
 
 def check_captured_tiles(where: Where) -> None:
     """Lists in one place, filled for one step after another, against those made for each."""
-    from quire.kernels.triton import attention, fixed_tiles
+    from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
+    from quire.kernels.triton.attention import paged as attention
 
     shape = (32, 8, 128) if where.large else (4, 2, 16)
     steps = [([1, 40, 1], [900, 2000, 3]), ([7, 1], [20, 4000]), ([1], [17])] if where.large else [([1, 5], [150, 9])]
@@ -126,7 +128,8 @@ def check_captured_tiles(where: Where) -> None:
 
 def check_fixed_sampling(where: Where) -> None:
     """A filtered row beside others with a grammar and edits, and alone."""
-    from quire.kernels.triton import fixed_sampling, sample
+    from quire.kernels.triton.sampling import deterministic as fixed_sampling
+    from quire.kernels.triton.sampling import sample
 
     vocab = 151936 if where.large else 600
     for dtype in where.dtypes:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from quire.kernels import reference_experts, reference_recurrent
-from quire.kernels.experts import ExpertWeights, GatedActivation, Routing
-from quire.kernels.recurrent import RecurrentShape
-from quire.kernels.trial_recurrent import of_one_tensor
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
+from quire.kernels.recurrent_types import RecurrentShape
+from quire.kernels.reference import experts as reference_experts
+from quire.kernels.reference import recurrent as reference_recurrent
+from quire.kernels.validation.recurrent_trials import of_one_tensor
 from tests.gpu.fixed_checks import equal
 from tests.gpu.recurrent_checks import BOUNDS, doubled, weights_of
 from tests.gpu.where import Where, close
@@ -23,7 +24,7 @@ COUNTS = (1, 2, 7, 16, 17, 33, 64, 100, 300, 1000)  # tokens: every size of tile
 
 def check_fixed_experts(where: Where) -> None:
     """The shapes of Qwen3-30B-A3B and gpt-oss, the latter with fewer experts, and Gemma 4's kind of experts."""
-    from quire.kernels.triton import fixed_experts
+    from quire.kernels.triton.experts import deterministic as fixed_experts
 
     cases = [(128, 8, 2048, 768, None), (32, 4, 1440, 1440, GatedActivation(1.702, 1.0, 7.0)),
              (32, 8, 1408, 704, GatedActivation(curve="gelu_tanh"))]  # fmt: skip
@@ -70,7 +71,7 @@ def _experts(where: Where, dtype: torch.dtype, num: int, width: int, inner: int,
 
 def check_fixed_recurrent(where: Where) -> None:
     """One prompt whole, in chunks and token by token, beside others and alone."""
-    from quire.kernels.triton import fixed_recurrent
+    from quire.kernels.triton.recurrent import deterministic as fixed_recurrent
 
     large = [(RecurrentShape(16, 32, 128, 128, 4), True), (RecurrentShape(8, 128, 128, 64, 4), False),
              (RecurrentShape(30, 30, 96, 192, 4, beta_top=2.0), True)]  # fmt: skip
@@ -86,7 +87,7 @@ def check_fixed_recurrent(where: Where) -> None:
 
 def check_fixed_channel_delta(where: Where) -> None:
     """Likewise."""
-    from quire.kernels.triton import fixed_recurrent
+    from quire.kernels.triton.recurrent import deterministic as fixed_recurrent
 
     op, plain = (of_one_tensor(row.channel_delta_net) for row in (fixed_recurrent, reference_recurrent))
     shape = RecurrentShape(32, 32, 128, 128, 4) if where.large else RecurrentShape(2, 2, 12, 20, 3)
@@ -99,7 +100,7 @@ def check_fixed_channel_delta(where: Where) -> None:
 def _check_bits(where: Where, op: Any, plain: Any, weights: Any, shape: RecurrentShape, width: int, dtype: torch.dtype,
                 name: str) -> None:  # fmt: skip
     """`width`: of what the op is given."""
-    from quire.kernels.triton import fixed_recurrent
+    from quire.kernels.triton.recurrent import deterministic as fixed_recurrent
 
     total, sizes = (90, (1, 7, 64)) if where.large else (5, (1, 3))
     x = where.normal(2 * total, width, dtype=dtype)  # the prompt, then somebody else's

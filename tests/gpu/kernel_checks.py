@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels.activations import CURVES
 from quire.kernels.angles import Angles
-from quire.kernels.curves import CURVES
+from quire.kernels.reference import small_ops as reference
 from tests.gpu.where import Where, close
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -19,7 +19,7 @@ from tests.gpu.where import Where, close
 
 
 def check_norms(where: Where) -> None:
-    from quire.kernels.triton import norm
+    from quire.kernels.triton.linear import norm
 
     shapes = [(1, 1024), (7, 4096), (300, 2560), (8192, 64)] if where.large else [(1, 64), (5, 72)]
     for dtype in where.dtypes:
@@ -44,7 +44,7 @@ def check_norms(where: Where) -> None:
 
 
 def check_gate_mul(where: Where) -> None:
-    from quire.kernels.triton import norm
+    from quire.kernels.triton.linear import norm
 
     for dtype in where.dtypes:
         for rows, width in [(1, 3072), (5, 1000), (600, 12288)] if where.large else [(3, 40)]:
@@ -56,7 +56,7 @@ def check_gate_mul(where: Where) -> None:
 
 
 def check_rope_write(where: Where) -> None:
-    from quire.kernels.triton.rope import qk_norm_rope_write
+    from quire.kernels.triton.attention.rope_write import qk_norm_rope_write
 
     shapes = [(16, 8, 128, 16), (32, 8, 128, 16), (9, 3, 64, 8), (4, 1, 256, 32), (4, 4, 80, 16),
               (5, 5, 96, 16), (3, 1, 192, 16)] if where.large else [(6, 3, 16, 8), (3, 1, 24, 8)]  # fmt: skip
@@ -105,7 +105,7 @@ def _check_rope_write(where, dtype, heads, kv_heads, head_dim, page, tokens, nor
 
 
 def check_rows(where: Where) -> None:
-    from quire.kernels.triton import rows as kernels
+    from quire.kernels.triton import step_inputs as kernels
 
     max_rows, max_len, page = 12, 200, 16
     row_tokens = torch.randint(0, 1000, (max_rows, max_len), dtype=torch.int32, device=where.device)
@@ -129,7 +129,7 @@ def check_rows(where: Where) -> None:
 
 
 def check_sampling(where: Where) -> None:
-    from quire.kernels.triton.sample import sample_rows
+    from quire.kernels.triton.sampling.sample import sample_rows
     from quire.sampling.noise import Noise, stream_key
 
     for num_samples, vocab in [(1, 151936), (8, 32000), (256, 151936), (3, 262144)] if where.large else [(5, 5000)]:

@@ -19,9 +19,9 @@ import torch
 
 from quire.files.gguf import open_gguf
 from quire.files.source import resolve_model
-from quire.kernels.dequant import FORMATS, dequantize
-from quire.models import gguf
-from quire.models.gguf_names import hf_name
+from quire.kernels.formats.gguf_blocks import FORMATS, dequantize
+from quire.models.gguf import checkpoint as gguf
+from quire.models.gguf.tensor_names import hf_name
 from quire.text.loading import load_tokenizer
 
 NUM_WINDOWS, WINDOW = 8, 256  # of text

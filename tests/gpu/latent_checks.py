@@ -29,7 +29,7 @@ def make_latents(where: Where, dtype: torch.dtype, counts: list[int], lens: list
 @contextmanager
 def forced_splits(splits: int | None) -> Iterator[None]:
     """Any number is right; only some are chosen."""
-    from quire.kernels.triton import latent_many
+    from quire.kernels.triton.latent import many_heads as latent_many
 
     chosen = latent_many.num_splits
     if splits is not None:
@@ -42,7 +42,8 @@ def forced_splits(splits: int | None) -> Iterator[None]:
 
 def check_latent_many(where: Where) -> None:
     """Heads that fill programs and that do not, pages of several sizes; decodes whole and in shares, catch-ups."""
-    from quire.kernels.triton import attention, latent_many
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.latent import many_heads as latent_many
 
     need_hopper(where)
     rng = where.random
@@ -71,9 +72,9 @@ def check_latent_many(where: Where) -> None:
 def check_latent_shares(where: Where) -> None:
     """The kernel that puts shares together, by itself: rows of one share, which it must leave alone, of two, of many,
     and one that only pads the step; tokens in order and by number; heads that are not there."""
-    from quire.kernels.triton import latent_many
-    from quire.kernels.triton.attention import TritonPlan
-    from quire.kernels.triton.latent_work import MIN_SPAN, LatentWork
+    from quire.kernels.triton.attention.paged import TritonPlan
+    from quire.kernels.triton.latent import many_heads as latent_many
+    from quire.kernels.triton.latent.work_list import MIN_SPAN, LatentWork
 
     lens = torch.tensor([0, 60, 700, 64 * 9 + 1, 130, 257])
     for heads, splits, numbers in ((5, 9, None), (70, 3, torch.int32), (2, 2, torch.int64)):
@@ -102,7 +103,8 @@ def check_latent_shares(where: Where) -> None:
 
 def check_latent_many_rows(where: Where) -> None:
     """Rows found by number in a table of all rows, and rows that only pad the step."""
-    from quire.kernels.triton import attention, latent_many
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.latent import many_heads as latent_many
 
     need_hopper(where)
     dtype, lens = where.dtypes[-1], [37, 2600, 5, 90]
@@ -124,7 +126,7 @@ def check_latent_many_rows(where: Where) -> None:
 
 def check_head_products(where: Where) -> None:
     """Both ways, from queries beside others and to heads beside each other; the last is more than the kernel's."""
-    from quire.kernels.triton.latent_heads import head_product
+    from quire.kernels.triton.latent.per_head import head_product
 
     sizes = [(16, 128, 512, 128), (128, 128, 512, 128), (5, 72, 96, 40)] if where.large else [(3, 24, 40, 16)]
     for dtype in where.dtypes:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from quire.kernels import reference
-from quire.kernels.curves import CURVES
+from quire.kernels.activations import CURVES
+from quire.kernels.reference import small_ops as reference
 from tests.gpu.where import NotHere, Where, close, need_hopper
 
 
 def check_skinny(where: Where) -> None:
-    from quire.kernels.triton.skinny import skinny_linear
+    from quire.kernels.triton.linear.skinny import skinny_linear
 
     small = [(64, 48), (72, 33)]
     # Whole rows of a weight at once, and in a loop; blocks of every size that is chosen.
@@ -46,7 +46,7 @@ def check_skinny(where: Where) -> None:
 def check_gated(where: Where) -> None:
     """Rows and weights of random sizes, less and more than fill the card once, and rows with something in between."""
     need_hopper(where)
-    from quire.kernels.triton.gated_hopper import gated_linear
+    from quire.kernels.triton.linear.gated_hopper import gated_linear
 
     rng = where.random
     sizes = [(1, 320, 128), (128, 320, 128), (1024, 4096, 12288)]
@@ -68,8 +68,8 @@ def check_gated(where: Where) -> None:
 def check_gated_row(where: Where) -> None:
     """As the table has it: with norm, bias and residual, one after the other, and the same again bit by bit."""
     need_hopper(where)
-    from quire.kernels.triton import norm
-    from quire.kernels.triton.gated_hopper import GatedLinear
+    from quire.kernels.triton.linear import norm
+    from quire.kernels.triton.linear.gated_hopper import GatedLinear
 
     for dtype in (dtype for dtype in where.dtypes if dtype != torch.float32):
         weight = (where.normal(2 * 1536, 1024) / 32).to(dtype)
@@ -91,7 +91,7 @@ def check_gated_row(where: Where) -> None:
 
 
 def check_skinny_fp8(where: Where) -> None:
-    from quire.kernels.triton.skinny import skinny_linear
+    from quire.kernels.triton.linear.skinny import skinny_linear
 
     large = [(1024, 4096), (4096, 1024), (12288, 1024), (5120, 2048)]
     for in_features, out_features in large if where.large else [(64, 48)]:
@@ -112,7 +112,7 @@ def check_skinny_fp8(where: Where) -> None:
 
 
 def check_fp8_linear(where: Where) -> None:
-    from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
+    from quire.kernels.triton.linear.fp8 import fp8_linear, quantize_rows
 
     for in_features, out_features in [(1024, 4096), (4096, 1024)] if where.large else [(64, 48)]:
         weight = where.normal(out_features, in_features, dtype=where.dtypes[-1])
@@ -127,7 +127,7 @@ def check_fp8_linear(where: Where) -> None:
 
 def check_fp8_quantize(where: Where) -> None:
     """With the norm before it and with a gate before it; widths are filled up with zeros."""
-    from quire.kernels.triton.fp8 import MULTIPLE, quantize_rows
+    from quire.kernels.triton.linear.fp8 import MULTIPLE, quantize_rows
 
     for rows, width in [(300, 4096), (3, 1000), (2, 5)] if where.large else [(3, 40), (2, 32)]:
         x = where.normal(rows, 2 * width, dtype=where.dtypes[-1])
@@ -177,7 +177,7 @@ def check_dequantize_pages(where: Where) -> None:
 
 
 def _check_pages(where: Where, num_pages: int, shape: tuple[int, int, int]) -> None:
-    from quire.kernels.triton.fp8 import dequantize_pages
+    from quire.kernels.triton.linear.fp8 import dequantize_pages
 
     caches = [where.normal(num_pages, *shape, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2)]
     table = torch.randperm(num_pages, device=where.device).int().view(5, -1)

@@ -78,7 +78,7 @@ class Paged:
 
 def _run_attention(where: Where, dtype: torch.dtype, counts: list[int], lens: list[int], shape: tuple[int, int, int],
                    page: int, window: int | None, softcap: float | None, slack: int = 0) -> None:  # fmt: skip
-    from quire.kernels.triton import attention
+    from quire.kernels.triton.attention import paged as attention
 
     batch = Paged.make(where, dtype, counts, lens, *shape, page)
     scale = shape[2] ** -0.5
@@ -131,8 +131,8 @@ def check_prefill(where: Where) -> None:
 
 def check_share_out(where: Where) -> None:
     """Every item goes to exactly one program, and no program has much more to do than another."""
-    from quire.kernels.triton import prefill
-    from quire.kernels.triton.prefill_shares import MERGE, RECORD, share_out
+    from quire.kernels.triton.attention import prefill
+    from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, share_out
 
     rng = where.random
     for _ in range(20):
@@ -171,7 +171,7 @@ def check_share_out(where: Where) -> None:
 
 def check_permanent_table(where: Where) -> None:
     """Rows found through `row_index` in a table of all rows, and a row that only pads the step."""
-    from quire.kernels.triton import attention
+    from quire.kernels.triton.attention import paged as attention
 
     dtype = where.dtypes[0]
     lens = [37, 260, 5, 90]
@@ -197,8 +197,8 @@ def check_fp8_cache(where: Where) -> None:
 
 
 def _check_fp8_cache(where: Where, heads: int, kv_heads: int, head_dim: int, page: int) -> None:
-    from quire.kernels.triton import attention
-    from quire.kernels.triton.rope import qk_norm_rope_write
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.attention.rope_write import qk_norm_rope_write
 
     dtype = where.dtypes[-1]
     length = 300 if where.large else 30

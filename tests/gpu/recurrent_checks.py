@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import reference_recurrent as reference
-from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
-from quire.kernels.trial_recurrent import of_one_tensor
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.reference import recurrent as reference
+from quire.kernels.validation.recurrent_trials import of_one_tensor
 from tests.gpu.where import Where, close, need_hopper
 
 # A chunk's products are rounded to the type they are computed in before the state sums them up.
@@ -59,7 +59,7 @@ def follow(where: Where, op: Callable[..., Tensor], plain: Callable[..., Tensor]
            width: int, steps: list[list[int]], dtype: torch.dtype, name: str, pad: int,
            alter: Callable[[Tensor], None] | None = None) -> None:  # fmt: skip
     """One layer step after step, beside what is `plain`. `width`: of x, which is drawn, then altered."""
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent import recurrent
 
     num_rows = len(steps[0])
     slots = torch.randperm(num_rows + 2, device=where.device)[:num_rows]
@@ -85,7 +85,7 @@ def follow(where: Where, op: Callable[..., Tensor], plain: Callable[..., Tensor]
 
 
 def check_channel_delta_net(where: Where) -> None:
-    from quire.kernels.triton import recurrent_channel
+    from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
 
     large = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(4, 4, 64, 64, 4), RecurrentShape(3, 3, 20, 12, 3)]
     shapes = large if where.large else [RecurrentShape(2, 2, 20, 40, 4)]
@@ -117,7 +117,7 @@ def follow_channels(where: Where, op: Callable[..., Tensor], shape: RecurrentSha
 
 
 def check_gated_delta_net(where: Where) -> None:
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent import recurrent
 
     large = [RecurrentShape(16, 32, 128, 128, 4), RecurrentShape(2, 4, 64, 128, 4)]
     large += [RecurrentShape(2, 4, 8, 12, 4), RecurrentShape(1, 2, 128, 32, 4), RecurrentShape(2, 2, 32, 64, 4)]
@@ -131,7 +131,7 @@ def check_gated_delta_net(where: Where) -> None:
 
 
 def check_mamba2(where: Where) -> None:
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent import recurrent
 
     large = [RecurrentShape(8, 128, 128, 64, 4), RecurrentShape(1, 24, 256, 64, 4), RecurrentShape(2, 4, 24, 16, 4)]
     shapes = large if where.large else [RecurrentShape(1, 2, 24, 16, 3)]
@@ -143,7 +143,8 @@ def check_mamba2(where: Where) -> None:
 
 def check_short_conv(where: Where) -> None:
     """Steps over and over; then one prompt again token by token, which must not change a bit."""
-    from quire.kernels.triton import recurrent, recurrent_short
+    from quire.kernels.triton.recurrent import recurrent
+    from quire.kernels.triton.recurrent import short_conv as recurrent_short
 
     shapes = [ConvShape(2048, 3), ConvShape(1000, 5), ConvShape(64, 2)] if where.large else [ConvShape(40, 3)]
     steps = STEPS if where.large else STEPS_SMALL
@@ -185,8 +186,8 @@ def check_short_conv(where: Where) -> None:
 
 def check_prepared_chunks(where: Where) -> None:
     """What chunks work out alone, of keys that resemble each other."""
-    from quire.kernels.triton.recurrent_conv import Chunks
-    from quire.kernels.triton.recurrent_scan import chunk_tokens, prepare_chunks
+    from quire.kernels.triton.recurrent.conv import Chunks
+    from quire.kernels.triton.recurrent.scan import chunk_tokens, prepare_chunks
 
     shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
     heads, groups = shape.num_heads, shape.num_groups
@@ -239,7 +240,7 @@ def check_ready_chunks(where: Where) -> None:
 
 
 def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, counts: list[int]) -> None:
-    from quire.kernels.triton import recurrent_walk
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     heads, groups = shape.num_heads, shape.num_groups
     weights = weights_of(where, shape, dtype, True)
@@ -284,7 +285,8 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
 @contextmanager
 def forced_halves(halves: int) -> Iterator[None]:
     """Of a head to a program: either is right for any step."""
-    from quire.kernels.triton import channel_walk, recurrent_walk
+    from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     chosen = recurrent_walk.halves_to_a_program
     for module in (recurrent_walk, channel_walk):
@@ -299,7 +301,7 @@ def forced_halves(halves: int) -> Iterator[None]:
 def check_delta_walk(where: Where) -> None:
     """x whose rows the copy engine can't read is done by the row for all cards."""
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import recurrent_walk
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     for pad, shapes, supported in ((0, WALK_SHAPES, True), (8, WALK_SHAPES[:1], True), (5, WALK_SHAPES[:1], False)):
 
@@ -317,7 +319,7 @@ def check_delta_walk_keeps_rows_apart(where: Where) -> None:
     """A row's last chunk is read together with what lies behind it, which is another row's. Programs that share a head
     tell each other a NaN as they do any sum."""
     need_hopper(where)
-    from quire.kernels.triton import recurrent_walk
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     for halves in (1, 2):
         with forced_halves(halves):
@@ -342,7 +344,7 @@ def channel_layer(where: Where, shape: RecurrentShape, dtype: torch.dtype) -> tu
 
 def _check_rows_apart(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, layer: Layer) -> None:
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent import recurrent
 
     dtype, counts = dtypes[-1], [70, 64, 65]
     weights, width = layer(where, shape, dtype)
@@ -359,7 +361,7 @@ def check_delta_walk_repeats(where: Where) -> None:
     """The same again and again, to the bit: groups of warps that ran ahead of each other would show, and programs that
     share a head and did not wait for each other."""
     need_hopper(where)
-    from quire.kernels.triton import recurrent_walk
+    from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
     for halves in (1, 2):
         with forced_halves(halves):
@@ -368,7 +370,7 @@ def check_delta_walk_repeats(where: Where) -> None:
 
 def _check_repeats(where: Where, op: Callable[..., Tensor], shape: RecurrentShape, layer: Layer) -> None:
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import recurrent
+    from quire.kernels.triton.recurrent import recurrent
 
     dtype, counts = dtypes[-1], [1000, 1, 1024, 65, 700]
     weights, width = layer(where, shape, dtype)
@@ -386,7 +388,7 @@ def _check_repeats(where: Where, op: Callable[..., Tensor], shape: RecurrentShap
 def check_mamba_walk(where: Where) -> None:
     """x whose rows the copy engine can't read is done by the row for all cards. More items than programs, and fewer."""
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import mamba_walk
+    from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
 
     changes: list[dict[str, Any]] = [{}, {"norm": None}, {"gate_first": False}, {"conv_bias": None}]
     cases = [(0, MAMBA_SHAPES, True, each) for each in changes]
@@ -404,14 +406,14 @@ def check_mamba_walk(where: Where) -> None:
 
 def check_mamba_walk_keeps_rows_apart(where: Where) -> None:
     need_hopper(where)
-    from quire.kernels.triton import mamba_walk
+    from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
 
     _check_rows_apart(where, mamba_walk.mamba2, MAMBA_SHAPES[0], mamba_layer)
 
 
 def check_mamba_walk_repeats(where: Where) -> None:
     need_hopper(where)
-    from quire.kernels.triton import mamba_walk
+    from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
 
     _check_repeats(where, mamba_walk.mamba2, MAMBA_SHAPES[0], mamba_layer)
 
@@ -422,7 +424,7 @@ CHANNEL_SHAPES = [RecurrentShape(32, 32, 128, 128, 4), RecurrentShape(8, 8, 128,
 def check_channel_walk(where: Where) -> None:
     """As `check_delta_walk`."""
     dtypes = walk_dtypes(where)
-    from quire.kernels.triton import channel_walk
+    from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
 
     for pad, shapes, supported in (
         (0, CHANNEL_SHAPES, True),
@@ -457,7 +459,7 @@ def _check_steady(where: Where, op: Callable[..., Tensor], shape: RecurrentShape
 
 def check_channel_walk_keeps_rows_apart(where: Where) -> None:
     need_hopper(where)
-    from quire.kernels.triton import channel_walk
+    from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
 
     for halves in (1, 2):
         with forced_halves(halves):
@@ -466,7 +468,7 @@ def check_channel_walk_keeps_rows_apart(where: Where) -> None:
 
 def check_channel_walk_repeats(where: Where) -> None:
     need_hopper(where)
-    from quire.kernels.triton import channel_walk
+    from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
 
     for halves in (1, 2):
         with forced_halves(halves):

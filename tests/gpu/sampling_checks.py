@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.failures import LateKernels
 from quire.kernels.table import triton_sampling
+from quire.kernels.validation.failures import LateKernels
 from quire.sampling.edits import edit
 from quire.sampling.fused import EVERY, FusedSampling
 from quire.sampling.logprobs import score
@@ -133,7 +133,7 @@ def packed_mask(where: Where, count: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def check_filters(where: Where) -> None:
-    from quire.kernels.triton.sample_filters import sample_filtered
+    from quire.kernels.triton.sampling.filters import sample_filtered
 
     sizes = [(1, 151936), (256, 151936), (40, 50257), (7, 262144)] if where.large else [(9, 1100), (7, 801)]
     for index, (count, vocab) in enumerate(sizes):
@@ -161,7 +161,7 @@ def check_filters(where: Where) -> None:
 
 def check_filter_cuts(where: Where) -> None:
     """Few tokens, all likely, so that a cut one token off is soon drawn: in few groups, and in more than are listed."""
-    from quire.kernels.triton.sample_filters import LISTED, sample_filtered
+    from quire.kernels.triton.sampling.filters import LISTED, sample_filtered
 
     num_many, repeats = 2 * LISTED + 10, 20 if where.large else 1
     vocab = 32 * num_many
@@ -194,7 +194,7 @@ def check_filter_cuts(where: Where) -> None:
 
 def check_filter_edges(where: Where) -> None:
     """Bad rows, equal logits, one token, and cuts that fall among ties."""
-    from quire.kernels.triton.sample_filters import sample_filtered
+    from quire.kernels.triton.sampling.filters import sample_filtered
 
     vocab = 40000 if where.large else 700
     kinds = [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 1e-5, "top_p": 0.9}, {"temperature": 0.0},
@@ -262,7 +262,7 @@ def check_edits(where: Where) -> None:
 
 
 def check_logprobs(where: Where) -> None:
-    from quire.kernels.triton.sample_logprobs import score_rows
+    from quire.kernels.triton.sampling.logprobs import score_rows
 
     sizes = [(256, 151936), (1, 151936), (9, 50257)] if where.large else [(4, 1000), (3, 50)]
     for index, (count, vocab) in enumerate(sizes):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ahead.compilers import count_workers
 from quire.machine import read_machine
+from quire.startup.compile_ahead import count_workers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

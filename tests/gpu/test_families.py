@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.files.source import resolve_model
-from quire.models.fallback_capture import can_capture
-from quire.models.loader import load_model
+from quire.models.fallback.capture import can_capture
+from quire.models.loading.loader import load_model
 from tests.cpu.families.checks import CHECKS
 from tests.cpu.families.harness import Case, Family, all_families, save_checkpoint
 from tests.cpu.paged_harness import HarnessRow, PagedHarness

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import loader, trials
-from quire.models.loader import load_model
+from quire.models.loading import kernel_trials as trials
+from quire.models.loading import loader
+from quire.models.loading.loader import load_model
+from quire.startup.assemble import build_engine
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

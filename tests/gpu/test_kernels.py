@@ -25,7 +25,7 @@ def test_kernel(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
 
 def test_captured_decode_is_right_for_any_length() -> None:
     """One graph, captured at the bound, replayed with rows of other lengths."""
-    from quire.kernels.triton import attention
+    from quire.kernels.triton.attention import paged as attention
     from tests.gpu.paged_checks import Paged
 
     bound, dtype = 3000, torch.bfloat16
@@ -69,7 +69,8 @@ def test_captured_latents_of_many_heads_are_right_for_any_length(num_rows: int) 
         need_hopper(where)
     except NotHere as why:
         pytest.skip(str(why))
-    from quire.kernels.triton import attention, latent_many
+    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.latent import many_heads as latent_many
 
     bound = 3000
     batches = []

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.assemble import build_engine
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
-from quire.models import loader, trials
+from quire.models.loading import kernel_trials as trials
+from quire.models.loading import loader
+from quire.startup.assemble import build_engine
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -55,12 +56,12 @@ def logits_of(model: loader.Model) -> Tensor:
 def test_many_heads_get_their_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path)
     found = load(tmp_path)
-    assert found.ops.latent_attention.__module__ == "quire.kernels.triton.latent_many"
+    assert found.ops.latent_attention.__module__ == "quire.kernels.triton.latent.many_heads"
     exact = logits_of(load(tmp_path, "float32"))
     got = (logits_of(found) - exact).norm() / exact.norm()
     monkeypatch.setattr(trials, "settle_latent", lambda ops, *args, **options: ops)
     plain = load(tmp_path)
-    assert plain.ops.latent_attention.__module__ == "quire.kernels.triton.latent"
+    assert plain.ops.latent_attention.__module__ == "quire.kernels.triton.latent.latent"
     want = (logits_of(plain) - exact).norm() / exact.norm()
     assert got <= 1.3 * want, f"off by {got:.1e} from float32, the kernel for all cards by {want:.1e}"
 

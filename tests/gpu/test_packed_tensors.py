@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.experts import ExpertWeights, quantize_matrix
+from quire.kernels.expert_types import ExpertWeights, quantize_matrix
 from quire.kernels.table import select_ops
 from quire.layers.experts import Experts
 from quire.layers.weights import iter_weights

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def test_a_captured_draw_is_right_for_other_logits_and_parameters() -> None:
     """One graph; rows change from narrow to wide, from filtered to plain, between its replays."""
-    from quire.kernels.triton.sample_filters import sample_filtered
+    from quire.kernels.triton.sampling.filters import sample_filtered
 
     count, vocab = 24, 50304
     seed = torch.seed() % 2**31

@@ -104,7 +104,7 @@ def test_prompts_go_to_the_kernel_for_all_cards_where_hoppers_own_fails(monkeypa
     """Steps are captured as ever, with chunks among them: torch has no part in it."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    from quire.kernels.triton import prefill, prefill_hopper
+    from quire.kernels.triton.attention import prefill, prefill_hopper
     from tests.cpu.rig import load, make_engine, run
     from tests.cpu.tiny_models import make_tiny
 

@@ -11,10 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.kernels.experts import GatedActivation, Routing
-from quire.kernels.recurrent import ConvShape, RecurrentShape
+from quire.kernels.expert_types import GatedActivation, Routing
+from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
-from quire.kernels.trial import (
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
+from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows
+from quire.kernels.validation.recurrent_trials import (
+    MambaTrialShape,
+    delta_net_row,
+    mamba_row,
+    short_conv_row,
+)
+from quire.kernels.validation.trials import (
     Product,
     Row,
     TrialShape,
@@ -25,9 +33,6 @@ from quire.kernels.trial import (
     norm_row,
     product_row,
 )
-from quire.kernels.trial_experts import ExpertsTrialShape, expert_rows
-from quire.kernels.trial_latent import LatentTrialShape, latent_rows
-from quire.kernels.trial_recurrent import MambaTrialShape, delta_net_row, mamba_row, short_conv_row
 from quire.runtime.row_trial import settle_row_ops
 from quire.sampling.fused import EVERY
 from quire.sampling.sampler import Sampler

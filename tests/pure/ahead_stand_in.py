@@ -1,4 +1,4 @@
-"""Stands in for `quire.ahead.rehearsal` where there is no torch: the settings say what it tells, how it ends, and what
+"""Stands in for `quire.startup.dry_run` where there is no torch: the settings say what it tells, how it ends, and what
 its workers do. `python -m tests.pure.ahead_stand_in <sockets>`.
 """
 
@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from quire.ahead.compilers import END, NEEDED
-from quire.ahead.workers import end_with_parent, fork_workers
+from quire.startup.compile_ahead import END, NEEDED
+from quire.startup.compile_workers import end_with_parent, fork_workers
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from quire.ahead import compilers as ahead
-from quire.ahead.compilers import Compilers, count_workers, stamp_path, start_compilers
 from quire.config import Config
 from quire.config_build import override_config
 from quire.machine import Machine
+from quire.startup import compile_ahead as ahead
+from quire.startup.compile_ahead import Compilers, count_workers, stamp_path, start_compilers
 
 GIB = 1 << 30
 MACHINE = Machine("Linux", "a processor", 16, 16, 64 * GIB, 60 * GIB)
@@ -269,7 +269,7 @@ def test_whoever_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from quire.ahead.compilers import Compilers
+from quire.startup.compile_ahead import Compilers
 compilers = Compilers({{"folder": {str(tmp_path)!r}, "tell": ["kernel"], "work": "hang", "end": "hang"}}, 2,
                       Path({str(tmp_path)!r}, "stamp"), rehearsal="tests.pure.ahead_stand_in")
 with compilers._changed:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from quire.ahead import beginning
-from quire.ahead.beginning import card_opened, collections_paused, hash_triton, launches_kernels
 from quire.config import Config
 from quire.config_build import override_config
+from quire.startup import early_init as beginning
+from quire.startup.early_init import card_opened, collections_paused, hash_triton, launches_kernels
 
 
 class Driver:
@@ -134,5 +134,5 @@ def test_tritons_hash_is_taken_in_a_thread_of_its_own(monkeypatch: pytest.Monkey
 
 
 def test_nothing_of_it_needs_torch() -> None:
-    code = "import sys, quire.llm, quire.async_llm, quire.ahead.notes; sys.exit('torch' in sys.modules)"
+    code = "import sys, quire.llm, quire.async_llm, quire.startup.trial_notes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from quire.bench.arrivals import Arrival, Lengths, parse_lengths, poisson_arrivals, poisson_times, read_trace
-from quire.bench.calls import CallOptions, make_calls, make_text, make_tokens, read_prompts
+from quire.bench.online.arrivals import (
+    Arrival,
+    Lengths,
+    parse_lengths,
+    poisson_arrivals,
+    poisson_times,
+    read_trace,
+)
+from quire.bench.online.requests import CallOptions, make_calls, make_text, make_tokens, read_prompts
 from quire.types import QuireError
 
 SEED = int(os.environ.get("TEST_SEED", "7"))

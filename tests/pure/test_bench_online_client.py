@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.bench.stream_client import Answer, EventParser, Fault, fetch_json, parse_url, stream
+from quire.bench.online.stream_client import Answer, EventParser, Fault, fetch_json, parse_url, stream
 from quire.types import QuireError
 from tests.pure.fake_openai import Exchange, fake_server
 
@@ -34,7 +34,7 @@ def test_byte_by_byte() -> None:
 
 
 def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.bench.stream_client.MAX_EVENT", 100)
+    monkeypatch.setattr("quire.bench.online.stream_client.MAX_EVENT", 100)
     with pytest.raises(Fault):
         EventParser().feed(b"data: " + b"x" * 200)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from quire.bench.compare import Run, compare_runs, read_run
-from quire.bench.online import Record, Targets, measure
-from quire.bench.stream_client import Answer
+from quire.bench.online.compare import Run, compare_runs, read_run
+from quire.bench.online.run import Record, Targets, measure
+from quire.bench.online.stream_client import Answer
 from quire.cli.main import main
 from quire.types import QuireError
 

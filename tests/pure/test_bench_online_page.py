@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quire.bench.compare import compare_runs
-from quire.bench.online import Targets
-from quire.bench.plots import HEIGHT, WIDTH, Line, Scale, cdf_plot, course_plot, dots_plot
-from quire.bench.report import render_comparison, render_run, warnings
+from quire.bench.online.compare import compare_runs
+from quire.bench.online.plots import HEIGHT, WIDTH, Line, Scale, cdf_plot, course_plot, dots_plot
+from quire.bench.online.report import render_comparison, render_run, warnings
+from quire.bench.online.run import Targets
 from tests.pure.test_bench_online_compare import load, make_report
 
 SEED = int(os.environ.get("TEST_SEED", "7"))

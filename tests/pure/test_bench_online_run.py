@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench.arrivals import Arrival, Lengths, poisson_arrivals
-from quire.bench.calls import CallOptions
-from quire.bench.online import Limits, Record, Targets, bench_online, first_model, measure
-from quire.bench.stream_client import Answer, parse_url
+from quire.bench.online.arrivals import Arrival, Lengths, poisson_arrivals
+from quire.bench.online.requests import CallOptions
+from quire.bench.online.run import Limits, Record, Targets, bench_online, first_model, measure
+from quire.bench.online.stream_client import Answer, parse_url
 from quire.cli.main import main
 from quire.types import QuireError
 from tests.pure.fake_openai import Behaviour, Exchange, fake_server
@@ -66,7 +66,7 @@ def test_the_bound_on_connections_is_kept_and_told(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(0)
         answer.take('{"choices": [{"text": "a", "finish_reason": "length"}]}', clock())
 
-    monkeypatch.setattr("quire.bench.online.stream", answer_slowly)
+    monkeypatch.setattr("quire.bench.online.run.stream", answer_slowly)
     limits, endpoint = Limits(max_open=2), parse_url("http://127.0.0.1:1")
     report = bench_online(endpoint, [Arrival(0.0, 3, 2)] * 8, OPTIONS, work=WORK, limits=limits, warmup=False)
     assert report["answered"] == 8, report["failures"]
@@ -355,7 +355,7 @@ def test_the_model_is_asked_for() -> None:
 def test_torch_stays_out() -> None:
     script = """
 import sys
-import quire.bench.compare, quire.bench.online, quire.bench.online_tables, quire.bench.report
+import quire.bench.online.compare, quire.bench.online.run, quire.bench.online.tables, quire.bench.online.report
 assert "torch" not in sys.modules
 """
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(quire.__file__).parent.parent)}

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from quire.ahead import notes
-from quire.ahead.notes import Note, find_note
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import ModelFiles
+from quire.startup import trial_notes as notes
+from quire.startup.trial_notes import Note, find_note
 
 CARD = {"name": "NVIDIA H200", "uuid": "GPU-1", "major": "9", "cuda": "12.8"}
 FILES = ModelFiles("folder", Path("/models/m"), "m", {"hidden_size": 64, "num_hidden_layers": 2})

@@ -54,8 +54,8 @@ REMOVALS: tuple[Removal, ...] = (
          WIRE, "import struct\nimport zlib\n", "import pickle\nimport struct\nimport zlib\n"),
     _one("unsafe deserialization", "no torch.load",
          f"{PURE}security.py::test_nothing_is_deserialized_or_run_that_can_hold_code",
-         "quire/models/loader.py", "def load_model(", "def load_pickled(path):\n    return torch.load(path)\n\n\n"
-         "def load_model("),
+         "quire/models/loading/loader.py", "def load_model(",
+         "def load_pickled(path):\n    return torch.load(path)\n\n\ndef load_model("),
     _one("unsafe deserialization", "messages are typed",
          f"{PURE}wire_messages.py::test_what_is_no_message_is_refused",
          WIRE, "= msgspec.msgpack.Decoder(ToEngine)", "= msgspec.msgpack.Decoder()"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.libraries.seam import CatchUpKernel, with_library
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.trial import TrialShape, compare
+from quire.kernels.validation.trials import TrialShape, compare
 from quire.types import QuireError
 
 PROMPT_TOKENS = 4096  # of the step that is timed

@@ -12,7 +12,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import GatedActivation
+from quire.kernels.expert_types import GatedActivation
 from quire.kernels.native.library import ACTIVATIONS, ExpertsDesc, LinearDesc
 from quire.kernels.native.matrix import PackedLinear
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import Routing
+from quire.kernels.expert_types import Routing
 from quire.kernels.native.experts import PackedExperts
 from quire.kernels.native.library import MAX_MEMBERS, LinearDesc, MixtureDesc, Native
 from quire.kernels.native.matrix import PackedLinear

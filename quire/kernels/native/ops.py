@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels import reference, reference_attention, reference_experts, reference_latent
+from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables
-from quire.kernels.curves import Curve
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.expert_types import ExpertWeights
 from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
+from quire.kernels.reference import attention as reference_attention
+from quire.kernels.reference import experts as reference_experts
+from quire.kernels.reference import latent as reference_latent
+from quire.kernels.reference import small_ops as reference
 
 MAX_VOCAB = 1 << 24  # token ids stand in float lanes
 

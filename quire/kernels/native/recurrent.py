@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import reference_recurrent
 from quire.kernels.native.library import Columns, Native, RecurrentDesc, RowsDesc
-from quire.kernels.recurrent import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.reference import recurrent as reference_recurrent
 
 
 @dataclass(slots=True)

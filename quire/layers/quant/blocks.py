@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.curves import Curve
-from quire.kernels.dequant import as_q8_0, quantize_q4_1
+from quire.kernels.activations import Curve
+from quire.kernels.formats.gguf_blocks import as_q8_0, quantize_q4_1
+from quire.kernels.formats.packed_ints import GROUPED
 from quire.kernels.native.library import BLOCK, FORMS, Native
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
-from quire.kernels.unpack import GROUPED
 from quire.layers.quant.dense import Dense
 from quire.layers.weights import Part, PartSource, Weight
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.scheme import finished, normed
 from quire.layers.weights import Weight, whole_rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import finished, normed

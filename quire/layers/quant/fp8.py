@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.curves import Curve
-from quire.kernels.experts import quantize_matrix
+from quire.kernels.activations import Curve
+from quire.kernels.expert_types import quantize_matrix
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.scheme import Activation, Scaled
@@ -29,7 +29,7 @@ class Fp8:
     expert_dtype = torch.float8_e4m3fn
 
     def __init__(self, ops: Ops):
-        from quire.kernels.triton import fp8, skinny
+        from quire.kernels.triton.linear import fp8, skinny
 
         self.ops = ops
         self._fp8, self._skinny = fp8, skinny

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.files.safetensors import TensorEntry
-from quire.kernels.unpack import BLOCK, GROUPED, Grouped
+from quire.kernels.formats.packed_ints import BLOCK, GROUPED, Grouped
 from quire.types import QuireError
 
 FLOATS = ("F32", "BF16", "F16")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.unpack import Grouped, dequantize_table
+from quire.kernels.formats.packed_ints import Grouped, dequantize_table
 from quire.models.packed.base import (
     Entries,
     Find,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.unpack import Grouped, unpack_bits
+from quire.kernels.formats.packed_ints import Grouped, unpack_bits
 from quire.models.packed.base import (
     FLOATS,
     Entries,

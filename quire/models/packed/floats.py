@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from quire.files.safetensors import TensorEntry
-from quire.kernels.unpack import BLOCK, dequantize_fp4, dequantize_fp8, dequantize_mxfp4, mxfp4_as_blocks, power_of_two
+from quire.kernels.formats.packed_ints import (
+    BLOCK,
+    dequantize_fp4,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    mxfp4_as_blocks,
+    power_of_two,
+)
 from quire.models.packed.base import FLOATS, Entries, Find, Packed, Stored, bad, check_entry, check_filled
 
 MXFP4_BYTES = 16  # of a block of 32 numbers

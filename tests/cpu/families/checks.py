@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 
-from quire.assemble import build_engine, memory_report
 from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
@@ -21,7 +20,8 @@ from quire.engine.loop import Engine
 from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.models import loader
+from quire.models.loading import loader
+from quire.startup.assemble import build_engine, memory_report
 from quire.types import SamplingParams
 from tests.cpu.families.decoded import decode_into
 from tests.cpu.families.fp8_in_torch import STORED, Fp8InTorch

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.kernels import reference_experts
-from quire.kernels.curves import Curve
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.activations import Curve
+from quire.kernels.expert_types import ExpertWeights
 from quire.kernels.native.library import BLOCK, ISAS, NotBuilt, open_native
+from quire.kernels.reference import experts as reference_experts
 from quire.kernels.table import REFERENCE, Ops
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear

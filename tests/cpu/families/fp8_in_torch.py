@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels import reference
-from quire.kernels.curves import Curve
+from quire.kernels.activations import Curve
+from quire.kernels.reference import small_ops as reference
 from quire.kernels.table import REFERENCE
 from quire.layers.quant.fp8 import Fp8
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.models.loader import build_model
+from quire.models.loading.language_model_part import text_part
+from quire.models.loading.loader import build_model
 from quire.models.registry import FAMILIES
-from quire.models.text_part import text_part
 from tests.cpu.families.checks import CHECKS
 from tests.cpu.families.harness import all_families, model_type
 from tests.cpu.families.table import COLUMNS, PATH, render

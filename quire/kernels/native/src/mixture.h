@@ -14,7 +14,7 @@ struct MixtureDesc {
     const float* choice_bias;           // [experts], added to scores for choosing only; or null
     LinearDesc shared_up, shared_down;  // without parts: there is no shared expert
     LinearDesc shared_gate;             // one row of floats; without parts: its output is taken as it is
-    int64_t top_k, num_groups, top_groups, group_members;  // see `Routing` in quire/kernels/experts.py
+    int64_t top_k, num_groups, top_groups, group_members;  // see `Routing` in quire/kernels/expert_types.py
     int32_t is_sigmoid, normalises;
     float scale;
 };

@@ -7,7 +7,7 @@
 
 namespace quire {
 
-struct RecurrentDesc {  // a layer; shapes as in `quire/kernels/recurrent.py`
+struct RecurrentDesc {  // a layer; shapes as in `quire/kernels/recurrent_types.py`
     const float* conv;       // [channels, conv_len]
     const float* conv_bias;  // [channels], or null
     const float* a_log;      // [heads]

@@ -1,0 +1,209 @@
+"""`quire bench compare A.json B.json`: is run B worse than run A, and can that be chance?
+
+Reads two reports of `quire bench online --json`. Intervals come from a bootstrap over blocks of neighbouring requests:
+requests in one queue are late together, so drawing them one by one would promise more certainty than there is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.bench.online.run import FORMAT, OK, Targets
+from quire.bench.stats import SHARES, Report
+from quire.types import QuireError
+
+RESAMPLES = 1000
+CONFIDENCE = 0.99  # a dozen figures are judged at once: at 95% every other comparison would find something
+MIN_BEYOND = 2  # a percentile with fewer requests beyond it is one request's luck
+CACHE_DIFFERENCE = 0.05  # in the share of prompts from the server's cache, before it is worth a note
+MAX_FILE = 1 << 30
+MAX_ENTRIES = 1 << 20  # of resamples held at a time
+JUDGED_SHARES = {name: share for name, share in SHARES.items() if share < 1}
+LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "pause_s": "longest pause"}
+
+Sample = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A report read back: what each request took, NaN where it has no such figure."""
+
+    report: Report
+    latencies: dict[str, Sample]  # [requests] each
+    answered: Sample  # [requests], 0 or 1
+    output_tps: Sample  # [bins of the timeline]
+
+    def good(self, targets: Targets) -> Sample:
+        return np.array([targets.met_by(entry) for entry in self.report["requests"]], dtype=float)
+
+
+def read_run(path: Path) -> Run:
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise _bad_report(path, "it is too large")
+        report = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _bad_report(path, error.strerror or str(error)) from None
+    except (ValueError, RecursionError):
+        raise _bad_report(path, "it is not JSON") from None
+    if not isinstance(report, dict) or report.get("benchmark") != "online":
+        raise _bad_report(path, "it is no report of an online benchmark")
+    if report.get("format") != FORMAT:
+        raise _bad_report(path, f"its format is {report.get('format')!r:.20}, this command reads {FORMAT}")
+    try:
+        entries = report["requests"]
+        latencies = {name: _column(entries, name) for name in LATENCY_NAMES}
+        answered = np.array([entry["outcome"] == OK for entry in entries], dtype=float)
+        run = Run(report, latencies, answered, np.array(report["timeline"]["output_tps"], dtype=float))
+        Targets(**report["targets"]).met_by(entries[0])
+        run.output_tps[0], float(report["output_tps"]), float(report["cached_tokens"] / (report["prompt_tokens"] + 1))
+        float(report["wall_s"]), report["work"], report["model"]
+    except (TypeError, LookupError, ValueError, AttributeError):
+        raise _bad_report(path, "parts of it are missing or changed") from None
+    if not answered.any() or np.isnan(latencies["ttft_s"][answered > 0]).any():
+        raise _bad_report(path, "it holds no answered request")
+    return run
+
+
+def _column(entries: Sequence[Report], name: str) -> Sample:
+    return np.array([math.nan if entry[name] is None else float(entry[name]) for entry in entries], dtype=float)
+
+
+def _bad_report(path: Path, why: str) -> QuireError:
+    return QuireError("bad_report", f"{path} can't be compared: {why}.", "Make it with quire bench online --json.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The comparison
+
+
+def compare_runs(a: Run, b: Run, tolerance: float = 0.05, seed: int = 0) -> Report:
+    """Each figure of both, their ratio B/A with its interval, and a verdict. Targets are those of A for both."""
+    same_work = a.report["work"] == b.report["work"] and len(a.answered) == len(b.answered)
+    targets = Targets(**a.report["targets"])
+    figures = [_judge(figure, tolerance) for figure in _figures(a, b, targets, same_work, seed)]
+    return {
+        "benchmark": "compare",
+        "a": _summary(a),
+        "b": _summary(b),
+        "same_work": same_work,
+        "notes": _notes(a, b, same_work),
+        "tolerance": tolerance,
+        "confidence": CONFIDENCE,
+        "figures": figures,
+        "bars": [],
+        "pass": all(figure["verdict"] != "worse" for figure in figures),
+    }
+
+
+def _summary(run: Run) -> Report:
+    keys = ("url", "model", "work", "wall_s", "answered", "failed", "output_tps")
+    return {key: run.report.get(key) for key in keys}
+
+
+def _notes(a: Run, b: Run, same_work: bool) -> list[str]:
+    """Why the figures may differ although the servers do not."""
+    notes = [] if same_work else ["The runs did not do the same work."]
+    cached = [run.report["cached_tokens"] / max(run.report["prompt_tokens"], 1) for run in (a, b)]
+    if abs(cached[0] - cached[1]) > CACHE_DIFFERENCE:
+        notes.append(f"The server's cache held {cached[0]:.0%} of A's prompts and {cached[1]:.0%} of B's.")
+    return notes
+
+
+def _figures(a: Run, b: Run, targets: Targets, same_work: bool, seed: int) -> Iterator[Report]:
+    draws = _Draws(len(a.answered), len(b.answered), same_work, seed)
+    for name, label in LATENCY_NAMES.items():
+        yield from _latency_figures(label, a.latencies[name], b.latencies[name], draws)
+    shares = [("answered", a.answered, b.answered)]
+    if targets != Targets():
+        shares.append(("good requests", a.good(targets), b.good(targets)))
+    for label, one, other in shares:
+        yield _figure(label, "share", one.mean(), other.mean(), _means(one, other, draws), judged=True)
+    # How long a run took is one number, so its parts are drawn instead. Other work gives another rate anyway.
+    bins = _means(a.output_tps, b.output_tps, _Draws(len(a.output_tps), len(b.output_tps), False, seed))
+    yield _figure("output tok/s", "rate", a.report["output_tps"], b.report["output_tps"], bins, judged=same_work)
+
+
+def _means(a: Sample, b: Sample, draws: _Draws) -> Sample:
+    return np.concatenate([np.stack([a[rows].mean(1), b[columns].mean(1)], 1) for rows, columns in draws])
+
+
+def _latency_figures(label: str, a: Sample, b: Sample, draws: _Draws) -> Iterator[Report]:
+    counts = [int(np.count_nonzero(~np.isnan(sample))) for sample in (a, b)]
+    if not all(counts):
+        return
+    one, other = _percentiles(a[None])[0], _percentiles(b[None])[0]
+    drawn = [np.stack([_percentiles(a[rows]), _percentiles(b[columns])], 1) for rows, columns in draws]
+    samples = np.concatenate(drawn)  # [resamples, 2, shares]
+    for index, (name, share) in enumerate(JUDGED_SHARES.items()):
+        judged = min(counts) * (1 - share) >= MIN_BEYOND - 1e-9
+        yield _figure(f"{label} {name}", "seconds", one[index], other[index], samples[:, :, index], judged)
+
+
+def _percentiles(samples: Sample) -> Sample:
+    """Of every row, as `quire.bench.stats` takes them; what is NaN is left out, and a row of nothing else stays NaN."""
+    ordered = np.sort(samples, axis=1)  # [rows, requests], NaN last
+    last = np.maximum(np.count_nonzero(~np.isnan(ordered), axis=1) - 1, 0)  # [rows]
+    place = last[:, None] * np.array(list(JUDGED_SHARES.values()))  # [rows, shares]
+    below = place.astype(int)
+    low, high = (np.take_along_axis(ordered, at, 1) for at in (below, np.minimum(below + 1, last[:, None])))
+    return low + (high - low) * (place - below)
+
+
+def _figure(name: str, unit: str, a: float, b: float, samples: Sample, judged: bool) -> Report:
+    """`samples` has the figure of both sides in every resample."""  # [resamples, 2]
+    low = high = None
+    usable = samples[~np.isnan(samples).any(axis=1) & (samples[:, 0] > 0)]
+    if len(usable) >= RESAMPLES // 2:
+        edge = (1 - CONFIDENCE) / 2
+        low, high = (float(value) for value in np.quantile(usable[:, 1] / usable[:, 0], (edge, 1 - edge)))
+    ratio = float(b / a) if a > 0 else None
+    return {"name": name, "unit": unit, "a": float(a), "b": float(b), "ratio": ratio, "low": low, "high": high,
+            "judged": judged and ratio is not None}  # fmt: skip
+
+
+def _judge(figure: Report, tolerance: float) -> Report:
+    """Worse or better: beyond the tolerance, and not by chance as far as the interval can tell."""
+    ratio, low, high = figure["ratio"], figure["low"], figure["high"]
+    if not figure["judged"]:
+        return {**figure, "verdict": "not judged"}
+    change = ratio - 1 if figure["unit"] == "seconds" else 1 - ratio  # positive: worse
+    if abs(change) <= tolerance + 1e-12:
+        return {**figure, "verdict": "same"}
+    if low is None or low <= 1 <= high:
+        return {**figure, "verdict": "unclear"}
+    return {**figure, "verdict": "worse" if change > 0 else "better"}
+
+
+class _Draws:
+    """The resamples: which requests of A and of B. The same every time it is gone through, so that figures agree.
+
+    Where both runs did the same work, request i of one is drawn with request i of the other: what is due to the work
+    itself is then in both, and the ratio shows what is due to the servers.
+    """
+
+    def __init__(self, num_a: int, num_b: int, paired: bool, seed: int):
+        self._sizes, self._paired, self._seed = (num_a, num_b), paired, seed
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Some resamples at a time. # [resamples, requests] for each side"""
+        rng = np.random.default_rng(abs(self._seed))
+        at_a_time = max(1, MAX_ENTRIES // max(self._sizes))
+        for begin in range(0, RESAMPLES, at_a_time):
+            count = min(at_a_time, RESAMPLES - begin)
+            rows = _blocks(count, self._sizes[0], rng)
+            yield rows, rows if self._paired else _blocks(count, self._sizes[1], rng)
+
+
+def _blocks(count: int, size: int, rng: np.random.Generator) -> Any:
+    """`count` times `size` places, in blocks of neighbours that wrap around."""
+    block_len = max(1, round(size ** (1 / 3)))
+    starts = rng.integers(0, size, (count, -(-size // block_len), 1))
+    return ((starts + np.arange(block_len)) % size).reshape(count, -1)[:, :size]

@@ -1,0 +1,91 @@
+"""Recurrent layers for the deterministic mode on a CPU: every token by itself, in a prompt as in a decode.
+
+A scan over chunks takes its sums in another order than single steps do, so there is none here; and because libraries go
+by the shape of what they are given, not even rows are taken together. `docs/reliability.md` has the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.reference import recurrent as reference_recurrent
+from quire.kernels.reference.recurrent import RecurrentPlan
+
+ALIGNMENT = 64  # bytes; two slots that begin at multiples of it begin alike
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlans:
+    """What all recurrent layers share in one step."""
+
+    slots: list[int]  # of each row
+    tokens: list[list[RecurrentPlan]]  # of each row, of each of its tokens: as if that were the step
+
+
+def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> TokenPlans:
+    """As the reference."""
+    here = torch.zeros(1, dtype=torch.int64)
+    plans = iter([RecurrentPlan(1, here, position, None, None, ()) for position in positions.split(1)])
+    return TokenPlans(slots.tolist(), [[next(plans) for _ in range(count)] for count in counts])
+
+
+def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+                    plan: TokenPlans) -> Tensor:  # fmt: skip
+    """As the reference."""
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.gated_delta_net(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.values, state, plan)
+
+
+def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: TokenPlans) -> Tensor:  # fmt: skip
+    """As the reference."""
+
+    def layer(x: Tensor, forget: Tensor, gate: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.channel_delta_net(x, forget, gate, weights, shape, state, alone)
+
+    return _by_token(layer, (x, forget, gate), shape.values, state, plan)
+
+
+def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
+    """As the reference."""
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.mamba2(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.values, state, plan)
+
+
+def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TokenPlans) -> Tensor:
+    """As the reference."""
+
+    def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
+        return reference_recurrent.short_conv(x, weights, shape, state, alone)
+
+    return _by_token(layer, (x,), shape.channels, state, plan)
+
+
+def _by_token(layer: Callable[..., Tensor], inputs: tuple[Tensor, ...], num_outputs: int, state: Tensor,
+              plan: TokenPlans) -> Tensor:  # fmt: skip
+    """`layer` gets one token of all `inputs` [tokens, ...], its state and its plan. Tokens, and states where slots do
+    not all begin alike, are copied to a place of their own: where in memory something begins must not matter either."""
+    first, token = inputs[0], 0
+    out = first.new_empty(len(first), num_outputs)
+    begin_alike = state.stride(0) * state.element_size() % ALIGNMENT == 0
+    for slot, plans in zip(plan.slots, plan.tokens, strict=True):
+        lying = state[slot : slot + 1]
+        own = lying if begin_alike else lying.clone()
+        for alone in plans:
+            here = slice(token, token + 1)
+            out[here] = layer(*(each[here].clone() for each in inputs), own, alone)
+            token += 1
+        if own is not lying:
+            lying.copy_(own)
+    return out

@@ -1,0 +1,294 @@
+"""Turns GGUF's block formats into float32 with plain torch. The loader calls `dequantize` tensor by tensor.
+
+A block is a fixed run of bytes that holds a fixed number of neighbouring elements: small integers, and the scales that
+make them numbers again. The functions below take blocks as [blocks, bytes] and give [blocks, elements].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.formats import gguf_grids as dequant_grids
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    elements: int
+    num_bytes: int
+    decode: Callable[[Tensor], Tensor]  # [blocks, num_bytes] uint8 -> [blocks, elements] float32
+
+
+def dequantize(data: Tensor, type_name: str) -> Tensor:
+    """Decode whole blocks, [bytes] uint8, to [elements] float32. `FORMATS` lists the types there are."""
+    form = FORMATS[type_name]
+    return form.decode(data.view(-1, form.num_bytes)).view(-1)
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+# Values of IQ4's sixteen places, finer around 0.
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def as_q8_0(data: Tensor, type_name: str) -> Tensor | None:
+    """Blocks, [bytes] uint8, as blocks of Q8_0 with the very same numbers. None where these can't have them."""
+    if type_name == "MXFP4":
+        return _mxfp4_as_q8_0(data)
+    if type_name == "IQ4_NL":
+        scale, places = _cut(data.view(-1, 18), 2, 16)
+        return _join_q8_0(scale, torch.tensor(_UNEVEN, dtype=torch.int8)[_nibbles(places).int()])
+    if type_name == "Q5_0":
+        scale, high, low = _cut(data.view(-1, 22), 2, 4, 16)
+        return _join_q8_0(scale, _five_bits(high, low).sub_(16).to(torch.int8))
+    return None
+
+
+def _join_q8_0(scale: Tensor, values: Tensor) -> Tensor:
+    """[blocks, 2] uint8 and [blocks, 32] int8"""
+    return torch.cat((scale, values.view(torch.uint8)), 1).view(-1)
+
+
+def _mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
+    """Twice an FP4 is a small integer. None where a scale is none that a float16 can be."""
+    scale, values = _cut(data.view(-1, 17), 1, 16)
+    halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
+    doubled = torch.tensor(FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
+    fits = (halved > 0) & halved.isfinite() | (doubled == 0).all(1, keepdim=True)
+    return _join_q8_0(halved.view(torch.uint8), doubled) if fits.all() else None
+
+
+def quantize_q4_1(rows: Tensor) -> Tensor:
+    """Floats, [n, columns] of whole blocks, to blocks of Q4_1, [bytes] uint8."""
+    blocks = rows.float().reshape(-1, 32)
+    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    scale, offset = ((high - low) / 15).half(), low.half()
+    steps = (blocks - offset.float()) / scale.float().clamp(min=1e-12)
+    numbers = steps.round().clamp(0, 15).to(torch.uint8)
+    values = numbers[:, :16] | numbers[:, 16:] << 4
+    return torch.cat((scale.view(torch.uint8), offset.view(torch.uint8), values), 1).view(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared pieces
+
+
+def _cut(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """Cut the bytes of every block into fields of these sizes."""
+    return blocks.split(sizes, dim=1)
+
+
+def _half(field: Tensor) -> Tensor:
+    """Two bytes per value as float16, in float32."""
+    return field.contiguous().view(torch.float16).float()
+
+
+def _shifted(field: Tensor, shifts: list[int], mask: int) -> Tensor:
+    """Every byte shifted by each of `shifts` and masked: [blocks, shifts, bytes] uint8."""
+    amounts = torch.tensor(shifts, dtype=torch.uint8, device=field.device).view(1, -1, 1)
+    return (field.unsqueeze(1) >> amounts).bitwise_and_(mask)
+
+
+def _nibbles(field: Tensor) -> Tensor:
+    """All low halves of the bytes, then all high halves: [blocks, 2 * bytes]."""
+    return _shifted(field, [0, 4], 0x0F).flatten(1)
+
+
+def _bits(field: Tensor) -> Tensor:
+    """The bits of a little-endian number, lowest first: [blocks, 8 * bytes]."""
+    return _shifted(field, list(range(8)), 1).transpose(1, 2).flatten(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain floats
+
+
+def _f32(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.float32)
+
+
+def _f16(blocks: Tensor) -> Tensor:
+    return _half(blocks)
+
+
+def _bf16(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.bfloat16).float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of 32: one scale, with or without an offset
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    scale, values = _cut(blocks, 2, 32)
+    return values.view(torch.int8).float().mul_(_half(scale))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    scale, values = _cut(blocks, 2, 16)
+    return _nibbles(values).float().sub_(8).mul_(_half(scale))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    scale, offset, values = _cut(blocks, 2, 2, 16)
+    return _nibbles(values).float().mul_(_half(scale)).add_(_half(offset))
+
+
+def _five_bits(high: Tensor, low: Tensor) -> Tensor:
+    """Nibbles joined with a fifth bit each from four bytes."""
+    return _nibbles(low).bitwise_or_(_bits(high) << 4).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    scale, high, low = _cut(blocks, 2, 4, 16)
+    return _five_bits(high, low).sub_(16).mul_(_half(scale))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    scale, offset, high, low = _cut(blocks, 2, 2, 4, 16)
+    return _five_bits(high, low).mul_(_half(scale)).add_(_half(offset))
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """The same numbers as in safetensors; here a block's second half lies in the high halves of its bytes."""
+    scale, values = _cut(blocks, 1, 16)
+    numbers = torch.tensor(FP4, device=blocks.device)[_nibbles(values).int()]
+    return torch.ldexp(numbers, scale.int() - 127)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    scale, places = _cut(blocks, 2, 16)
+    return _uneven(places).mul_(_half(scale))
+
+
+def _uneven(places: Tensor) -> Tensor:
+    """[blocks, 16] uint8 -> [blocks, 32] float32"""
+    return torch.tensor(_UNEVEN, dtype=torch.float32, device=places.device)[_nibbles(places).int()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of 256 of three values: -1, 0 and 1
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Five of them to a byte, the first the most significant digit of a fraction in base 3; four in the last bytes."""
+    many, few, last, scale = _cut(blocks, 32, 16, 4, 2)
+    digits = [_ternary(many, 5), _ternary(few, 5), _ternary(last, 4)]
+    return torch.cat(digits, 1).mul_(_half(scale))
+
+
+def _ternary(field: Tensor, count: int) -> Tensor:
+    """Digit by digit, of all bytes: [blocks, count * bytes] float32"""
+    powers = torch.tensor([3**digit for digit in range(count)], dtype=torch.uint8, device=field.device).view(1, -1, 1)
+    digits = (field.unsqueeze(1) * powers).int().mul_(3) >> 8  # what goes beyond a byte is done with
+    return digits.flatten(1).float().sub_(1)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    values, scale = _cut(blocks, 64, 2)
+    return _two_bits(values).float().sub_(1).mul_(_half(scale))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# K blocks of 256: sub-blocks of 16 or 32 with small integer scales of their own
+
+
+def _scaled(values: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """values [blocks, 256] times scales [blocks, sub-blocks], less offsets of the same shape."""
+    by_sub = values.float().view(*scales.shape, -1)
+    by_sub.mul_(scales.unsqueeze(-1))
+    if offsets is not None:
+        by_sub.sub_(offsets.unsqueeze(-1))
+    return by_sub.flatten(1)
+
+
+def _two_bits(field: Tensor) -> Tensor:
+    """64 bytes of four values each: 32 bytes cover 128 elements, lowest bits first. [blocks, 256]"""
+    return _shifted(field.reshape(-1, 32), [0, 2, 4, 6], 3).view(-1, 256)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, values, scale, offset = _cut(blocks, 16, 64, 2, 2)
+    return _scaled(_two_bits(values), (scales & 0x0F) * _half(scale), (scales >> 4) * _half(offset))
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    high, low, packed, scale = _cut(blocks, 32, 64, 12, 2)
+    # Sixteen 6-bit scales: the low four bits are nibbles of eight bytes, the high two are pairs of the last four.
+    scales = _nibbles(packed[:, :8]) | (_shifted(packed[:, 8:], [0, 2, 4, 6], 3).flatten(1) << 4)
+    has_bit = _shifted(high, list(range(8)), 1).flatten(1)  # bit i of byte j belongs to element 32 * i + j
+    values = _two_bits(low).to(torch.int8) - 4 + 4 * has_bit.to(torch.int8)
+    return _scaled(values, (scales.to(torch.int8) - 32) * _half(scale))
+
+
+def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and eight 6-bit offsets out of twelve bytes, as Q4_K and Q5_K share them."""
+    first, second, third = packed.split(4, dim=1)
+    scales = torch.cat((first & 63, (third & 0x0F) | ((first >> 6) << 4)), dim=1)
+    offsets = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=1)
+    return scales, offsets
+
+
+def _wide_nibbles(field: Tensor) -> Tensor:
+    """128 bytes: each 32 of them hold 64 elements, low halves first. [blocks, 256]"""
+    return _nibbles(field.reshape(-1, 32)).view(-1, 256)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scale, offset, packed, values = _cut(blocks, 2, 2, 12, 128)
+    scales, offsets = _k_scales(packed)
+    return _scaled(_wide_nibbles(values), scales * _half(scale), offsets * _half(offset))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scale, offset, packed, high, low = _cut(blocks, 2, 2, 12, 32, 128)
+    scales, offsets = _k_scales(packed)
+    fifth = _shifted(high, list(range(8)), 1).flatten(1)  # bit i of byte j belongs to element 32 * i + j
+    values = _wide_nibbles(low).bitwise_or_(fifth << 4)
+    return _scaled(values, scales * _half(scale), offsets * _half(offset))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high, scales, scale = _cut(blocks, 128, 64, 16, 2)
+    values = _nibbles(low.reshape(-1, 64)).view(-1, 256) | (_two_bits(high) << 4)
+    return _scaled(values.to(torch.int8) - 32, scales.view(torch.int8) * _half(scale))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    """Eight sub-blocks of 32 uneven values, each with six bits of scale: two of them in a field of their own."""
+    scale, high, low, places = _cut(blocks, 2, 2, 4, 128)
+    pairs = high.contiguous().view(torch.int16).int()  # [blocks, 1]
+    upper = (pairs >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)).bitwise_and_(3)
+    lower = torch.stack((low & 15, low >> 4), 2).flatten(1)
+    scales = (lower.int() | upper << 4).sub_(32)
+    return _scaled(_uneven(places.reshape(-1, 16)).view(-1, 256), scales * _half(scale))
+
+
+FORMATS: dict[str, BlockFormat] = {
+    "F32": BlockFormat(1, 4, _f32),
+    "F16": BlockFormat(1, 2, _f16),
+    "BF16": BlockFormat(1, 2, _bf16),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
+    "MXFP4": BlockFormat(32, 17, _mxfp4),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
+    "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
+    "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
+    "TQ1_0": BlockFormat(256, 54, _tq1_0),
+    "TQ2_0": BlockFormat(256, 66, _tq2_0),
+    **{
+        name: BlockFormat(dequant_grids.ELEMENTS, size, dequant_grids.grid_decoder(name))
+        for name, size in dequant_grids.SIZES.items()
+    },
+}

@@ -1,0 +1,68 @@
+"""Plain torch versions of the small ops: the CPU path, and the oracle every faster twin is tested against.
+
+`kernels.table` hands these to the layers. Each is written for few torch calls rather than for beauty of the formula,
+because on a CPU thirty layers of them are run for every token and each call costs microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels.activations import CURVES, Curve
+from quire.kernels.angles import Angles
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale the last dimension to unit root mean square, then by `weight`."""
+    if x.dtype != weight.dtype:  # a weight next to one is kept in float32; torch would do the same, with a warning
+        return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
+    """curve(gate) * up, where the last dimension holds gate and up side by side."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return CURVES[curve](gate).mul_(up)
+
+
+def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function` of these tensors, which takes each element by itself. Layers do through this what has no op."""
+    return function(*tensors)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate element i of each head against element i + head_dim / 2.
+
+    x is [tokens, heads, head_dim], queries and keys side by side; cos and sin are [tokens, 1, head_dim] with the first
+    half of sin negated, so that the partner of every element is found by one roll.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Put each token's key and value, [tokens, kv_heads, head_dim], at its slot of the paged cache, in place."""
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
+                       k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int) -> Tensor:  # fmt: skip
+    """What lies between the merged projection and attention: norm queries and keys (unless the weights are None), turn
+    them, put keys and values into the cache; returns the queries [tokens, heads, head_dim].
+
+    qkv is [tokens, (heads + 2 kv_heads) * head_dim], the norm weights are [head_dim]; `angles` must hold tables.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    qk, v = qkv.view(len(qkv), -1, head_dim).split_with_sizes((num_heads + kv_heads, kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        qk = functional.rms_norm(qk, (head_dim,), None, eps)
+        qk[:, :num_heads].mul_(q_weight)
+        qk[:, num_heads:].mul_(k_weight)
+    assert angles.cos is not None and angles.sin is not None
+    q, k = rope(qk, angles.cos, angles.sin).split_with_sizes((num_heads, kv_heads), dim=1)
+    write_kv(k, v, k_cache, v_cache, slots)
+    return q

@@ -1,0 +1,114 @@
+"""Work lists of attention that stay in one place, for mixed steps that are captured: sizes are the most there can be.
+
+A captured step launches its kernels with the same grid and the same addresses every time; what changes is what stands
+in these lists. `runtime.mixed_graphs` makes one for each graph and cache group, lets the first run size it, and fills
+it before each replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.attention import prefill, prefill_hopper
+from quire.kernels.triton.attention.paged import Prepared, TritonPlan, plan_singles
+from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, Partials, max_merges, share_out
+from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
+
+NOBODY = -1
+MAX_MIXED_TYPES = 256  # tokens of a step that reads the cache in another type than its own
+
+
+@dataclass(slots=True)
+class _Lists:
+    """What the kernels read, cut out of one tensor, and what it takes to write it."""
+
+    numbers: Tensor  # int32: tiles, or merges and items; then the singles' tokens, then their rows
+    num_fields: int  # of tiles, or of merges and items
+    num_merge_fields: int
+    tokens_per_tile: int
+    num_kv_heads: int
+    window: int | None
+    hopper: bool
+
+
+class CapturedWork:
+    def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
+        """The most tokens, rows of one token and rows of several that a step may have."""
+        self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups
+        self._lists: _Lists | None = None
+        self._prepared: Prepared | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer has attended by it. A model's last one goes by a plan of its own, and may be its group's only
+        one."""
+        return self._prepared is not None
+
+    def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+        """As `attention` prepares a plan, but once for all steps; nothing is listed yet."""
+        if self._prepared is None:
+            self._prepared = self._make(plan, q, k_cache, plain)
+        return self._prepared
+
+    def fill(self, counts: list[int], len_bounds: list[int]) -> None:
+        """List the next step's work: tokens of each row, and bounds of their lengths."""
+        lists = self._lists
+        assert lists is not None, "the first run sizes the lists"
+        singles = [row for row, count in enumerate(counts) if count == 1]
+        catch_ups = [row for row, count in enumerate(counts) if count > 1]
+        tiles = prefill.list_tiles(catch_ups, counts, len_bounds, lists.tokens_per_tile)
+        if lists.hopper:
+            assert self._prepared is not None
+            shares = share_out(tiles, lists.num_kv_heads, lists.window, self._prepared.num_programs)
+            parts = [(0, shares.merges), (lists.num_merge_fields, shares.items)]
+        else:
+            parts = [(0, np.array(tiles, np.int32).reshape(-1))]
+        numbers = np.zeros(len(lists.numbers), np.int32)
+        numbers[lists.num_fields :] = NOBODY
+        firsts = prefill.first_tokens(counts)
+        token_index, row_index = lists.num_fields, (lists.num_fields + len(numbers)) // 2
+        parts += [(token_index, np.array([firsts[row] for row in singles])), (row_index, np.array(singles))]
+        for begin, part in parts:
+            numbers[begin : begin + len(part)] = part
+        host = torch.from_numpy(numbers)
+        lists.numbers.copy_(host.pin_memory() if lists.numbers.is_cuda else host, non_blocking=True)
+
+    def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+        num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+        if k_cache.dtype != q.dtype and self._num_tokens > MAX_MIXED_TYPES:
+            raise NotImplementedError(
+                "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
+            )
+        work = Prepared()
+        hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
+        work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
+        per_tile = prefill.tile_tokens(work.prefill_tuning, q.shape[1], num_kv_heads)
+        work.num_tiles = -(-self._num_tokens // per_tile) + self._num_catch_ups
+        num_fields, num_merge_fields = work.num_tiles * prefill.TILE_FIELDS, 0
+        if hopper:
+            work.num_programs = num_multiprocessors(q.device.index)
+            num_merge_fields = max_merges(work.num_programs) * MERGE
+            work.num_merges = max_merges(work.num_programs)
+            work.partials = Partials.create(work.num_programs, q.device)
+            # One record more than there can be: a program without items looks at it.
+            num_items = max(work.num_tiles * num_kv_heads, work.num_programs) + 1
+            num_fields = num_merge_fields + work.num_programs + 1 + num_items * RECORD
+        num_fields = -(-num_fields // 4) * 4  # kernels are compiled for pointers that are multiples of 16 bytes
+        singles = -(-self._num_singles // 4) * 4
+        numbers = torch.zeros(num_fields + 2 * singles, dtype=torch.int32, device=q.device)
+        numbers[num_fields:] = NOBODY
+        if hopper:
+            work.merges, work.items = numbers[:num_merge_fields], numbers[num_merge_fields:num_fields]
+        else:
+            work.tiles = numbers[:num_fields]
+        if self._num_singles:
+            len_bound = plan.page_table.shape[1] * plan.page_tokens
+            plan_singles(work, self._num_singles, min(len_bound, plan.window or len_bound), q, k_cache)
+            work.token_index = numbers[num_fields : num_fields + self._num_singles]
+            work.row_index = numbers[num_fields + singles : num_fields + singles + self._num_singles]
+        self._lists = _Lists(numbers, num_fields, num_merge_fields, per_tile, num_kv_heads, plan.window, hopper)
+        return work

@@ -1,0 +1,230 @@
+"""Paged attention for a step that mixes rows of one token and rows that catch up: plan once, attend in every layer.
+
+The twin of `kernels.reference_attention`. A step of single tokens needs nothing from the host but its bounds, so it
+can be captured; a mixed step uploads one small table, without waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.attention import decode, prefill, prefill_hopper
+from quire.kernels.triton.attention import prefill_split as prefill_shares
+from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
+from quire.kernels.triton.linear import fp8
+from quire.kernels.upload import send
+
+MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What an FP8 cache's entries are multiplied with."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """The pages that rows catch up over, in the type of the queries; every layer of a step fills it anew."""
+
+    rows: Tensor  # [pages] int32: whose page it is a copy of
+    columns: Tensor  # [pages] int32: which of that row's pages
+    table: Tensor  # [rows that catch up, pages] int32
+    k: Tensor  # [pages, page_tokens, kv_heads, head_dim]
+    v: Tensor
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What follows from a plan once the shape of the heads is known: the same for all layers."""
+
+    decode_tuning: decode.DecodeTuning | None = None
+    workspace: decode.DecodeWorkspace | None = None
+    token_index: Tensor | None = None  # [singles] int32; None: all tokens of the step, in order
+    row_index: Tensor | None = None  # [singles]; None: rows in order
+    prefill_tuning: prefill.PrefillTuning | None = None
+    tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
+    num_tiles: int = 0
+    items: Tensor | None = None  # int32, see `prefill_shares.share_out`; None: `prefill` does it
+    num_programs: int = 0
+    merges: Tensor | None = None  # int32, of items that were cut
+    num_merges: int = 0
+    partials: prefill_shares.Partials | None = None
+    scratch: _Scratch | None = None
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    page_table: Tensor  # [rows, max_pages] int32
+    positions: Tensor  # [tokens] int64
+    counts: list[int]
+    len_bounds: list[int]
+    page_tokens: int
+    window: int | None
+    row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
+    early: bool = False  # see `decode_attention`
+    hopper: bool = True  # prompts may go to `prefill_hopper`, where that is for the card and the shape
+    work: Any = None  # the `CapturedWork` of a step that is captured
+    prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.TileWork`
+    latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
+
+
+def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
+                   window: int | None, dtype: torch.dtype, row_index: Tensor | None = None, early: bool = False,
+                   work: Any = None, hopper: bool = True) -> TritonPlan:  # fmt: skip
+    """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
+    permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
+    whenever its owner fills `work`, a `CapturedWork`. Without `hopper` prompts do without Hopper's own kernel."""
+    return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, hopper, work)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
+                    softcap: float | None = None, sinks: Tensor | None = None,
+                    scales: Scales | None = None) -> Tensor:  # fmt: skip
+    """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
+    if plan.prepared is None:
+        plain = softcap is None and sinks is None
+        listed = _prepare if plan.work is None else plan.work.prepare
+        plan.prepared = listed(plan, q, k_cache, plain)
+    work = plan.prepared
+    scales = scales or Scales()
+    num_tokens, num_heads, head_dim = q.shape
+    # A captured step may have tokens that nobody attends for; what they leave in the cache must be finite all the same.
+    out = (q.new_empty if plan.work is None else q.new_zeros)(num_tokens, num_heads * head_dim)
+    if work.items is not None:
+        pages, keys, values = plan.page_table, k_cache, v_cache
+        if (scratch := work.scratch) is not None:
+            pages, keys, values = scratch.table, scratch.k, scratch.v
+            fp8.dequantize_pages(
+                k_cache, v_cache, plan.page_table, scratch.rows, scratch.columns, keys, values, scales.k, scales.v
+            )
+        prefill_hopper.prefill_attention(
+            q, keys, values, pages, plan.positions, work.items, work.num_programs, scale, partials=work.partials,
+            window=plan.window, out=out,
+        )  # fmt: skip
+        if work.num_merges and work.partials is not None and work.merges is not None:
+            num_kv_heads = k_cache.shape[2]
+            prefill_shares.merge_shares(
+                work.partials, work.merges, work.num_merges, num_kv_heads, num_heads // num_kv_heads, out
+            )
+    elif work.tiles is not None and work.prefill_tuning is not None:
+        prefill.prefill_attention(
+            q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
+            work.prefill_tuning, softcap=softcap, window=plan.window, k_scale=scales.k, v_scale=scales.v, out=out,
+            sinks=sinks,
+        )  # fmt: skip
+    if work.decode_tuning is not None:
+        decode.decode_attention(
+            q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.decode_tuning, work.workspace,
+            softcap=softcap, window=plan.window, token_index=work.token_index, row_index=work.row_index,
+            k_scale=scales.k, v_scale=scales.v, out=out,
+            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early, sinks=sinks,
+        )  # fmt: skip
+    return out
+
+
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+    """`plain`: neither softcap nor sinks."""
+    counts, bounds = plan.counts, plan.len_bounds
+    num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
+    work = Prepared()
+    singles = [row for row, count in enumerate(counts) if count == 1]
+    catch_ups = [row for row, count in enumerate(counts) if count > 1]
+    if singles:
+        # The table's width, not the rows' lengths: a kernel is compiled for each number of splits, and this way it
+        # follows from the number of rows alone.
+        len_bound = plan.page_table.shape[1] * plan.page_tokens
+        if plan.window is not None:
+            len_bound = min(len_bound, plan.window)
+        plan_singles(work, len(singles), len_bound, q, k_cache)
+    if not catch_ups:
+        work.row_index = plan.row_index
+        return work
+    assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
+    fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
+    like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
+    hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
+    work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
+    per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
+    tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
+    fields = [field for tile in tiles for field in tile]
+    items = merges = np.zeros(0, np.int32)
+    owners: list[int] = []
+    columns: list[int] = []
+    if not hopper:
+        fresh = None
+    else:
+        if fresh is not None:
+            place = {row: index for index, row in enumerate(catch_ups)}
+            tiles = [[place[row], *rest] for row, *rest in tiles]
+            for row, begin, end in zip(catch_ups, fresh, fresh[1:], strict=False):
+                owners += [row] * (end - begin)
+                columns += range(end - begin)
+        work.num_programs = num_multiprocessors(q.device.index)
+        shares = prefill_shares.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
+        spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items looks at it
+        fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
+        work.num_merges = len(merges) // prefill_shares.MERGE
+        work.partials = prefill_shares.Partials.create(work.num_programs, q.device)
+    firsts = prefill.first_tokens(counts)
+    parts: list[Sequence[int] | np.ndarray] = [
+        fields,
+        items,
+        [firsts[row] for row in singles],
+        singles,
+        owners,
+        columns,
+        (fresh or [])[:-1],
+        merges,
+    ]
+    uploaded = upload_ints(parts, q.device)
+    work.num_tiles, work.tiles = len(tiles), uploaded[0]
+    if hopper:
+        work.items, work.merges = uploaded[1], uploaded[7]
+        if fresh is not None:
+            # Past a row's own pages stand those of the next: keys there are never seen. The width is rounded so that
+            # no other kernel has to be compiled for another stride.
+            width = -(-max(end - begin for begin, end in itertools.pairwise(fresh)) // 16) * 16
+            table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
+            work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
+    if singles:
+        work.token_index, work.row_index = uploaded[2:4]
+    return work
+
+
+def plan_singles(work: Prepared, num_singles: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
+    num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
+    work.decode_tuning = decode.tune(num_singles, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
+    work.workspace = decode.DecodeWorkspace.create(
+        num_singles, num_kv_heads, num_heads // num_kv_heads, head_dim, work.decode_tuning.num_splits, q.device
+    )
+
+
+def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
+    """Where each row's pages begin among copies in the type of the queries, and how many there are in all; None where
+    the cache can be read as it is, or where copies would take too much memory."""
+    if k_cache.dtype == q.dtype:
+        return None
+    page = k_cache.shape[1]
+    begins = list(itertools.accumulate((-(-bounds[row] // page) for row in catch_ups), initial=0))
+    return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
+
+
+def upload_ints(parts: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
+    """To the device as int32 in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels
+    are compiled anew for pointers that are aligned differently."""
+    begins = list(itertools.accumulate((-(-len(part) // 4) * 4 for part in parts), initial=0))
+    numbers = np.zeros(begins[-1], np.int32)
+    for begin, part in zip(begins, parts, strict=False):
+        numbers[begin : begin + len(part)] = part
+    sent = send(torch.from_numpy(numbers), device)
+    return [sent[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)]

@@ -1,0 +1,310 @@
+"""A few tokens through their experts, where reading the weights is all the work: what `experts` does for those.
+
+All of it is done on the plain units, and no token is sorted. A program of the first product takes some outputs of one
+expert, all columns at once, for every token that chose it, so no weight is read twice; a program of the second takes
+some outputs of one token, over all its experts, and adds them up. The second asks for its weights while the first is
+still at work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.expert_types import ExpertWeights, GatedActivation
+from quire.kernels.triton.activations import gelu_tanh
+from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
+
+MAX_TOKENS = 4  # tokens of one model share more experts than chance has them share: at eight tiles win
+MAX_PAIRS = 128  # of a token and an expert: every program of the first product looks through all
+MAX_WIDTH = 8192  # a program has whole rows of a weight in its registers,
+MAX_INNER = 16384  # or tiles of one on their way
+MAX_TILES = 24  # of the second product, in a program
+AHEAD = 12  # of these, asked for before the first product has ended; in two bytes an element, all registers can hold
+AHEAD_WIDE = 4  # the same for tiles of four times as many columns
+NO_LIMIT = 3.0e38
+
+
+@triton.jit
+def _weight_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.constexpr):
+    places = weight_ptr + outs[:, None] * in_features + columns[None, :]
+    if EVEN:
+        return tl.load(places)
+    return tl.load(places, mask=(outs < num_outs)[:, None] & (columns < in_features)[None, :], other=0.0)
+
+
+@triton.jit
+def _input_tile(x_ptr, columns, in_features):
+    """As one row of a tile, it lies in the threads that hold the weight's columns."""
+    columns = columns[None, :]
+    return tl.load(x_ptr + columns, mask=columns < in_features, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
+    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
+    return tl.sum(tl.reshape(weight.to(tl.float32) * x, [OUT, IN // 8, 8]), 2)
+
+
+@triton.jit
+def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit)
+    if GELU:
+        gate = gelu_tanh(gate)
+    else:
+        gate *= tl.sigmoid(alpha * gate)
+    return gate * (up + shift)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _few_gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr, ALONE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
+    that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
+    are all different."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)  # not earlier: who starts then may read what was there before this kernel
+    pair = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = outs < num_outs
+    columns = tl.arange(0, BLOCK_IN)
+    expert = tl.load(chosen_ptr + pair)
+    first = pair
+    if not ALONE:
+        index = tl.arange(0, PAIRS)
+        same = tl.load(chosen_ptr + index, mask=index < num_pairs, other=-1) == expert
+        first = tl.min(tl.where(same, index, PAIRS), 0)
+    if first == pair:
+        gate_ptr = weight_ptr + expert.to(tl.int64) * 2 * num_outs * in_features
+        up_ptr = gate_ptr + num_outs * in_features
+        gates = ()
+        ups = ()
+        for chunk in tl.static_range(CHUNKS):
+            here = chunk * BLOCK_IN + columns
+            gate_tile = _weight_tile(gate_ptr, outs, here, in_features, num_outs, EVEN)
+            up_tile = _weight_tile(up_ptr, outs, here, in_features, num_outs, EVEN)
+            gates = gates + (gate_tile,)  # type: ignore[assignment]  # noqa: RUF005
+            ups = ups + (up_tile,)  # type: ignore[assignment]  # noqa: RUF005
+        while pair < num_pairs:
+            row = x_ptr + pair // TOP_K * in_features
+            gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+            up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                x = _input_tile(row, chunk * BLOCK_IN + columns, in_features)
+                gate_sums += _products(gates[chunk], x, BLOCK_OUT, BLOCK_IN)
+                up_sums += _products(ups[chunk], x, BLOCK_OUT, BLOCK_IN)
+            gate = tl.sum(gate_sums, 1)
+            up = tl.sum(up_sums, 1)
+            if SCALED:
+                scale = scale_ptr + expert * 2 * num_outs + outs
+                gate *= tl.load(scale, mask=inside, other=0.0)
+                up *= tl.load(scale + num_outs, mask=inside, other=0.0)
+            if BIAS:
+                bias = bias_ptr + expert * 2 * num_outs + outs
+                gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+                up += tl.load(bias + num_outs, mask=inside, other=0.0).to(tl.float32)
+            out = gated(gate, up, alpha, shift, limit, LIMITED, GELU)
+            tl.store(out_ptr + pair * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+            if ALONE:
+                pair = num_pairs
+            else:
+                pair = tl.min(tl.where(same & (index > pair), index, num_pairs), 0)
+
+
+@triton.jit
+def _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+               BLOCK_IN: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Tiles are counted expert by expert."""
+    start = experts[TILE // CHUNKS] * num_outs * in_features
+    return _weight_tile(weight_ptr + start, outs, TILE % CHUNKS * BLOCK_IN + columns, in_features, num_outs, EVEN)
+
+
+@triton.jit
+def _few_down_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
+    TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_OUT outputs of a token: CHUNKS times BLOCK_IN columns of each of its experts, AHEAD tiles on their way."""
+    let_next_start(PDL)
+    token = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = outs < num_outs
+    columns = tl.arange(0, BLOCK_IN)
+    # The choice is older than the kernel before, which let this one start only when it had seen it: the weights are on
+    # their way before that kernel's results are there.
+    experts = ()
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(chosen_ptr + token * TOP_K + choice, cache_modifier=".cg")
+        experts = experts + (expert.to(tl.int64),)  # type: ignore[assignment]  # noqa: RUF005
+    tiles = ()
+    for tile in tl.static_range(AHEAD):
+        weight = _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, tile, CHUNKS, BLOCK_IN, EVEN)
+        tiles = tiles + (weight,)  # type: ignore[assignment]  # noqa: RUF005
+    wait_for_inputs(PDL)
+    acc = tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32)
+    bias = tl.zeros([BLOCK_OUT], tl.float32)
+    for tile in tl.static_range(TOP_K * CHUNKS):
+        if tile + AHEAD < TOP_K * CHUNKS:
+            weight = _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, tile + AHEAD, CHUNKS,
+                                BLOCK_IN, EVEN)  # fmt: skip
+            tiles = tiles + (weight,)  # type: ignore[assignment]  # noqa: RUF005
+        pair = token * TOP_K + tile // CHUNKS
+        share = tl.load(shares_ptr + pair)
+        x = _input_tile(x_ptr + pair * in_features, tile % CHUNKS * BLOCK_IN + columns, in_features)
+        place = experts[tile // CHUNKS] * num_outs + outs
+        if SCALED:
+            scale = share * tl.load(scale_ptr + place, mask=inside, other=0.0)
+            acc += _products(tiles[tile], x, BLOCK_OUT, BLOCK_IN) * scale[:, None]
+        else:
+            acc += _products(tiles[tile], x * share, BLOCK_OUT, BLOCK_IN)
+        if BIAS and tile % CHUNKS == 0:
+            bias += share * tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    out = tl.sum(acc, 1) + bias
+    if RESIDUAL:
+        out += tl.load(residual_ptr + token * num_outs + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * num_outs + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing and launching
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTuning:
+    block_out: int
+    block_in: int  # at most, columns of a tile
+    num_warps: int
+    ahead: int = 0  # tiles asked for before the kernel before has ended; the first product always asks for all
+
+
+@dataclass(frozen=True, slots=True)
+class FewTuning:
+    gate_up: ProductTuning
+    down: ProductTuning
+
+
+def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int = 2) -> FewTuning:
+    """By measurement on an H200: one token's for the experts of six models, from 2048 x 512, ten a token, to 4096 x
+    14336, two a token; a few tokens' for Qwen3-30B-A3B's of 2048 x 768, and as much in flight for others. In FP8 for
+    one token of Qwen3-30B-A3B and of gpt-oss-20b."""
+    if element_size == 1:
+        return FewTuning(ProductTuning(1, 1024, 1), _tune_fp8_down(inner, top_k))
+    if num_tokens == 1:
+        return FewTuning(_tune_one_up(width), _tune_one_down(inner, top_k, element_size))
+    down_columns = _down_columns(256, inner, top_k)
+    down_warps, ahead = min(16, down_columns // 256), 2 * AHEAD // element_size
+    columns = 2048 if width % 2048 == 0 else 1024
+    return FewTuning(ProductTuning(1, columns, 4), ProductTuning(4, down_columns, down_warps, ahead))
+
+
+def _tune_one_up(width: int) -> ProductTuning:
+    if width % 1024:  # two halves waste less time on what lies past the end than many parts
+        return ProductTuning(2, 2048, 4 if width <= 4096 else 8)
+    return ProductTuning(1, 1024, 2 if width <= 4096 else 4)
+
+
+def _tune_one_down(inner: int, top_k: int, element_size: int) -> ProductTuning:
+    if inner <= 512:  # tiles of whole rows would be too few to go on with while others are on their way
+        columns = _down_columns(256, inner, top_k)
+        return ProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
+    columns = _down_columns(1024, inner, top_k)
+    return ProductTuning(4, columns, min(16, columns // 256), 2 * AHEAD_WIDE // element_size)
+
+
+def _tune_fp8_down(inner: int, top_k: int) -> ProductTuning:
+    if inner <= 1024:
+        return ProductTuning(4, 1024, 2, 4)
+    columns = _down_columns(512, inner, top_k)
+    return ProductTuning(2, columns, min(16, columns // 256), 4)
+
+
+def _down_columns(least: int, inner: int, top_k: int) -> int:
+    """Of a tile, so that a program has no more of them than it can count."""
+    while top_k * triton.cdiv(inner, least) > MAX_TILES:
+        least *= 2
+    return least
+
+
+def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
+    """Whether this can do it, and is the quicker way. One token's experts are all different. Several may share one:
+    its second product is then multiplied once for each, which tiles do together; in FP8 tiles are the quicker way even
+    where none is shared, because turning numbers into wider ones costs more than reading them. For a model, the number
+    of tokens decides."""
+    num_experts, width, inner = experts.down.shape
+    num_tokens, top_k = chosen.shape
+    most = MAX_TOKENS if experts.down_scale is None else 1
+    few = num_tokens == 1 or (num_tokens <= most and 2 * chosen.numel() <= num_experts)
+    fits = chosen.numel() <= MAX_PAIRS and top_k <= MAX_TILES and width <= MAX_WIDTH and inner <= MAX_INNER
+    return few and fits and width % 8 == 0 and inner % 8 == 0 and x.is_contiguous()
+
+
+def activation_args(activation: GatedActivation | None) -> tuple[float, float, float]:
+    """`gated`'s alpha, shift and limit."""
+    if activation is None:
+        return 1.0, 0.0, NO_LIMIT
+    return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
+
+
+def activation_options(activation: GatedActivation | None) -> dict[str, bool]:
+    """What `gated` is compiled for."""
+    return {
+        "LIMITED": activation is not None and activation.limit is not None,
+        "GELU": activation is not None and activation.curve == "gelu_tanh",
+    }
+
+
+def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
+            tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
+    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
+    _, width, inner = experts.down.shape
+    tuning = tuning or tune(len(x), width, inner, chosen.shape[1], experts.down.element_size())
+    return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
+
+
+def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTuning) -> Tensor:
+    """The first product and what joins its halves: [pairs, inner]."""
+    _, width, inner = experts.down.shape
+    num_pairs = chosen.numel()
+    joined = x.new_empty(num_pairs, inner)
+    block_in, block_out = _tile_columns(width, tuning.block_in), tuning.block_out
+    _few_gate_up_kernel[(num_pairs, triton.cdiv(inner, block_out))](
+        x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, chosen, joined, width, inner, num_pairs,
+        *activation_args(experts.activation),
+        TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+        CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
+        SCALED=experts.gate_up_scale is not None, BIAS=experts.gate_up_bias is not None,
+        **activation_options(experts.activation), **launch_options(x.device, tuning.num_warps),
+    )  # fmt: skip
+    return joined
+
+
+def down(joined: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
+         tuning: ProductTuning) -> Tensor:  # fmt: skip
+    """The second product, of experts weighted and added up, for results that `gate_up` was just launched for."""
+    _, width, inner = experts.down.shape
+    num_tokens, top_k = chosen.shape
+    out = joined.new_empty(num_tokens, width)
+    block_in, block_out = _tile_columns(inner, tuning.block_in), tuning.block_out
+    chunks = triton.cdiv(inner, block_in)
+    _few_down_kernel[(num_tokens, triton.cdiv(width, block_out))](
+        joined, experts.down, experts.down_scale, experts.down_bias, chosen, weights, residual, out, inner, width,
+        TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, CHUNKS=chunks, AHEAD=min(tuning.ahead, top_k * chunks),
+        EVEN=inner % block_in == 0 and width % block_out == 0, SCALED=experts.down_scale is not None,
+        BIAS=experts.down_bias is not None, RESIDUAL=residual is not None,
+        **launch_options(joined.device, tuning.num_warps),
+    )  # fmt: skip
+    return out
+
+
+def _tile_columns(num_columns: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(num_columns)))

@@ -1,0 +1,179 @@
+"""Latent attention with many heads on Hopper: the row of the ops table that launches `latent_hopper`, shares out long
+rows and puts their shares together.
+
+What that kernel does not do (see `supports`) goes to `latent`, so this row can stand in the table in its place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.triton.attention.paged import TritonPlan
+from quire.kernels.triton.attention.prefill import TILE_FIELDS
+from quire.kernels.triton.latent import latent
+from quire.kernels.triton.latent.hopper import _latent_hopper_kernel
+from quire.kernels.triton.latent.work_list import MIN_SPAN, LatentWork, gains, prepare
+from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
+
+RANK, ROPE = 512, 64
+HEADS = 64  # of a program
+BLOCK = 64  # entries at a time
+MAX_SPLITS = 64
+# What programs and shares cost on an H200, in us: a row of 8192 entries, a program's start and end, putting shares
+# together, and of that each share's part.
+ROW, START, MERGE, SHARE = 230.0, 10.0, 4.0, 0.064
+MERGE_LANES = 2
+MERGE_SHARES = 4  # asked for at once, in registers: through shared memory fewer programs would fit
+MANY_MERGES = 6  # programs for each multiprocessor
+
+
+@triton.jit
+def _with(found, one):
+    return found + (one,)  # noqa: RUF005, a kernel knows no stars
+
+
+@triton.jit(do_not_specialize=["num_splits", "token_stride"],
+            do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"])  # fmt: skip
+def _merge_latents_kernel(
+    partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, token_stride, out_stride, out_head_stride,
+    num_splits, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, LANES: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
+    let_next_start(PDL)
+    head_block = tl.program_id(0)
+    tile = tl.program_id(2).to(tl.int64)
+    token = tile
+    if token_stride > 0:
+        token = tl.load(tokens_ptr + tile * token_stride).to(tl.int64)
+    # Older than the kernel before, which let this one start only when that was there.
+    num_blocks = tl.maximum(tl.cdiv(tl.load(positions_ptr + token).to(tl.int32) + 1, BLOCK), 1)
+    share = tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
+    num_shares = tl.cdiv(num_blocks, share)
+    wait_for_inputs(PDL)
+    if num_shares > 1:
+        lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
+        columns = tl.arange(0, RANK)
+        cell = (tile * tl.num_programs(0) + head_block) * num_splits * HEADS + lanes
+        best = tl.full([LANES], float("-inf"), tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        acc = tl.zeros([LANES, RANK], tl.float32)
+        for split in range(0, num_shares, SHARES):
+            parts, bests, totals = (), (), ()
+            for i in tl.static_range(SHARES):
+                there = lanes < tl.where(split + i < num_shares, HEADS, 0)
+                place = cell + i * HEADS
+                part = tl.load(partial_ptr + place[:, None] * RANK + columns[None, :], mask=there[:, None], other=0.0)
+                parts = _with(parts, part)
+                bests = _with(bests, tl.load(best_ptr + place, mask=there, other=float("-inf")))
+                totals = _with(totals, tl.load(total_ptr + place, mask=there, other=0.0))
+            new_best = best
+            for i in tl.static_range(SHARES):
+                new_best = tl.maximum(new_best, bests[i])  # finite: every share has entries the token sees
+            fade = tl.exp2(best - new_best)
+            total *= fade
+            acc *= fade[:, None]
+            for i in tl.static_range(SHARES):
+                factor = tl.exp2(bests[i] - new_best)
+                total += totals[i] * factor
+                acc += parts[i] * factor[:, None]
+            best = new_best
+            cell += SHARES * HEADS
+        heads = head_block * HEADS + lanes
+        target = out_ptr + token * out_stride + heads[:, None].to(tl.int64) * out_head_stride + columns[None, :]
+        tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(heads < NUM_HEADS)[:, None])
+
+
+def supports(q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
+    """Whether the kernel can do it, and is the quicker one; `latent` does the rest."""
+    num_heads, _, rank = q_latent.shape
+    return (
+        gains(num_heads, rank, q_rope.shape[2], cache.shape[1], q_latent.dtype, cache.dtype)
+        and q_latent.stride(2) == 1
+        and q_rope.is_contiguous()
+        and cache.is_contiguous()
+        and cache.numel() // (RANK + ROPE) < 2**31
+    )
+
+
+def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
+    """Like `reference_latent.latent_attention`."""
+    if not supports(q_latent, q_rope, cache):
+        return latent.latent_attention(q_latent, q_rope, cache, plan, scale)
+    num_heads = q_latent.shape[0]
+    if plan.latent is None:
+        num_processors = num_multiprocessors(q_latent.device.index)
+        plan.latent = prepare(plan, num_heads, HEADS, RANK, q_latent.device,
+                              lambda programs, len_bound: num_splits(programs, len_bound, num_processors))  # fmt: skip
+    work: LatentWork = plan.latent
+    out = torch.empty_like(q_latent)
+    if work.tiles is not None:  # a tile is one token: its row stands first, then itself
+        _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_tiles, 1, (work.tiles[1:], TILE_FIELDS),
+                (work.tiles, TILE_FIELDS))  # fmt: skip
+    if work.num_singles:
+        _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_singles, work.num_splits,
+                _as_list(work.token_index, plan), _as_list(work.row_index, plan))  # fmt: skip
+    if work.num_singles and work.num_splits > 1:
+        _merge(out, plan, work)
+    return out
+
+
+def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
+    """Programs that start while the kernel before is at work crowd onto the few multiprocessors that it leaves free: of
+    a few most would be there, so these wait until it has ended. Of many the rest finds room elsewhere."""
+    num_heads = out.shape[0]
+    grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_singles)
+    many = math.prod(grid) >= MANY_MERGES * num_multiprocessors(out.device.index)
+    _merge_latents_kernel[grid](
+        work.partial, work.best, work.total, out, plan.positions, *_as_list(work.token_index, plan), out.stride(1),
+        out.stride(0), work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK,
+        MIN_BLOCKS=MIN_SPAN // BLOCK, LANES=MERGE_LANES, SHARES=MERGE_SHARES,
+        **launch_options(out.device, num_warps=4, early=many),
+    )  # fmt: skip
+
+
+def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
+    """Programs run one to a multiprocessor. Where whole rows leave some idle: as many shares as take the least time by
+    the costs above, in rounds of one program each."""
+    if num_programs >= num_processors:
+        return 1
+
+    def microseconds(splits: int) -> float:
+        rounds = -(-num_programs * splits // num_processors)
+        return rounds * (ROW / splits + START) + (splits > 1) * (MERGE + num_programs * splits * SHARE)
+
+    return min(range(1, min(MAX_SPLITS, max(1, len_bound // MIN_SPAN)) + 1), key=microseconds)
+
+
+def _as_list(index: Tensor | None, plan: TritonPlan) -> tuple[Tensor, int]:
+    """Numbers as int32 and how far apart they stand, whatever type they have: one compiled kernel reads them all. 0: no
+    list, and any memory of that type does."""
+    if index is None:
+        return plan.page_table, 0
+    if index.dtype == torch.int64:
+        return index.view(torch.int32), 2  # their lower halves
+    return index, 1
+
+
+def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, out: Tensor,
+            work: LatentWork, num_tokens: int, splits: int, tokens: tuple[Tensor, int],
+            rows: tuple[Tensor, int]) -> None:  # fmt: skip
+    num_heads = q_latent.shape[0]
+    num_pages, page = cache.shape[:2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    desc = TensorDescriptor(cache, [num_pages * page, RANK + ROPE], [RANK + ROPE, 1], [min(page, 64), 64], layout)
+    if work.partial is None:  # nobody reads or writes these, but their type is compiled for
+        work.partial = work.best = work.total = torch.empty(4, dtype=torch.float32, device=cache.device)
+    _latent_hopper_kernel[(triton.cdiv(num_heads, HEADS), splits, num_tokens)](
+        q_latent, q_rope, desc, out, work.partial, work.best, work.total, plan.page_table, plan.positions,
+        tokens[0], rows[0], q_latent.stride(1), q_latent.stride(0), out.stride(1), out.stride(0),
+        plan.page_table.stride(0), tokens[1], rows[1], scale * 1.4426950408889634,
+        NUM_HEADS=num_heads, PAGE=page, MIN_BLOCKS=MIN_SPAN // BLOCK, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""What all layers of a step share in latent attention: which tokens, in which shares, and where these are left.
+
+`latent` and `latent_many` prepare it when a step's first layer attends; it is kept on the plan. Nothing here depends
+on how long rows are at the moment, so a captured step stays right when they grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.attention.paged import TritonPlan, upload_ints
+from quire.kernels.triton.attention.prefill import first_tokens, list_tiles
+
+# `latent_hopper` computes for 64 heads even if there are fewer. With 32 it reads 3.3 TB/s where `latent` reads 2.3
+# to 2.6, and catches up as quickly; with 16 `latent` reads 3.65 and fills its lanes with tokens when it catches up.
+MANY_HEADS = 32
+MAX_LANES = 64  # heads times tokens of a program
+MIN_SPAN = 128  # entries that are not worth splitting further
+
+
+@dataclass(slots=True)
+class LatentWork:
+    num_singles: int = 0
+    num_splits: int = 1
+    token_index: Tensor | None = None
+    row_index: Tensor | None = None
+    num_tiles: int = 0
+    tiles: Tensor | None = None
+    partial: Tensor | None = None  # [singles * head blocks, splits, heads, rank] float32
+    best: Tensor | None = None  # [singles * head blocks, splits, heads] float32
+    total: Tensor | None = None
+    counters: Tensor | None = None
+
+
+def prepare(plan: TritonPlan, num_heads: int, heads: int, rank: int, device: torch.device,
+            choose_splits: Callable[[int, int], int]) -> LatentWork:  # fmt: skip
+    """For programs of `heads` heads. `choose_splits`: of how many programs there are, and the most entries of a row."""
+    if plan.work is not None:
+        raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
+    work = LatentWork()
+    counts = plan.counts
+    singles = [row for row, count in enumerate(counts) if count == 1]
+    catch_ups = [row for row, count in enumerate(counts) if count > 1]
+    head_blocks = -(-num_heads // heads)
+    if singles:
+        work.num_singles = len(singles)
+        # The table's width, not the rows' lengths: those grow from replay to replay of a captured step.
+        work.num_splits = choose_splits(len(singles) * head_blocks, plan.page_table.shape[1] * plan.page_tokens)
+        if work.num_splits > 1:
+            shape = (len(singles) * head_blocks, work.num_splits, heads)
+            work.partial = torch.empty(*shape, rank, dtype=torch.float32, device=device)
+            work.best, work.total = torch.empty(2, *shape, dtype=torch.float32, device=device)
+            work.counters = torch.zeros(shape[0], dtype=torch.int32, device=device)
+    if not catch_ups:
+        work.row_index = plan.row_index
+        return work
+    tiles = list_tiles(catch_ups, counts, plan.len_bounds, MAX_LANES // heads)
+    firsts = first_tokens(counts)
+    parts = [[field for tile in tiles for field in tile], [firsts[row] for row in singles], singles]
+    work.tiles, token_index, row_index = upload_ints(parts, device)
+    work.num_tiles = len(tiles)
+    if singles:
+        work.token_index, work.row_index = token_index, row_index
+    return work
+
+
+def gains(num_heads: int, rank: int, rope_dim: int, page: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Whether such a model is one for `latent_hopper`."""
+    return (
+        num_heads >= MANY_HEADS
+        and (rank, rope_dim) == (512, 64)
+        and page >= 8
+        and page & page - 1 == 0
+        and dtype == cache_dtype
+        and dtype in (torch.bfloat16, torch.float16)
+    )

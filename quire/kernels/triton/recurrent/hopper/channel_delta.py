@@ -1,0 +1,60 @@
+"""Kimi Delta Attention on Hopper: the row of the ops table whose catch-ups go through `channel_ready`, which makes all
+chunks of all rows ready at once, and `channel_hopper`, which walks over them. What these do not do (see `supports`)
+goes to `recurrent_channel`, and rows of one token in any case."""
+
+from __future__ import annotations
+
+from torch import Tensor, float32, int32
+
+from quire.kernels.recurrent_types import DeltaWeights, RecurrentShape
+from quire.kernels.triton.launch import num_multiprocessors
+from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+from quire.kernels.triton.recurrent.hopper.channel_chunks import _channel_ready_kernel
+from quire.kernels.triton.recurrent.hopper.channel_kernel import _channel_hopper_kernel
+from quire.kernels.triton.recurrent.hopper.gated_delta import (
+    boxes,
+    halves_to_a_program,
+    lies_for_copies,
+    lines,
+    strip,
+)
+from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
+from quire.kernels.triton.recurrent.scan import fits_channel_walk
+
+READY_REGISTERS = 168  # of a thread: three programs of the ready kernel fit on a multiprocessor
+
+
+def supports(x: Tensor, forget: Tensor, gate: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
+    """Whether the kernels can do it; `recurrent_channel` does the rest."""
+    inputs = (x, forget, gate)
+    copied = all(lies_for_copies(each, state) and each.dtype == x.dtype for each in inputs)
+    return fits_channel_walk(shape, x.dtype) and copied
+
+
+def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
+                      state: Tensor, plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    """Like `reference_recurrent.channel_delta_net`."""
+    walk = scan if supports(x, forget, gate, shape, state) else recurrent_channel.scan
+    return recurrent_channel.run_channel_delta(x, forget, gate, weights, shape, state, plan, walk)
+
+
+def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+         slots: Tensor, positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+    """Like `recurrent_channel.scan`."""
+    num_tiles, heads = len(tiles), shape.num_heads
+    keys = x.new_empty(num_tiles, 2 * heads, 64, 128)  # queries, then keys: see `channel_ready`
+    values, w = x.new_empty(num_tiles, heads, 64, 128), x.new_empty(num_tiles, heads, 64, 128)
+    t, scores = x.new_empty(num_tiles, heads, 64, 64), x.new_empty(num_tiles, heads, 64, 64)
+    fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # and, behind, sums of the walk's for its norm
+    _channel_ready_kernel[(heads, num_tiles)](
+        x, strip(x, 64), strip(x, 4), strip(forget, 64), weights.conv, weights.a_log, weights.dt_bias, state,
+        keys.view(int32), w.view(int32), values, fades, boxes(t), boxes(scores), slots, positions, tiles,
+        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, TAPS=shape.conv_len,
+        BETA_TOP=shape.beta_top, num_warps=4, maxnreg=READY_REGISTERS,
+    )  # fmt: skip
+    halves = halves_to_a_program(heads * len(rows), num_multiprocessors(x.device.index))
+    _channel_hopper_kernel[(heads * 2 // halves, len(rows))](
+        x, boxes(keys), boxes(w), boxes(values), boxes(t), boxes(scores), lines(fades), boxes(gate), fades,
+        weights.norm, state, out, slots, positions, rows, x.stride(0), state.stride(0), weights.eps, HALVES=halves,
+        HEADS=heads, TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

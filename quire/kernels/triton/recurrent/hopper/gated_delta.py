@@ -1,0 +1,122 @@
+"""The gated delta net on Hopper: the row of the ops table whose catch-ups go through `recurrent_ready`, which makes all
+chunks of all rows ready at once, and `recurrent_hopper`, which walks over them.
+
+What those kernels do not do (see `supports`) goes to `recurrent`, so this row can stand in the table in its place; rows
+of one token are the same kernel's in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, float32
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.recurrent_types import DeltaWeights, RecurrentShape
+from quire.kernels.triton.launch import num_multiprocessors
+from quire.kernels.triton.recurrent import recurrent
+from quire.kernels.triton.recurrent.hopper.chunks import _ready_kernel
+from quire.kernels.triton.recurrent.hopper.delta_kernel import _walk_hopper_kernel
+from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
+from quire.kernels.triton.recurrent.scan import fits_walk
+
+BOX = [64, 64]  # what the copy engine takes at a time: a chunk's tokens, as many columns as its swizzle allows
+READY_REGISTERS = 128  # of a thread: four programs of the ready kernel fit on a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyChunks:
+    """All that the walk needs of a catch-up's chunks."""
+
+    keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normed
+    values: Tensor  # [chunks, heads, 64, 128]
+    # [chunks, heads, 4, 64] float32: what a token sees of the state before the chunk, what is left of it behind it, and
+    # where the walk's programs tell each other the sums for its norm.
+    gates: Tensor
+    t: Tensor  # [chunks, heads, 64, 64]: its columns times beta
+    scores: Tensor  # [chunks, heads, 64, 64]
+
+
+def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
+    """Whether the kernels can do it; `recurrent` does the rest."""
+    return fits_walk(shape, x.dtype) and lies_for_copies(x, state)
+
+
+def lies_for_copies(x: Tensor, state: Tensor) -> bool:
+    """The copy engine reads x where it lies: by 16 bytes."""
+    rows = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return rows and state.stride(1) == 1
+
+
+def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
+                    plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+    """Like `reference_recurrent.gated_delta_net`."""
+    if not supports(x, shape, state):
+        return recurrent.gated_delta_net(x, weights, shape, state, plan)
+    return recurrent.run_delta_net(x, weights, shape, state, plan, scan)
+
+
+def scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
+         rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+    """Like `recurrent_scan.delta_scan`, norm and gate included."""
+    chunks = ready_chunks(x, weights, shape, state, slots, positions, tiles)
+    walk(x, weights, shape, state, slots, positions, rows, chunks, out)
+
+
+def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
+                 positions: Tensor, tiles: Tensor) -> ReadyChunks:  # fmt: skip
+    """Of all rows of the step that catch up. Tokens behind a row's end have nothing in them."""
+    num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
+    chunks = ReadyChunks(
+        x.new_empty(num_tiles, 2 * groups, 64, 128),
+        x.new_empty(num_tiles, heads, 64, 128),
+        x.new_empty(num_tiles, heads, 4, 64, dtype=float32),
+        x.new_empty(num_tiles, heads, 64, 64),
+        x.new_empty(num_tiles, heads, 64, 64),
+    )
+    sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
+    _ready_kernel[(heads // sharing, num_tiles)](
+        x, strip(x, 64), strip(x, 4), weights.conv, weights.a_log, weights.dt_bias, state, chunks.keys,
+        chunks.values, chunks.gates, boxes(chunks.t), boxes(chunks.scores), slots, positions, tiles,
+        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, GROUPS=groups, SHARING=sharing,
+        TAPS=shape.conv_len, num_warps=4, maxnreg=READY_REGISTERS,
+    )  # fmt: skip
+    return chunks
+
+
+def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
+         rows: Tensor, chunks: ReadyChunks, out: Tensor) -> None:  # fmt: skip
+    """`chunks` are of the rows of `rows`, in their order, and can be walked over once."""
+    halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
+    _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
+        x, boxes(x), boxes(chunks.keys), boxes(chunks.values), boxes(chunks.t), boxes(chunks.scores),
+        lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
+        state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups,
+        TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def halves_to_a_program(num_heads: int, num_processors: int) -> int:
+    """Of `num_heads` of all rows together. A head's walk is a chain of products, and shorter for half a head. But two
+    programs read twice what halves share, and where a multiprocessor has to do both, they take longer than one."""
+    return 1 if 2 * num_heads <= num_processors else 2
+
+
+def boxes(part: Tensor) -> TensorDescriptor:
+    """How the copy engine sees it: rows below each other, whatever they are."""
+    width, stride = part.shape[-1], part.stride(-2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(part, [part.numel() // width, width], [stride, 1], BOX, layout)
+
+
+def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
+    """Tokens of so many channels, as they lie."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, channels], layout)
+
+
+def lines(gates: Tensor) -> TensorDescriptor:
+    """The first two of a head's lines for a chunk at a time."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

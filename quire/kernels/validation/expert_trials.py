@@ -1,0 +1,151 @@
+"""Tries a mixture's router and experts on its own shape; see `trial`.
+
+Few tokens go through few of the experts, among them the last: what the reference has to multiply is little, and all
+experts of a layer lie in memory as they will in the model, but only the chosen ones are filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing, quantize_matrix
+from quire.kernels.table import REFERENCE, Ops
+from quire.kernels.validation.trials import (
+    FEW_TOKENS,
+    FP8_TOLERANCE,
+    TOLERANCE,
+    Row,
+    compare,
+    finish_writes,
+    normal,
+    reference_for,
+    reference_route,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTrialShape:
+    """What decides which kernels a mixture gets compiled."""
+
+    routing: Routing
+    stream_width: int  # what the router sees
+    width: int  # what an expert sees
+    inner_width: int
+    activation: GatedActivation
+    dtype: torch.dtype
+    norm_dtype: torch.dtype | None = None  # of the weight of the norm that the router takes along; None: it takes none
+    router_bias: bool = False
+    choice_bias: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    residual: bool = True  # the experts' sum is added to something
+    expert_scale: bool = False  # each expert's share is scaled
+    scaled: bool = False  # experts are kept in FP8
+
+
+def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
+    route = reference_for(norm_route=reference_route, captured=True)
+    return [
+        Row("router", lambda ops: try_router(ops, shape, device), route),
+        Row("FP8 experts" if shape.scaled else "experts", lambda ops: try_experts(ops, shape, device),
+            None if shape.scaled else reference_for("run_experts")),
+    ]  # fmt: skip
+
+
+def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
+    """Logits may be worked out of the stream in float32, or of what the norm was rounded to, in either type: near ties
+    fall one way or the other. Raises."""
+    routing, width, dtype = shape.routing, shape.stream_width, shape.dtype
+    router = normal(device, dtype, routing.num_logits, width) * width**-0.5
+    stream = normal(device, dtype, FEW_TOKENS, width)
+    norm = None if shape.norm_dtype is None else normal(device, shape.norm_dtype, width).abs_()
+    router_bias = normal(device, dtype, routing.num_experts) if shape.router_bias else None
+    choice_bias = normal(device, torch.float32, routing.num_experts) * 0.1 if shape.choice_bias else None
+    expert_scale = normal(device, torch.float32, routing.num_experts) if shape.expert_scale else None
+    finish_writes(device)
+    weights: list[Any] = [router, router_bias, choice_bias, routing, expert_scale]
+    x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
+    if x.is_meta:  # a rehearsal, see `compare`
+        return
+    num_there = routing.num_experts + routing.num_shared
+    if not bool(((chosen >= 0) & (chosen < num_there)).all()):
+        raise ArithmeticError("it sends tokens to experts that are not there")
+    got = _by_expert(chosen, shares, num_there)
+    exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
+    true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
+    compare(x, true_x, dtype)
+    right = torch.zeros(FEW_TOKENS, dtype=torch.bool, device=device)
+    of_rounded = (REFERENCE.norm_route(x.to(each[0].dtype), None, 0.0, *each)[1:] for each in (exact, weights))
+    for choice in (best, *of_rounded):
+        true = _by_expert(choice[0], choice[1], num_there)
+        right |= (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
+    if 4 * int(right.sum()) < 3 * FEW_TOKENS:
+        raise ArithmeticError(f"it sends {int((~right).sum())} of {FEW_TOKENS} tokens elsewhere")
+
+
+def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """[tokens, experts]"""
+    shares = torch.zeros(len(chosen), num_experts, device=chosen.device)
+    return shares.scatter_(1, chosen.long(), weights.float())
+
+
+def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
+    """More tokens than have kernels of their own, two that share an expert, and one alone. Raises."""
+    routing, dtype = shape.routing, shape.dtype
+    filled, shared = _spread(routing), list(range(routing.num_experts, routing.num_experts + routing.num_shared))
+    experts = _make_experts(shape, filled + shared, device)
+    there, always = (torch.tensor(which, dtype=torch.int64, device=device) for which in (filled, shared))
+    for num_tokens in (FEW_TOKENS, 2, 1):
+        preference = torch.rand(num_tokens, len(there), device=device)
+        preference[:2, -1] = -1.0  # both go to the last expert
+        chosen = there[preference.argsort(1)[:, : routing.top_k]]
+        chosen = torch.cat((chosen, always.expand(num_tokens, -1)), 1).int()
+        weights = torch.rand(num_tokens, routing.num_sent, device=device)
+        weights[:2, 0] = 2.0  # so that it would be missed
+        x = normal(device, dtype, num_tokens, shape.width)
+        residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None
+        stream = None if residual is None else residual.clone()  # its memory may be taken
+        finish_writes(device)
+        got = ops.run_experts(x, experts, chosen, weights, residual)
+        limit = FP8_TOLERANCE if shape.scaled else None  # what many tokens bring is rounded, too
+        compare(got, partial(REFERENCE.run_experts, x, experts, chosen, weights, stream), dtype, limit)
+
+
+def _spread(routing: Routing) -> list[int]:
+    """Twice as many experts as a token is sent to, from the first to the last."""
+    count = min(2 * routing.top_k, routing.num_experts)
+    return [number * (routing.num_experts - 1) // max(count - 1, 1) for number in range(count)]
+
+
+def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.device) -> ExpertWeights:
+    num = shape.routing.num_experts + shape.routing.num_shared
+    inner, width, dtype = shape.inner_width, shape.width, shape.dtype
+
+    def make(*size: int, scale: float = 1.0) -> Tensor:
+        """[experts, ...]"""
+        made = torch.empty(num, *size, dtype=dtype, device=device)
+        for expert in filled:
+            made[expert].normal_(0.0, scale)
+        return made
+
+    def scale(plain: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not shape.scaled:
+            return plain, None
+        scaled = torch.empty(plain.shape, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(plain.shape[:2], dtype=torch.float32, device=device)
+        for expert in filled:  # rows so different that one can't have another's scale
+            sizes = torch.randint(-1, 2, (plain.shape[1], 1), device=device)
+            scaled[expert], scales[expert] = quantize_matrix(plain[expert] * 2.0**sizes)
+        return scaled, scales
+
+    gate_up, gate_up_scale = scale(make(2 * inner, width, scale=width**-0.5))
+    down, down_scale = scale(make(width, inner, scale=inner**-0.5))
+    return ExpertWeights(
+        gate_up, down, make(2 * inner) if shape.gate_up_bias else None, make(width) if shape.down_bias else None,
+        shape.activation, gate_up_scale, down_scale,
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Puts Hopper's product for gate and up (`triton/gated_hopper.py`) into the ops table, if it is right here and quicker
+than cuBLAS with the gate's kernel behind it.
+
+The loader calls `settle_gated` for models that have such products. Which of the two is quicker depends on the card, its
+power limit and cuBLAS, so both are timed, once, in turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels.activations import Curve
+from quire.kernels.libraries.choose import Timer, device_seconds
+from quire.kernels.table import FirstOf, Ops
+from quire.kernels.validation.hopper_trial import runs_on_hopper, settle_row
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import compare, finish_writes
+
+NAME = "product of gate and up for Hopper"
+NUM_ROWS = (1025, 1100, 1279)  # that are tried: the last tiles are not full
+TIMED_ROWS = 8192  # a step of prompts
+TURNS = 2
+WARM_SECONDS = 0.2  # a card that has rested is quicker for a while, and whoever comes first would win
+MARGIN = 0.99  # of the plain path's time: less than this is a gain. 0: never taken
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTrialShape:
+    """What decides whether the kernel serves a model, and how it is compiled."""
+
+    in_features: int
+    num_outputs: int  # gates and ups
+    dtype: torch.dtype
+    curve: Curve = "silu"
+
+
+def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool,
+                 findings: Findings | None = None) -> Ops:  # fmt: skip
+    """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton.linear.gated_hopper import fits
+
+    if not fits(shape.num_outputs, shape.in_features, shape.dtype, shape.curve):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton.linear.gated_hopper import GatedLinear
+
+        gated = GatedLinear((shape.num_outputs, shape.in_features), shape.curve, ops.rms_norm, ops.gate_mul)
+        return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstOf(gated, ops.fused_linear))
+
+    findings = findings or Findings()
+    faster = settle_row(
+        ops, NAME, exchange, lambda faster: try_gated(faster, shape, device), strict=strict, findings=findings
+    )
+    if faster is ops:
+        return ops
+    return faster if findings.decide(NAME, lambda: is_quicker(faster, shape, device)) else ops
+
+
+def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
+    """Against the plain path, with a norm. Raises."""
+    weight = _weight(shape, device)
+    norm = torch.randn(shape.in_features, dtype=shape.dtype, device=device)
+    for num_rows in NUM_ROWS:
+        x = torch.randn(num_rows, shape.in_features, dtype=shape.dtype, device=device)
+        finish_writes(device)
+        normed = ops.rms_norm(x, norm, 1e-6)
+        compare(_run(ops, x, weight, shape.curve, norm), partial(_plain, ops, normed, weight, shape.curve), shape.dtype)
+
+
+def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device,
+               timer: Timer = device_seconds) -> bool | None:  # fmt: skip
+    """Than the plain path, for a step of prompts, on a card that is warm; None: there was no memory to find out."""
+    if device.type == "meta":  # a rehearsal: perhaps it will be
+        return True
+    try:
+        ours, plain = _race(ops, shape, device, timer)
+    except torch.OutOfMemoryError:
+        return None  # whoever needs the memory next will say so
+    finally:  # whoever asks next how much memory is free counts what torch keeps as used
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return ours < MARGIN * plain
+
+
+def _race(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer) -> tuple[float, float]:
+    """Seconds of the kernel and of the plain path: the best of a few turns."""
+    weight = _weight(shape, device)
+    x = torch.randn(TIMED_ROWS, shape.in_features, dtype=shape.dtype, device=device)
+
+    run_plain = partial(_plain, ops, x, weight, shape.curve)
+    ours = plain = float("inf")
+    _warm(run_plain, device)
+    for _ in range(TURNS):
+        ours = min(ours, timer(lambda: _run(ops, x, weight, shape.curve)))
+        plain = min(plain, timer(run_plain))
+    return ours, plain
+
+
+def _plain(ops: Ops, x: Tensor, weight: Tensor, curve: Curve) -> Tensor:
+    return ops.gate_mul(functional.linear(x, weight), curve)
+
+
+def _run(ops: Ops, x: Tensor, weight: Tensor, curve: Curve, norm: Tensor | None = None) -> Tensor:
+    if ops.fused_linear is None or not ops.fused_linear.wins(len(x), weight, curve):
+        raise RuntimeError("it is not used for what it was made for")
+    return ops.fused_linear.run(x, weight, None, norm, 1e-6, curve, None)
+
+
+def _weight(shape: GatedTrialShape, device: torch.device) -> Tensor:
+    weight = torch.randn(shape.num_outputs, shape.in_features, dtype=shape.dtype, device=device)
+    return weight.mul_(shape.in_features**-0.5)
+
+
+def _warm(launch: Callable[[], object], device: torch.device) -> None:
+    end = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < end:
+        for _ in range(10):
+            launch()
+        finish_writes(device)

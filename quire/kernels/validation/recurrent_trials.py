@@ -1,0 +1,240 @@
+"""Tries recurrent layers on their own shape, and gives delta nets and Mamba2 Hopper's walks over chunks
+(`triton/recurrent_walk.py`, `channel_walk.py`, `mamba_walk.py`), if they are right here; see `trial` and
+`trial_hopper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
+from quire.kernels.table import REFERENCE, Ops
+from quire.kernels.validation.hopper_trial import runs_on_hopper, settle_row
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import NUM_TOKENS, Row, compare, finish_writes, reference_for
+
+NAME = "delta net's walk for Hopper"
+CHANNEL_NAME = "Kimi delta net's walk for Hopper"
+MAMBA_NAME = "Mamba2's walk for Hopper"
+Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
+# Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
+MIXED: Steps = ((65, 1, 130, 1), (1, 2, 64, 1))
+LONE: Steps = ((130,), (65,))
+ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no more
+
+
+def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
+                     strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+    """The table as it is, or with that kernel; see `trial_hopper.settle_row`. It takes the place of Triton's scan and
+    of no other: the deterministic mode has reasons for its own."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton.recurrent import recurrent
+    from quire.kernels.triton.recurrent.scan import fits_walk
+
+    if ops.gated_delta_net is not recurrent.gated_delta_net or not fits_walk(shape, dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
+
+        return replace(ops, gated_delta_net=recurrent_walk.gated_delta_net)
+
+    def attempt(faster: Ops) -> None:
+        for steps in _all_walks(shape, device):
+            try_delta_net(faster, shape, dtype, device, steps)
+
+    return settle_row(ops, NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def settle_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
+                         strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+    """As `settle_delta_net`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
+    from quire.kernels.triton.recurrent.scan import fits_channel_walk
+
+    if ops.channel_delta_net is not recurrent_channel.channel_delta_net or not fits_channel_walk(shape, dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
+
+        return replace(ops, channel_delta_net=channel_walk.channel_delta_net)
+
+    def attempt(faster: Ops) -> None:
+        for steps in _all_walks(shape, device):
+            try_channel_delta(faster, shape, dtype, device, steps)
+
+    return settle_row(ops, CHANNEL_NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def settle_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool,
+                 findings: Findings | None = None) -> Ops:  # fmt: skip
+    """As `settle_delta_net`."""
+    if not runs_on_hopper(ops, device):
+        return ops
+    from quire.kernels.triton.recurrent import recurrent
+    from quire.kernels.triton.recurrent.scan import fits_mamba_walk
+
+    if ops.mamba2 is not recurrent.mamba2 or not fits_mamba_walk(shape.state, shape.dtype):
+        return ops
+
+    def exchange() -> Ops:
+        from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
+
+        return replace(ops, mamba2=mamba_walk.mamba2)
+
+    def attempt(faster: Ops) -> None:
+        for steps in (MIXED, LONE):
+            try_mamba(faster, shape, device, steps)
+
+    return settle_row(ops, MAMBA_NAME, exchange, attempt, strict=strict, findings=findings)
+
+
+def _all_walks(shape: RecurrentShape, device: torch.device) -> list[Steps]:
+    from quire.kernels.triton.launch import num_multiprocessors
+
+    return walk_steps(shape.num_heads, num_multiprocessors(device.index))
+
+
+def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:
+    """All that the walk is compiled for: with few rows two programs share a head (see `halves_to_a_program`)."""
+    num_rows = num_processors // (2 * num_heads) + 1  # the fewest with which each head has one program
+    return [MIXED, LONE, ((65,) * num_rows, (2,) * num_rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class MambaTrialShape:
+    """What decides which kernels Mamba2 layers get compiled."""
+
+    state: RecurrentShape
+    norm_groups: int
+    conv_bias: bool
+    dt_limits: tuple[float, float]
+    dtype: torch.dtype
+    norm: bool = True
+    gate_first: bool = True
+
+
+# All kinds of layers go by one plan.
+_give_up = reference_for("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
+
+
+def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row("delta net", lambda ops: try_delta_net(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+
+
+def channel_delta_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row("Kimi delta net", lambda ops: try_channel_delta(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+
+
+def mamba_row(shape: MambaTrialShape, device: torch.device) -> Row:
+    return Row("Mamba2", lambda ops: try_mamba(ops, shape, device, ONE_REQUEST), _give_up)
+
+
+def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Row:
+    return Row(
+        "short convolution", lambda ops: try_short_conv(ops, shape, has_bias, dtype, device, ONE_REQUEST), _give_up
+    )
+
+
+def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
+                  steps: Steps = MIXED) -> None:  # fmt: skip
+    """What comes out of these steps, and what they leave behind. Raises."""
+    weights, wide = _delta_weights(shape, shape.num_heads, dtype, device)
+    inputs = shape.channels + shape.values + 2 * shape.num_heads
+    _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
+
+
+def try_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
+                      steps: Steps = MIXED) -> None:  # fmt: skip
+    """As `try_delta_net`."""
+    weights, wide = _delta_weights(shape, shape.keys, dtype, device)
+    inputs = shape.channels + shape.num_heads + shape.keys + shape.values
+    _follow(ops, lambda table: of_one_tensor(table.channel_delta_net), weights, wide, inputs, shape, dtype, device,
+            steps)  # fmt: skip
+
+
+def of_one_tensor(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A `channel_delta_net` that is called as the other layers' ops are, with all its inputs beside each other."""
+
+    def run(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any) -> Tensor:
+        sizes = (shape.channels + shape.num_heads, shape.keys, shape.values)
+        return op(*x.split(sizes, dim=1), weights, shape, state, plan)
+
+    return run
+
+
+def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Steps = MIXED) -> None:
+    """As `try_delta_net`."""
+    state, dtype = shape.state, shape.dtype
+    heads = state.num_heads
+    weights = MambaWeights(
+        _taps(state, dtype, device), (0.5 * _draw(device, state.channels)).to(dtype) if shape.conv_bias else None,
+        _draw(device, heads) - 1.0, _draw(device, heads), _draw(device, heads),
+        (_draw(device, state.values) + 1.0).to(dtype) if shape.norm else None, 1e-6, shape.norm_groups,
+        *shape.dt_limits, shape.gate_first,
+    )  # fmt: skip
+    bias = None if weights.conv_bias is None else weights.conv_bias.float()
+    norm = None if weights.norm is None else weights.norm.float()
+    wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=norm)
+    inputs = state.values + state.channels + heads
+    _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
+
+
+def try_short_conv(ops: Ops, shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device,
+                   steps: Steps = MIXED) -> None:  # fmt: skip
+    """As `try_delta_net`."""
+    weights = ConvWeights(_taps(shape, dtype, device), _draw(device, shape.channels).to(dtype) if has_bias else None)
+    wide = ConvWeights(weights.conv.float(), None if weights.bias is None else weights.bias.float())
+    _follow(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
+
+
+def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, wide: Any, num_inputs: int,
+            shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device,
+            steps: Steps) -> None:  # fmt: skip
+    """Side by side with the reference in float32 (`wide`: its weights), step after step."""
+    num_rows = len(steps[0])
+    slots = torch.randperm(num_rows, device=device)
+    state = 0.1 * _draw(device, num_rows, shape.slot_elements)
+    exact = state.clone()
+    ends = [3] * num_rows
+    for counts in steps:
+        positions = torch.cat([torch.arange(end, end + n, device=device) for end, n in zip(ends, counts, strict=True)])
+        x = _draw(device, sum(counts), num_inputs).to(dtype)
+        finish_writes(device)
+        got = op(ops)(x, weights, shape, state, ops.plan_recurrent(slots, positions, list(counts)))
+        compare(got, partial(_exact, op, x, wide, shape, exact, (slots, positions, list(counts))), dtype)
+        ends = [end + n for end, n in zip(ends, counts, strict=True)]
+    for part in (shape.rings,) if isinstance(shape, ConvShape) else (shape.matrices, shape.rings):
+        compare(part(state), partial(part, exact), dtype)
+
+
+def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: Any, state: Tensor,
+           rows: tuple[Tensor, Tensor, list[int]]) -> Tensor:  # fmt: skip
+    return op(REFERENCE)(x.float(), weights, shape, state, REFERENCE.plan_recurrent(*rows))
+
+
+def _delta_weights(shape: RecurrentShape, num_decays: int, dtype: torch.dtype,
+                   device: torch.device) -> tuple[DeltaWeights, DeltaWeights]:  # fmt: skip
+    """And the same in float32."""
+    weights = DeltaWeights(_taps(shape, dtype, device), _draw(device, shape.num_heads) - 1.0,
+                           _draw(device, num_decays), (_draw(device, shape.value_dim) + 1.0).to(dtype),
+                           1e-6)  # fmt: skip
+    return weights, replace(weights, conv=weights.conv.float(), norm=weights.norm.float())
+
+
+def _taps(shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (0.5 * _draw(device, shape.channels, 1, shape.conv_len)).to(dtype)
+
+
+def _draw(device: torch.device, *size: int) -> Tensor:
+    return torch.randn(size, device=device)

@@ -1,0 +1,65 @@
+"""Kimi Delta Attention (Kimi Linear): a gated delta net in which every channel of a key decays by itself. Projection,
+convolution, delta rule, norm with a sigmoid's gate, output, on the stream.
+
+What the decays and the output's gate come from goes through a low rank. What lies between these products and the last
+is one op, as with the other recurrent layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.recurrent_types import DeltaWeights, RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.quant.scheme import Scheme
+from quire.layers.recurrent.state import RecurrentLayersPlan
+from quire.layers.recurrent.weights import conv_taps_apart
+from quire.layers.weights import Part, Weight
+
+
+class ChannelDeltaNet(nn.Module):
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    gated_norm: Tensor
+
+    def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int, *,
+                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+        super().__init__()
+        self.norm = norm
+        self.shape = shape
+        self.cache_index = cache_index
+        self.ops = ops
+        self.rank = shape.key_dim
+        heads, keys, values = shape.num_heads, shape.keys, shape.values
+        rows = {"q": keys, "k": keys, "v": values, "b": heads, "f_a": self.rank, "g_a": self.rank}
+        sources = [(f"{prefix}.{name}_proj", count) for name, count in rows.items()]
+        self.project = Linear(width, sources, dtype=dtype, scheme=scheme)
+        self.forget = Linear(self.rank, [(f"{prefix}.f_b_proj", keys)], dtype=dtype, scheme=scheme)
+        self.gate = Linear(self.rank, [(f"{prefix}.g_b_proj", values)], dtype=dtype, scheme=scheme)
+        self.conv = conv_taps_apart(prefix, (keys, keys, values), shape.conv_len, dtype)
+        decay = Part(f"{prefix}.A_log", (1, 1, heads, 1), 0, heads, form=torch.flatten)
+        self.a_log = Weight((heads,), torch.float32, (decay,))
+        self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (keys,), torch.float32)
+        self.gated_norm = Weight.whole(f"{prefix}.o_norm.weight", (shape.value_dim,), dtype)
+        self.out = Linear(values, [(f"{prefix}.o_proj", width)], dtype=dtype, scheme=scheme)
+
+    def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
+        """stream [tokens, width] -> the stream with this layer's share added"""
+        shape, rank = self.shape, self.rank
+        x = self.project(stream, norm=self.norm)
+        mixed, low_forget, low_gate = x.split_with_sizes((shape.channels + shape.num_heads, rank, rank), 1)
+        forget, gate = self.forget(low_forget.contiguous()), self.gate(low_gate.contiguous())
+        weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.gated_norm, self.norm.eps)
+        state = plan.states[self.cache_index]
+        out = self.ops.channel_delta_net(mixed, forget, gate, weights, shape, state, plan.kernel)
+        return self.out(out, residual=stream)
+
+
+def channel_activations(shape: RecurrentShape) -> int:
+    """Elements a token has alive at one time: what every delta net has, and the decays, as they come and as running
+    sums in float32, beside keys that have faded."""
+    return shape.activation_elements + 6 * shape.keys

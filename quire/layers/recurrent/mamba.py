@@ -1,0 +1,70 @@
+"""A Mamba2 layer (Nemotron-H and others): projection, convolution, recurrence, skip, gated norm, output, on the stream.
+
+What lies between the two projections is one op, as with the gated delta net.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.recurrent_types import MambaWeights, RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.quant.scheme import Scheme
+from quire.layers.recurrent.state import RecurrentLayersPlan
+from quire.layers.recurrent.weights import conv_taps, log_decay
+from quire.layers.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class MambaOptions:
+    eps: float
+    norm_groups: int  # parts the output is normed in
+    conv_bias: bool = True
+    bias: bool = False  # of both projections, but for `out_bias`
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: bool = True  # of the output
+    gate_first: bool = True  # the output is gated before it is normed
+    out_bias: bool | None = None  # of the output's projection; None: as `bias`
+
+
+class Mamba2(nn.Module):
+    conv: Tensor
+    conv_bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    gated_norm: Tensor | None
+
+    def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int,
+                 options: MambaOptions, *, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+        super().__init__()
+        self.norm = norm
+        self.shape = shape
+        self.cache_index = cache_index
+        self.options = options
+        self.ops = ops
+        heads, channels = shape.num_heads, shape.channels
+        rows = shape.values + channels + heads
+        self.project = Linear(width, [(f"{prefix}.in_proj", rows)], bias=options.bias, dtype=dtype, scheme=scheme)
+        self.conv = conv_taps(f"{prefix}.conv1d", channels, shape.conv_len, dtype)
+        self.conv_bias = Weight.whole(f"{prefix}.conv1d.bias", (channels,), dtype) if options.conv_bias else None
+        self.a_log = log_decay(f"{prefix}.A", heads)
+        self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (heads,), torch.float32)
+        self.skip = Weight.whole(f"{prefix}.D", (heads,), torch.float32)
+        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), dtype) if options.norm else None
+        out_bias = options.bias if options.out_bias is None else options.out_bias
+        self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], bias=out_bias, dtype=dtype, scheme=scheme)
+
+    def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
+        """stream [tokens, width] -> the stream with this layer's share added"""
+        x = self.project(stream, norm=self.norm)
+        options = self.options
+        weights = MambaWeights(self.conv, self.conv_bias, self.a_log, self.dt_bias, self.skip, self.gated_norm,
+                               options.eps, options.norm_groups, *options.dt_limits, options.gate_first)  # fmt: skip
+        out = self.ops.mamba2(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
+        return self.out(out, residual=stream)

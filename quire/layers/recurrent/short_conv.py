@@ -1,0 +1,44 @@
+"""LFM2's convolution: projection, convolution between two gates, output, on the stream. It keeps its last inputs.
+
+What lies between the two projections is one op, as with the other recurrent layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.recurrent_types import ConvShape, ConvWeights
+from quire.kernels.table import Ops
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.quant.scheme import Scheme
+from quire.layers.recurrent.state import RecurrentLayersPlan
+from quire.layers.recurrent.weights import conv_taps
+from quire.layers.weights import Weight
+
+
+class ShortConv(nn.Module):
+    conv: Tensor
+    conv_bias: Tensor | None
+
+    def __init__(self, prefix: str, norm: RMSNorm, shape: ConvShape, cache_index: int, *, bias: bool,
+                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+        """`bias`: of the convolution and of both projections."""
+        super().__init__()
+        self.norm = norm
+        self.shape = shape
+        self.cache_index = cache_index
+        self.ops = ops
+        width = shape.channels
+        self.project = Linear(width, [(f"{prefix}.in_proj", 3 * width)], bias=bias, dtype=dtype, scheme=scheme)
+        self.conv = conv_taps(f"{prefix}.conv", width, shape.conv_len, dtype)
+        self.conv_bias = Weight.whole(f"{prefix}.conv.bias", (width,), dtype) if bias else None
+        self.out = Linear(width, [(f"{prefix}.out_proj", width)], bias=bias, dtype=dtype, scheme=scheme)
+
+    def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
+        """stream [tokens, width] -> the stream with this layer's share added"""
+        x = self.project(stream, norm=self.norm)
+        weights = ConvWeights(self.conv, self.conv_bias)
+        out = self.ops.short_conv(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
+        return self.out(out, residual=stream)

@@ -1,0 +1,112 @@
+"""Attention for models of other people's making: what transformers calls in place of its own, by the name `ATTENTION`.
+
+Every layer of such a model ends up here with its queries, keys and values. While the model is built a `Rehearsal` notes
+what comes; in a step `PagedStep` writes it to pages and attends over them. `fallback` hands in the one or the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.kernels.reference import small_ops as reference
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionPlan
+from quire.models.registry import supported_types
+from quire.types import QuireError
+
+ATTENTION = "quire"  # our name among the attention functions of transformers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token, and how it attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None
+    softcap: float | None
+    sinks: bool = False
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Stands in for a step while a model is built: notes what each layer's attention is called with."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
+               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if num_heads % num_kv_heads:
+            what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
+            raise QuireError("bad_config", what, "Check config.json.")
+        layer = _layer_index(module)
+        if layer in self.layers:  # pages would hold what the last call brought
+            raise unsupported(_type_of(module), "a layer of it attends more than once")
+        self.layers[layer] = LayerShape(
+            num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
+        )  # fmt: skip
+        return q.new_empty(q.shape[0], q.shape[2], num_heads, v.shape[-1])
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """One step's caches, for the attention of every layer."""
+
+    plans: dict[int, tuple[AttentionPlan, int]]  # layer -> its group's plan, its place in the group
+    ops: Ops
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
+               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+        """q [rows, heads, n, head_dim] and so on -> [rows, n, heads, v_dim]"""
+        plan, place = self.plans[_layer_index(module)]
+        k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
+        num_rows, num_heads, count, _ = q.shape
+        width, v_dim = k_cache.shape[-1], v.shape[-1]
+        q, k, v = (widen(x.transpose(1, 2).flatten(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
+        slots = plan.slots.clamp(min=0)  # tokens that stand for nobody have -1, and page 0 is nobody's
+        reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, slots)
+        out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap, sinks)
+        return out.view(num_rows, count, num_heads, width)[..., :v_dim].contiguous()  # some models take views of it
+
+
+def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+                    scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
+                    s_aux: Tensor | None = None, quire: Rehearsal | PagedStep | None = None,
+                    **others: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """Registered with transformers under the name `ATTENTION`. `quire` is what `run_body` of
+    `fallback_build` was called with."""
+    if quire is None:
+        raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
+    if any(x is not None for x in (attention_mask, others.get("position_bias"))):
+        raise unsupported(_type_of(module), "its attention has a mask or biases of its own")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise unsupported(_type_of(module), "its attention has sinks that are not one for each head")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return quire.attend(module, query, key, value, scale, softcap, sliding_window, s_aux), None
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise unsupported(_type_of(module), "its attention does not know which layer it is of")
+    return int(index)
+
+
+def _type_of(module: nn.Module) -> str:
+    return getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__
+
+
+def widen(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
+def unsupported(model_type: str, why: str) -> QuireError:
+    return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
+                      supported_types(model_type))  # fmt: skip

@@ -1,0 +1,351 @@
+"""Any other causal model of an installed `transformers`: its own code, with its attention swapped for the paged one.
+
+The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal then
+tells what each layer keeps (`fallback_rehearse`), so that nothing is guessed from names in a config. A step is one flat
+sequence to the model: rows are told apart by their positions and, in attention (`fallback_attention`), by their pages.
+Where layers keep a state (`fallback_states`), rows with as many tokens as each other are a batch. Slower than a
+family's own file, and said so at start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.table import Ops
+from quire.layers.attention import plan_attention
+from quire.layers.quant import Dense, Fp16Packed, Scheme
+from quire.layers.step import PagedInputs, StateInputs, Step
+from quire.models.fallback.attention import PagedStep, unsupported
+from quire.models.fallback.build import (
+    body_name,
+    body_of,
+    build_on_meta,
+    cache_specs,
+    check_ropes,
+    first_line,
+    import_transformers,
+    index_specs,
+    is_causal,
+    make_weights,
+    rebuild_buffers,
+    run_body,
+)
+from quire.models.fallback.capture import can_capture
+from quire.models.fallback.dry_run import CALL_BYTES, check_layers, measure_call, rehearse
+from quire.models.fallback.gathered_attention import GatheredRow
+from quire.models.fallback.opaque_states import OwnRows
+from quire.models.fallback.recurrent_states import MANY, RowStates, StateSlots, place_layers, split_rows
+from quire.models.families.mamba2 import MAX_POSITIONS
+from quire.models.loading.fields import whole
+from quire.models.registry import supported_types
+from quire.types import CacheSpec, QuireError
+
+SLOWER = "has no file of its own: it runs through transformers, right but slower"
+ROW_BY_ROW = ", with its own attention and row by row"
+TOKEN_BY_TOKEN = (
+    "can't take up several tokens behind others: what does not fit into a prompt's first chunk goes token by token"
+)
+NO_BATCHES = "knows no rows beside each other: each is computed by itself"
+NOT_CAPTURED = "looks at its numbers while it computes: none of its steps is captured, which is slower still"
+_OURS = ("model_type", "served_len", "quantization_config", "tensor_types")  # weights are decoded when they are read
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackConfig:
+    model_type: str
+    hf: Any  # transformers' own config
+    served_len: int | None = None  # how long sequences may become, if that is known
+    head_dim: int = 1  # a GGUF's heads are not reordered
+
+
+class FallbackModel(nn.Module):
+    eager_only = True  # until `verify` has seen that its decode steps can be captured,
+    decodes_only = True  # which no other step is, nor rehearsed: that would hold up others for seconds
+
+    def __init__(self, config: FallbackConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        super().__init__()
+        if not isinstance(scheme, (Dense, Fp16Packed)):
+            what = f"{config.model_type} runs through transformers, where weights are not quantized."
+            raise QuireError("invalid_parameter", what, "Leave quant out.", param="quant")
+        self.ops = ops
+        sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        self.vocab_size = whole(sizes, "vocab_size")
+        width, _ = whole(sizes, "hidden_size"), whole(sizes, "num_hidden_layers")
+        kept = rehearse(config.hf)
+        self.max_positions = _max_positions(config.hf, 2048 if kept.shapes else MAX_POSITIONS)
+        self.causal = build_on_meta(config.hf, dtype, kept.attention)
+        self.gathers, self.own = kept.gathers, kept.own
+        self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if kept.gathers else ''}.",)
+        self.layer_shapes = kept.shapes
+        self.paged_specs = cache_specs(kept.shapes, cache_dtype, page_tokens)
+        self.states = StateSlots.of(kept.states, dtype, page_tokens)
+        index = index_specs(kept.index_dims, cache_dtype, page_tokens)
+        self.specs = [*self.paged_specs, *index, *self.states.specs]
+        # Layers that keep a state take up several tokens behind it, and know rows; `verify` knows better.
+        self.goes_on, self.apart = True, kept.gathers
+        self._call_rows = MANY if kept.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
+        self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
+        rebuild_buffers(self.causal, config.model_type, device)
+        make_weights(self.causal, dtype)
+        self.head = _Head(self.causal)
+        self.needless_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
+        widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
+        self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
+        self._call_tokens, self._call_bytes = 0, 0
+        if kept.states or kept.gathers:
+            max_len = min(self.max_positions, config.served_len or self.max_positions)
+            self._call_tokens, self._call_bytes = measure_call(config.hf, kept, dtype, max_len)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> FallbackConfig:
+        model_type = config["model_type"]
+        transformers = import_transformers(model_type)
+        if not is_causal(model_type):
+            what = (
+                f"Model type {model_type} is not supported: transformers {transformers.__version__} has no causal model"
+            )
+            raise QuireError("unsupported_model", f"{what} of that type either.", supported_types(model_type))
+        for kinds in ("layer_types", "layers_block_type"):
+            check_layers(model_type, config.get(kinds))
+        fields = {key: value for key, value in config.items() if key not in _OURS}
+        try:
+            hf = transformers.AutoConfig.for_model(model_type, **fields)
+        except Exception as error:  # whatever its checks raise
+            what = f"transformers refuses this {model_type} config: {first_line(error)}."
+            raise QuireError("bad_config", what, "Check config.json.") from None
+        check_layers(model_type, getattr(hf, "layer_types", None))
+        check_ropes(model_type, hf)
+        return FallbackConfig(model_type, hf, config.get("served_len"))
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        if not self.states.specs and not self.gathers:
+            return step.wanted(self._run(step, 1, self._page(step, caches), None))
+        hidden = None
+        how = (self.goes_on, self.apart, self._call_tokens, self.own is not None, self._call_rows)
+        for part, of_tokens in split_rows(step, *how):
+            rows = self._rows(part, caches)
+            x = self._run(part, len(part.counts), None if self.gathers else self._page(part, caches), rows)
+            rows.flush()
+            if of_tokens is None:
+                return step.wanted(x)
+            if hidden is None:
+                hidden = x.new_empty(len(step.tokens), x.shape[1])
+            hidden[of_tokens] = x
+        assert hidden is not None
+        return step.wanted(hidden)
+
+    def _rows(self, step: Step, caches: Mapping[str, Tensor]) -> RowStates:
+        if self.gathers:
+            return GatheredRow(self.states, step, caches, self.places, self.index_places)
+        if self.own is not None:
+            return OwnRows(self.own, self.states, step, caches)
+        return RowStates(self.states, step, caches)
+
+    def _page(self, step: Step, caches: Mapping[str, Tensor]) -> PagedStep:
+        plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.paged_specs}
+        return PagedStep({layer: (plans[spec.group], n) for layer, (spec, n) in self.places.items()}, self.ops)
+
+    def _run(self, step: Step, num_rows: int, paged: PagedStep | None, states: RowStates | None) -> Tensor:
+        """Hidden states of all tokens, [tokens, width], as a batch of so many rows."""
+        positions = step.positions.clamp(min=0)  # tokens that stand for nobody have -1, which some look up in a table
+        tokens, positions = step.tokens.view(num_rows, -1), positions.view(num_rows, -1)
+        return run_body(body_of(self.causal), tokens, positions, paged, states).flatten(0, 1)
+
+    def work_bytes(self, max_rows: int) -> int:
+        """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and of
+        what one layer keeps of all rows."""
+        return 3 * self._call_bytes + 4 * min(max_rows, self._call_rows) * self.states.layer_bytes
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab], with whatever the model does to its logits"""
+        return self.head(hidden)
+
+    @torch.inference_mode()
+    def verify(self) -> list[str]:
+        """Once loaded: two rows in three chunks over pages must come to what transformers' own attention comes to. A
+        model that does something unforeseen is refused here, before it says anything wrong. What else there is to say
+        of it, is returned."""
+        device = next(self.causal.parameters()).device
+        count = min(12, self.max_positions)
+        rows = torch.arange(2 * count, device=device).view(2, count) * 7 % self.vocab_size
+        config = self.causal.config
+        wanted = self._own_logits(rows)
+        if getattr(config, "is_decoder", None) is False and self._looks_ahead(rows, wanted):
+            raise unsupported(config.model_type, "it is no decoder (is_decoder is false), and looks ahead")
+        most = 1e-3 if self.states.dtype == torch.float32 else 0.1
+        self._find_way(rows, wanted, most)
+        notes = [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
+        notes += [f"{config.model_type} {NO_BATCHES}."] if self.apart and not self.gathers else []
+        if device.type == "cuda" and self.ops.captures and not self.apart and self.own is None:
+            self.eager_only = not self._captures(rows, most)
+            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
+        return notes
+
+    def _own_logits(self, rows: Tensor) -> Tensor:
+        """As the model computes them without us, [rows, n, vocab]."""
+        config = self.causal.config
+        attention, config._attn_implementation = config._attn_implementation, "eager"
+        try:
+            return self.causal(input_ids=rows, use_cache=False).logits.float()
+        except Exception as failure:
+            raise unsupported(config.model_type, f"its own attention fails: {first_line(failure)}") from failure
+        finally:
+            config._attn_implementation = attention
+
+    def _looks_ahead(self, rows: Tensor, logits: Tensor) -> bool:
+        """Whether another last token changes anything before it. That may be little: in half precision an encoder
+        passes for what it is not."""
+        others = rows.clone()
+        others[:, -1] = (others[:, -1] + 1) % self.vocab_size
+        changed = (self._own_logits(others) - logits)[:, :-1].abs().max()
+        return not bool(changed <= 1e-4 * logits.abs().max())
+
+    def _find_way(self, rows: Tensor, wanted: Tensor, most: float) -> None:
+        """How rows are handed in so that logits are right: those that keep states as batches, if they may be, else
+        each by itself."""
+        ways = (False, True) if self.states.specs and not self.gathers else (self.apart,)
+        for self.apart in ways:
+            try:
+                self.goes_on = not self.states.specs or self._takes_up_states(rows)
+                error = self._error(rows, wanted)
+            except QuireError:
+                if self.apart == ways[-1]:
+                    raise
+                continue
+            if error <= most:
+                return
+        what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
+        raise unsupported(self.causal.config.model_type, what)
+
+    def _captures(self, rows: Tensor, most: float) -> bool:
+        num_rows, count = rows.shape
+        caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
+        self._try(_rehearsed_step(self.specs, rows, 0, count - 1), caches)
+        step = _rehearsed_step(self.specs, rows, count - 1, count)
+        for inputs in step.groups.values():
+            if isinstance(inputs, PagedInputs):
+                inputs.row_index = torch.arange(num_rows, device=rows.device)
+        return can_capture(lambda: self.logits(self.forward(step, caches)), caches, most)
+
+    def _takes_up_states(self, rows: Tensor) -> bool:
+        """Whether layers take up several tokens behind what they have kept, as they do one by one. Logits may not tell:
+        of a few tokens little may be kept, and little be made of it. So it is random numbers that were kept, and what
+        is left and returned in both ways is compared with what these numbers change of it, which may be nothing: a
+        short convolution has forgotten them by then."""
+        left, rounding = [], min(16 * torch.finfo(self.states.dtype).eps, 0.03)
+        for drawn, together in ((True, True), (True, False), (False, False)):
+            caches = {spec.group: _empty_cache(spec, len(rows), 3, rows.device) for spec in self.specs}
+            generator = torch.Generator().manual_seed(0)
+            for layer, (spec, place) in self.states.places.items() if drawn else ():
+                self.states.fill(layer, caches[spec.group][place], generator)
+            spans = ((1, 3),) if together else ((1, 2), (2, 3))  # what begins may take up nothing
+            hidden = [self._try(_rehearsed_step(self.specs, rows[:, :3], *span), caches) for span in spans]
+            kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
+            left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
+        return all(
+            (at_once - one_by_one).norm() <= 0.5 * (one_by_one - without).norm() + rounding * one_by_one.norm()
+            for at_once, one_by_one, without in zip(*left, strict=True)
+        )
+
+    def _error(self, rows: Tensor, wanted: Tensor) -> float:
+        """How far logits of `rows` [rows, n], in three chunks, are from those wanted, relative to the largest."""
+        num_rows, count = rows.shape
+        spans = ((0, count // 2), (count // 2, count - 1), (count - 1, count))  # the last as a decoding row has it
+        caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
+        hidden = [self._try(_rehearsed_step(self.specs, rows, *span), caches) for span in spans]
+        got = [self.logits(part).float().view(num_rows, -1, self.vocab_size) for part in hidden]
+        return float((torch.cat(got, 1) - wanted).abs().max() / wanted.abs().max())
+
+    def _try(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        try:
+            return self.forward(step, caches)
+        except QuireError:
+            raise
+        except Exception as failure:  # anything can happen in other people's code
+            raise unsupported(self.causal.config.model_type, f"it fails with pages: {first_line(failure)}") from failure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its body and its head
+
+
+class _GivenStates:
+    """What a base model returns: hidden states, and nothing where more is asked for."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _GivenBody(nn.Module):
+    """A base model whose hidden states are already there. Some reach for their body's decoder: it is that, too; and
+    some for the numbers that it keeps."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["decoder"] = self
+        self.__dict__["body"] = body  # not a part of this one: its weights are walked over elsewhere
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.body, name)
+
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **others: Any) -> _GivenStates:
+        return _GivenStates(inputs_embeds)
+
+
+class _Head:
+    """The model with its body left out: hidden states to logits, the way its own forward does it. Not a module, so that
+    weights it shares with the whole are not walked over twice."""
+
+    def __init__(self, causal: Any):
+        self._model = copy.copy(causal)
+        self._model._modules = {**causal._modules, body_name(causal): _GivenBody(body_of(causal))}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width]"""
+        return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+
+
+def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int) -> Step:
+    """Tokens start : stop of each row, as a step; row r's pages are the r-th share of each group's."""
+    num_rows, count = rows.shape[0], stop - start
+    positions = torch.arange(start, stop, device=rows.device).repeat(num_rows)
+    groups: dict[str, PagedInputs | StateInputs] = {}
+    for spec in specs:
+        if spec.kind == "state":
+            groups[spec.group] = StateInputs(torch.arange(num_rows, device=rows.device))
+            continue
+        pages = rows.shape[1] // spec.page_tokens + 1
+        table = torch.arange(num_rows * pages, dtype=torch.int32, device=rows.device).view(num_rows, pages)
+        owner = torch.arange(num_rows, device=rows.device).repeat_interleave(count)
+        slots = table[owner, positions // spec.page_tokens].long() * spec.page_tokens + positions % spec.page_tokens
+        groups[spec.group] = PagedInputs(table, slots)
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device) * count
+    lens = torch.full((num_rows,), stop, dtype=torch.int32, device=rows.device)
+    return Step(rows[:, start:stop].reshape(-1), positions, starts, lens, starts[1:].long() - 1, groups,
+                [count] * num_rows, [stop] * num_rows)  # fmt: skip
+
+
+def _max_positions(hf: Any, default: int) -> int:
+    names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
+    name = next((name for name in names if getattr(hf, name, None) is not None), names[0])
+    return whole({name: getattr(hf, name, None)}, name, default)
+
+
+def _empty_cache(spec: CacheSpec, num_rows: int, length: int, device: torch.device) -> Tensor:
+    shape: tuple[int, ...] = (len(spec.layers), num_rows)
+    if spec.kind == "paged":
+        shape = (len(spec.layers), spec.planes, num_rows * (length // spec.page_tokens + 1), spec.page_tokens)
+    return torch.zeros(*shape, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)

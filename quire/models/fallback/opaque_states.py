@@ -1,0 +1,163 @@
+"""States that models of other people's making keep in a form of their own, in no cache of transformers.
+
+Some return what they have kept and take it again with the next tokens, others leave it in their modules. Either way it
+is tensors that have a dimension for rows and do not grow. `find_own` finds them in a rehearsal; `OwnRows` hands in
+those of some rows of a step, from their state slots, and takes them back. A row that begins is handed nothing: how it
+begins, the model knows itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.step import Step
+from quire.models.fallback.recurrent_states import (
+    KeptState,
+    Key,
+    LayerStates,
+    RowStates,
+    StateRehearsal,
+    StateSlots,
+)
+
+LAYER = 0  # states of all layers are kept as if they were one's: which is whose, nothing tells
+_PROBES = ((2, 3), (4, 5))  # rows and tokens of two calls: what differs between them tells what a dimension is
+
+
+@dataclass(frozen=True, slots=True)
+class OwnForm:
+    """Where a model has its states, and in which dimension each of their tensors has its rows; None: in none."""
+
+    returned: Mapping[str, Any]  # by the names under which they are returned and taken, as they came in a rehearsal
+    attributes: tuple[tuple[str, str], ...]  # module, and what it calls it
+    row_dims: tuple[int | None, ...]
+
+    def tensors(self, body: nn.Module, output: Any) -> list[Tensor]:
+        found = [output[name] for name in self.returned]
+        return [*_leaves(found), *(_attribute(body, place) for place in self.attributes)]
+
+
+class OwnRehearsal(StateRehearsal):
+    """While a model is built: has it keep what it keeps, in whatever form."""
+
+    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+        return {"use_cache": True, **{name: None for name in ("cache_params",) if name in taken}}
+
+
+class OwnRows(RowStates):
+    """Some rows' states in the model's own form. All of them begin, or none does."""
+
+    def __init__(self, form: OwnForm, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
+        super().__init__(slots, step, caches)
+        self._form = form
+        self._begins = step.len_bounds[0] == step.counts[0]
+
+    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+        form = self._form
+        _forget(body, form.attributes)  # a call that failed may have left some
+        if self._begins:
+            return {"use_cache": True, **dict.fromkeys(form.returned)}
+        tensors = self._in_their_form()
+        returned = {name: _rebuild(template, tensors) for name, template in form.returned.items()}
+        for path, name in form.attributes:
+            setattr(body.get_submodule(path), name, next(tensors))
+        return {"use_cache": True, **returned}
+
+    def _in_their_form(self) -> Iterator[Tensor]:
+        states = iter(self.states_of(LAYER).values())
+        rehearsed = list(_leaves(list(self._form.returned.values())))
+        for place, dim in enumerate(self._form.row_dims):
+            if dim is None:  # a count of tokens or the like, in what was returned
+                yield torch.zeros_like(rehearsed[place], device=self._step.tokens.device)
+            else:
+                yield next(states).movedim(0, dim).contiguous()
+
+    def take_back(self, body: nn.Module, output: Any) -> None:
+        form = self._form
+        kept = [x.movedim(dim, 0) for x, dim in zip(form.tensors(body, output), form.row_dims, strict=True)
+                if dim is not None]  # fmt: skip
+        self._layer, self._states = LAYER, {_key(index): x for index, x in enumerate(kept)}
+        _forget(body, form.attributes)
+
+
+def find_own(body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any],
+             rehearsed: torch.dtype) -> tuple[OwnForm, LayerStates] | None:  # fmt: skip
+    """What a body keeps by itself, and where. `taken`: names that it can be called with; `probe`: calls it, with so
+    many rows and tokens, and returns its output. None: it keeps nothing, or what grows with the tokens."""
+    unset = [(path, name) for path, module in body.named_modules() for name, x in vars(module).items() if x is None]
+    seen: list[list[Tensor]] = []
+    for num_rows, count in _PROBES:
+        output = probe(num_rows, count)
+        returned = {name: x for name, x in output.items() if name in taken and next(_leaves(x), None) is not None}
+        attributes = tuple(place for place in unset if isinstance(_attribute(body, place), Tensor))
+        seen.append(OwnForm(returned, attributes, ()).tensors(body, output))
+        _forget(body, attributes)
+    row_dims: list[int | None] = []
+    for few, many in zip(*seen, strict=True):
+        changed = [dim for dim in range(few.dim()) if few.shape[dim] != many.shape[dim]]
+        if changed and [(few.shape[dim], many.shape[dim]) for dim in changed] != [(_PROBES[0][0], _PROBES[1][0])]:
+            return None
+        row_dims.append(changed[0] if changed else None)
+    if None in row_dims[len(row_dims) - len(attributes) :]:  # a table, or of nobody knows whom
+        return None
+    of_rows = [x.movedim(dim, 0) for x, dim in zip(seen[0], row_dims, strict=True) if dim is not None]
+    kept = [KeptState(tuple(x.shape[1:]), None if x.dtype == rehearsed else x.dtype) for x in of_rows]
+    states = {_key(index): state for index, state in enumerate(kept)}
+    return (OwnForm(returned, attributes, tuple(row_dims)), states) if states else None
+
+
+def _key(index: int) -> Key:
+    return "recurrent", index
+
+
+def _attribute(body: nn.Module, place: tuple[str, str]) -> Any:
+    path, name = place
+    return getattr(body.get_submodule(path), name)
+
+
+def _forget(body: nn.Module, attributes: tuple[tuple[str, str], ...]) -> None:
+    for path, name in attributes:
+        setattr(body.get_submodule(path), name, None)
+
+
+def _leaves(x: Any) -> Iterator[Tensor]:
+    """All tensors in lists, mappings and objects of other people's classes; configs are none of these."""
+    if isinstance(x, Tensor):
+        yield x
+    elif (parts := _parts(x)) is not None:
+        for part in parts.values():
+            yield from _leaves(part)
+
+
+def _rebuild(x: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with other tensors, in the order in which `_leaves` comes by them."""
+    if isinstance(x, Tensor):
+        return next(tensors)
+    parts = _parts(x)
+    if parts is None:
+        return x
+    others = {name: _rebuild(part, tensors) for name, part in parts.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(others.values())
+    if isinstance(x, dict):
+        return others
+    made = copy.copy(x)
+    vars(made).update(others)
+    return made
+
+
+def _parts(x: Any) -> Mapping[Any, Any] | None:
+    """None: it has none, or none that may be looked into."""
+    if isinstance(x, (type, nn.Module, StateRehearsal)) or hasattr(x, "model_type"):
+        return None
+    if isinstance(x, (list, tuple)):
+        return dict(enumerate(x))
+    if isinstance(x, dict):
+        return x
+    return vars(x) if hasattr(x, "__dict__") else None

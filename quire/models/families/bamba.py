@@ -1,0 +1,108 @@
+"""Bamba: Mamba2 layers with some attention between them (half of a head turns), each with a feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionShape
+from quire.layers.head_layout import HeadOrder
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.mamba import MambaOptions
+from quire.layers.rope import Rope, RopeConfig
+from quire.models.families.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    mixers_with_mlps,
+    only_silu,
+)
+from quire.models.families.mamba2 import MambaFields, Mixers
+from quire.models.loading.fields import flag, number, whole
+
+FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+                     "mamba_conv_bias", "mamba_proj_bias", "hidden_act", expand="mamba_expand")  # fmt: skip
+LAYER_TYPES: dict[str, BlockKind] = {
+    "linear_attention": "recurrent",
+    "mamba": "recurrent",
+    "full_attention": "attention",
+    "attention": "attention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BambaConfig:
+    shape: HybridShape
+    options: MambaOptions
+    rope: RopeConfig
+    inner_width: int
+    attention_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> BambaConfig:
+        only_silu(config.get("hidden_act") or "silu")
+        width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
+        kv_heads = whole(config, "num_key_value_heads", heads)
+        head_dim = whole(config, "head_dim", width // heads)
+        check_attention(heads, kv_heads, head_dim, head_dim // 2)
+        eps = number(config, "rms_norm_eps", 1e-5)
+        rope = RopeConfig.from_hf(dict(config))
+        order = HeadOrder(head_dim, head_dim // 2, angle_scale=rope.angle_scale)
+        attending = config.get("attn_layer_indices") or ()
+        shape = HybridShape.read(
+            config,
+            norm_eps=eps,
+            max_positions=262144,
+            attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
+            recurrent=FIELDS.shape(config),
+            blocks=mixers_with_mlps(config, LAYER_TYPES, lambda layer: "attention" if layer in attending else "mamba"),
+        )
+        return cls(
+            shape=shape,
+            options=FIELDS.options(config, eps),
+            rope=rope,
+            inner_width=whole(config, "intermediate_size", 14336),
+            attention_bias=flag(config, "attention_bias", False),
+            mlp_bias=flag(config, "mlp_bias", False),
+        )
+
+
+class BambaModel(HybridModel):
+    def __init__(self, config: BambaConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        attention = shape.attention
+        assert isinstance(attention, AttentionShape)
+        still = attention.head_dim - attention.head_dim // 2
+        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            if shape.blocks[place] != "plain":
+                return mixers.make(place, layer, norm, cache_index)
+            return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=config.mlp_bias,
+                            dtype=dtype, scheme=scheme)  # fmt: skip
+
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
+        names = Names("model.embed_tokens", "model.final_layernorm")
+        super().__init__(
+            shape, names, make_block, rope, block_activations(shape, 3 * config.inner_width), dtype=dtype,
+            cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> BambaConfig:
+        return BambaConfig.from_hf(config)

@@ -1,0 +1,243 @@
+"""The dense decoder: Llama and all that differ from it by what `DenseConfig` says. `dense_families` lists them.
+
+The registry names `DenseModel`, the loader builds it on meta and fills it, the runtime calls `forward` and `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.angles import Angles
+from quire.kernels.table import Ops
+from quire.layers.attention import (
+    Attention,
+    AttentionPlan,
+    AttentionShape,
+    plan_attention,
+    plan_last_attention,
+)
+from quire.layers.embedding import Embedding, Head
+from quire.layers.head_layout import HeadOrder
+from quire.layers.mlp import GatedMLP, PlainMLP
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, TurnedQKNorm, WideQKNorm
+from quire.layers.quant import Scheme
+from quire.layers.residual_join import Join
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
+from quire.layers.step import Step
+from quire.models.families.dense.config import DenseConfig
+from quire.models.families.dense.families import read_dense
+from quire.types import CacheSpec
+
+if TYPE_CHECKING:
+    from quire.kernels.native.stack import Stack
+
+# What a family puts in place of a layer's feed-forward block, given its index, its norm and how its output comes to the
+# stream; None: the block as it is. It is called like the block.
+FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, index: int, cache_index: int, config: DenseConfig, dtype: torch.dtype, ops: Ops,
+                 scheme: Scheme, feed_forward: FeedForward | None):  # fmt: skip
+        super().__init__()
+        prefix = f"{config.names.layers}.{index}"
+        attention = f"{prefix}.{config.attention_names.block}"
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else make_norm(f"{prefix}.{name}", config, dtype, ops)
+
+        order = _head_order(config, config.ropes[index])
+        self.parallel = config.parallel
+        self.attention = Attention(
+            attention,
+            norm(config.norms.before_attention),
+            AttentionShape(
+                config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
+                config.attention_softcap, order, config.sinks, config.clip,
+            ),
+            cache_index,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=_qk_norm(attention, config, order, dtype, ops),
+            dtype=dtype,
+            ops=ops,
+            scheme=scheme,
+            names=config.attention_names,
+            join=Join(norm(config.norms.after_attention), config.residual_scale),
+        )  # fmt: skip
+        mlp_norm, join = norm(config.norms.before_mlp), Join(norm(config.norms.after_mlp), config.residual_scale)
+        mlp = None if feed_forward is None else feed_forward(index, mlp_norm, join)
+        self.mlp = mlp or (GatedMLP if config.gated else PlainMLP)(
+            f"{prefix}.mlp",
+            mlp_norm,
+            config.width,
+            config.inner_width,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            scheme=scheme,
+            activation=config.activation,
+            names=config.mlp_names,
+            join=join,
+        )
+
+    def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """stream [tokens, width]: the residual stream, to which each block adds its share"""
+        if self.parallel:
+            before = plan.pick(stream.clone())  # the sum may take the stream's memory
+            stream = self.attention(stream, angles, plan)
+            return self.mlp(before, onto=stream) if len(stream) else stream
+        stream = self.attention(stream, angles, plan)
+        return self.mlp(stream) if len(stream) else stream  # nothing is left where no token is wanted
+
+
+class DenseModel(nn.Module):
+    def __init__(self, config: DenseConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme, feed_forward: FeedForward | None = None):  # fmt: skip
+        super().__init__()
+        self.config = config
+        self.ops = ops
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        gates = 0 if config.attention_names.gate is None else config.num_heads
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads + gates) * config.head_dim
+        self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
+        self.specs = _cache_specs(config, cache_dtype, page_tokens)
+        places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
+        names, vocab_size, width = config.names, config.vocab_size, config.width
+        self.embedding = Embedding(names.embedding, vocab_size, width, dtype, config.embedding_scale, scheme)
+        self.layers = nn.ModuleList(
+            DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
+            for index in range(config.num_layers)
+        )
+        self.layer_groups = [places[index][0] for index in range(config.num_layers)]
+        self.norm = make_norm(names.final_norm, config, dtype, ops)
+        self.head = Head(
+            names.embedding if config.tied else names.head, vocab_size, width, dtype, scheme, bias=config.head_bias,
+            scale=config.logit_scale, softcap=config.logit_softcap,
+        )  # fmt: skip
+        kinds = list(dict.fromkeys(config.ropes))
+        still = config.head_dim - config.rope_dim
+        self.ropes = [Rope(kind, config.head_dim, dtype, device, ops, still) for kind in kinds]
+        self.layer_ropes = [kinds.index(rope) for rope in config.ropes]
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Any:
+        return read_dense(config)
+
+    @classmethod
+    def fits_native(cls, config: DenseConfig) -> bool:
+        """Whether the native CPU library can run all its layers in one call, whatever its weights are kept as."""
+        return cls is DenseModel and not config.sinks and attends_natively(config)
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
+        [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states wanted, [n, width].
+        """
+        if self.stack is not None:
+            return run_stack(self.stack, step, self.specs, caches)
+        plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
+        if self.config.sharpening is not None:
+            sharpness = self.config.sharpening.at(step.positions)
+            plans = {group: replace(plan, sharpness=sharpness) for group, plan in plans.items()}
+        angles = [rope.angles(step.positions) for rope in self.ropes]
+        stream = self.embedding(step.tokens)
+        *groups, last = self.layer_groups
+        for layer, group, rope in zip(self.layers, groups, self.layer_ropes, strict=False):
+            stream = layer(stream, angles[rope], plans[group])
+        spec = next(spec for spec in self.specs if spec.group == last)
+        plan = plan_last_attention(plans[last], step, spec, caches[last], self.ops)
+        stream = self.layers[-1](stream, angles[self.layer_ropes[-1]], plan)
+        return self.norm(stream) if len(stream) else stream
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab]"""
+        return self.head(hidden)
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
+        if self.ops.native is None or not self.is_one_call():
+            return None
+        groups = [spec.group for spec in self.specs]
+        layers: Any = list(self.layers)
+        plans = [
+            plan_layer(layer.attention, layer.mlp, groups.index(group), rope)
+            for layer, group, rope in zip(layers, self.layer_groups, self.layer_ropes, strict=True)
+        ]
+        return make_stack(
+            self.ops, self.embedding, plans, self.norm, self.ropes, layers[0].attention,
+            activation=self.config.activation, has_gate=self.config.gated, is_parallel=self.config.parallel,
+        )  # fmt: skip
+
+    def is_one_call(self) -> bool:
+        """Mixtures are, if their experts are in blocks."""
+        if type(self) is DenseModel:
+            return self.fits_native(self.config)
+        blocks = (fits_stack(layer.mlp) for layer in self.layers if isinstance(layer, DenseLayer))
+        return attends_natively(self.config) and not self.config.parallel and all(blocks)
+
+
+def attends_natively(config: DenseConfig) -> bool:
+    """Whether the native library's stack knows this kind of attention."""
+    from quire.kernels.native.library import MAX_GROUP
+
+    if config.head_norms is not None or config.clip is not None or config.sharpening is not None:
+        return False
+    if config.attention_names.gate is not None or config.qk_norm == "turned":
+        return False
+    return config.num_heads // config.num_kv_heads <= MAX_GROUP
+
+
+def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+    """Layers that see everything are one group, layers with a window another."""
+    specs = []
+    for window in sorted(set(config.windows), key=lambda window: window or 0):
+        specs.append(
+            CacheSpec(
+                group="full" if window is None else "window",
+                kind="paged",
+                layers=tuple(index for index, other in enumerate(config.windows) if other == window),
+                shape=(config.num_kv_heads, config.head_dim),
+                dtype=str(dtype).removeprefix("torch."),
+                page_tokens=page_tokens,
+                window=window,
+            )
+        )
+    return specs
+
+
+def make_norm(name: str, config: DenseConfig, dtype: torch.dtype, ops: Ops) -> Norm:
+    style = config.norm
+    if style.kind == "rms":
+        return RMSNorm(name, config.width, style.eps, dtype, ops, style.offset)
+    return LayerNorm(name, config.width, style.eps, dtype, weight=style.weight, bias=style.bias, offset=style.offset)
+
+
+def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
+    if config.rope_dim == config.head_dim and not config.rope_interleaved:
+        return None
+    return HeadOrder(config.head_dim, config.rope_dim, config.rope_interleaved, rope.angle_scale)
+
+
+def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype,
+             ops: Ops) -> QKNorm | HeadLayerNorm | WideQKNorm | None:  # fmt: skip
+    style, names = config.norm, config.attention_names.head_norms
+    if config.head_norms is not None:
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, dtype, order)
+    match config.qk_norm:
+        case "head":
+            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order, names=names)
+        case "turned":
+            return TurnedQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
+        case "wide":
+            q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)
+    return None

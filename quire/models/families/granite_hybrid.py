@@ -1,0 +1,126 @@
+"""Granite 4: Mamba2 layers with some attention between them, mostly without rope, each with a shared feed-forward block
+and maybe experts beside it. What blocks add to the stream is scaled; that is done to their last matrices when loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.expert_types import Routing
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionShape
+from quire.layers.experts import MoEShape
+from quire.layers.head_layout import HeadOrder
+from quire.layers.moe import moe_activations
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.mamba import MambaOptions
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.weights import scale_by, set_forms
+from quire.models.families.bamba import FIELDS, LAYER_TYPES
+from quire.models.families.granite_moe import EXPERT_NAMES, granite_mixture, granite_shared
+from quire.models.families.hybrid import (
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    mixers_with_mlps,
+    only_silu,
+)
+from quire.models.families.mamba2 import Mixers
+from quire.models.loading.fields import flag, number, whole
+
+
+@dataclass(frozen=True, slots=True)
+class GraniteHybridConfig:
+    shape: HybridShape
+    options: MambaOptions
+    rope: RopeConfig
+    turning: int  # elements of a head that rope turns
+    attention_bias: bool
+    shared_width: int
+    experts: MoEShape | None
+    residual_scale: float  # of what a block adds to the stream
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> GraniteHybridConfig:
+        only_silu(config.get("hidden_act") or "silu")
+        width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
+        kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
+        eps = number(config, "rms_norm_eps", 1e-6)
+        shared_width, experts = whole(config, "shared_intermediate_size", 1024), None
+        if config.get("num_local_experts", 8):
+            routing = Routing(whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2))
+            inner = whole(config, "intermediate_size", 11008)
+            experts = MoEShape(width, inner, routing, shared_width=shared_width)
+        has_rope = config.get("position_embedding_type") == "rope"
+        rope = RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none")
+        turning = int(head_dim * number(config, "partial_rotary_factor", 1.0)) if has_rope else head_dim
+        check_attention(heads, kv_heads, head_dim, turning)
+        order = None if turning == head_dim else HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
+        attention_scale = number(config, "attention_multiplier", 1.0)
+        shape = HybridShape.read(
+            config,
+            norm_eps=eps,
+            max_positions=2048,
+            attention=AttentionShape(width, heads, kv_heads, head_dim, scale=attention_scale, order=order),
+            recurrent=FIELDS.shape(config),
+            blocks=mixers_with_mlps(config, LAYER_TYPES, lambda layer: "linear_attention"),
+            embedding_scale=number(config, "embedding_multiplier", 1.0),
+            logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+        )
+        return cls(
+            shape=shape,
+            options=FIELDS.options(config, eps),
+            rope=rope,
+            turning=turning,
+            attention_bias=flag(config, "attention_bias", False),
+            shared_width=shared_width,
+            experts=experts,
+            residual_scale=number(config, "residual_multiplier", 1.0),
+        )
+
+
+class GraniteHybridModel(HybridModel):
+    def __init__(self, config: GraniteHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        attention = shape.attention
+        assert isinstance(attention, AttentionShape)
+        scale = scale_by(config.residual_scale)
+        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
+
+        def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
+            experts = config.experts
+            if experts is None:
+                return granite_shared(layer, norm, shape.width, config.shared_width, scale, dtype, scheme)
+            names = EXPERT_NAMES.below(layer)
+            return granite_mixture(layer, names, norm, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            name = "post_attention_layernorm" if place % 2 else "input_layernorm"
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            if shape.blocks[place] == "plain":
+                return feed_forward(layer, norm)
+            block = mixers.make(place, layer, norm, cache_index)
+            set_forms(block.out, (scale,))
+            return block
+
+        still = attention.head_dim - config.turning
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
+        inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
+        super().__init__(
+            shape, Names("model.embed_tokens", "model.norm"), make_block, rope, block_activations(shape, inner),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> GraniteHybridConfig:
+        return GraniteHybridConfig.from_hf(config)

@@ -1,0 +1,214 @@
+"""A decoder whose blocks are of several kinds: attention, recurrent layers and feed-forward blocks, in any order.
+
+Family files say which blocks stand where and how they are built; this runs them and declares what they keep: pages for
+attention, of keys and values or of latents, and a state slot a row for the recurrent layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.recurrent_types import ConvShape, RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.latent import LatentShape, latent_spec
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.state import plan_recurrent, state_spec
+from quire.layers.rope import Rope
+from quire.layers.step import Step
+from quire.models.loading.fields import check_heads, check_layer_types, flag, whole
+from quire.types import CacheSpec, QuireError
+
+BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention beside a recurrent layer
+KEEPING: dict[str, tuple[BlockKind, ...]] = {
+    "attention": ("attention", "parallel"),
+    "recurrent": ("recurrent", "parallel"),
+}
+ATTENTION, STATE = "full", "state"  # names of the cache groups; latents have their own
+
+
+@dataclass(frozen=True, slots=True)
+class HybridShape:
+    """What every hybrid family has. Its other sizes are its own business."""
+
+    vocab_size: int
+    width: int
+    norm_eps: float
+    max_positions: int
+    tied: bool  # the head is the embedding
+    attention: AttentionShape | LatentShape | None  # None: no layer attends
+    recurrent: RecurrentShape | ConvShape | None
+    blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int,
+             attention: AttentionShape | LatentShape | None, recurrent: RecurrentShape | ConvShape,
+             blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
+             logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
+        """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
+        none."""
+        if all(kind == "plain" for kind in blocks):
+            what = "No layer of this model attends or keeps a state: it would see one token at a time."
+            raise QuireError("bad_config", what, "Check config.json.")
+        return cls(
+            vocab_size=whole(config, "vocab_size"),
+            width=whole(config, "hidden_size"),
+            norm_eps=norm_eps,
+            max_positions=whole(config, "max_position_embeddings", max_positions),
+            tied=flag(config, "tie_word_embeddings", False),
+            attention=attention,
+            recurrent=recurrent,
+            blocks=blocks,
+            embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where a checkpoint keeps what stands around the blocks."""
+
+    embedding: str
+    norm: str
+    head: str = "lm_head"
+
+
+class HybridModel(nn.Module):
+    def __init__(self, shape: HybridShape, names: Names, make_block: Callable[[int, int], nn.Module],
+                 rope: Rope | None, activation_elements: int, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 page_tokens: int, ops: Ops, scheme: Scheme, norm_offset: float = 0.0):  # fmt: skip
+        """`make_block(place, cache_index)`: the block at this place, and where in its cache group it stands (0 for one
+        that keeps nothing). `norm_offset`: what the checkpoint leaves out of the last norm's weight."""
+        super().__init__()
+        self.ops = ops
+        self.vocab_size = shape.vocab_size
+        self.max_positions = shape.max_positions
+        self.activation_elements = activation_elements
+        self.rope = rope
+        self.specs = _cache_specs(shape, cache_dtype, page_tokens)
+        self._spec_of = {spec.kind: spec for spec in self.specs}
+        self.kinds = shape.blocks
+        self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
+        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale, scheme)
+        seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "parallel": 0, "plain": 0}
+        alone = "parallel" not in shape.blocks or {*shape.blocks} <= {"parallel", "plain"}
+        assert alone, "the place of such a block is the same in both groups"
+        blocks = []
+        for place, kind in enumerate(shape.blocks):
+            blocks.append(make_block(place, seen[kind]))
+            seen[kind] += 1
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, norm_offset)
+        head = names.embedding if shape.tied else names.head
+        self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Compute the step's tokens and leave what they add in `caches`. Returns the normed hidden states,
+        [tokens, width], of the tokens that are wanted."""
+        attention: Any = None
+        recurrent: Any = None
+        paged, state = self._spec_of.get("paged"), self._spec_of.get("state")
+        if paged is not None:
+            attention = plan_attention(step, paged, caches[paged.group], self.ops)
+        if state is not None:
+            recurrent = plan_recurrent(step, state, caches[state.group], self.ops)
+        angles = None if self.rope is None else self.rope.angles(step.positions)
+        stream = self.embedding(step.tokens)
+        for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
+            is_last = place == self._last_mixer  # what follows works on each token alone
+            if is_last and paged is not None and kind in KEEPING["attention"]:
+                attention = plan_last_attention(attention, step, paged, caches[paged.group], self.ops)
+            if kind == "attention":
+                stream = block(stream, angles, attention)
+            elif kind == "parallel":
+                stream = block(stream, angles, attention, recurrent)
+            elif kind == "recurrent":
+                stream = block(stream, recurrent)
+                stream = step.wanted(stream) if is_last else stream
+            else:
+                stream = block(stream)
+            if not len(stream):
+                return stream
+        return self.norm(stream)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab]"""
+        return self.head(hidden)
+
+
+def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+    places = {
+        kind: tuple(place for place, other in enumerate(shape.blocks) if other in keeping)
+        for kind, keeping in KEEPING.items()
+    }
+    specs = []
+    if places["attention"]:
+        assert shape.attention is not None
+        specs.append(_paged_spec(shape.attention, places["attention"], dtype, page_tokens))
+    if places["recurrent"]:
+        assert shape.recurrent is not None
+        specs.append(state_spec(STATE, places["recurrent"], shape.recurrent.slot_elements, page_tokens))
+    return specs
+
+
+def _paged_spec(attention: AttentionShape | LatentShape, layers: tuple[int, ...], dtype: torch.dtype,
+                page_tokens: int) -> CacheSpec:  # fmt: skip
+    if isinstance(attention, LatentShape):
+        return latent_spec(attention, "absorbed", layers, dtype, page_tokens)
+    entry, name = (attention.num_kv_heads, attention.head_dim), str(dtype).removeprefix("torch.")
+    return CacheSpec(ATTENTION, "paged", layers, entry, name, page_tokens=page_tokens)
+
+
+def block_activations(shape: HybridShape, inner_width: int) -> int:
+    """Elements a token has alive at one time, for blocks whose feed-forward part holds `inner_width` of them."""
+    most = inner_width
+    if shape.attention is not None:
+        most = max(most, shape.attention.activation_elements)
+    if shape.recurrent is not None:
+        most = max(most, shape.recurrent.activation_elements)
+    return 4 * shape.width + most
+
+
+def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:
+    turning = head_dim if turning is None else turning
+    check_heads(num_heads, num_kv_heads, head_dim)
+    if not 0 < turning <= head_dim or turning % 2:
+        what = f"Rope can't turn {turning} of the {head_dim} elements of a head."
+        raise QuireError("bad_config", what, "Check partial_rotary_factor in config.json.")
+
+
+def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
+    """`values`: what the rest of the config says the heads' values add up to."""
+    if shape.num_heads % shape.num_groups:
+        what = f"{shape.num_heads} recurrent heads can't be shared out among {shape.num_groups} groups of keys."
+        raise QuireError("bad_config", what, "Check config.json.")
+    if values is not None and shape.values != values:
+        what = f"{shape.num_heads} recurrent heads of {shape.value_dim} do not add up to {values}."
+        raise QuireError("bad_config", what, "Check config.json.")
+
+
+def mixers_with_mlps(config: Mapping[str, Any], known: Mapping[str, BlockKind],
+                     usual: Callable[[int], str]) -> tuple[BlockKind, ...]:  # fmt: skip
+    """A mixer, as `layer_types` says or else `usual(layer)`, and a feed-forward block for every layer."""
+    num_layers = whole(config, "num_hidden_layers", 32)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [usual(layer) for layer in range(num_layers)]
+    check_layer_types(kinds, known, num_layers)
+    return tuple(block for kind in kinds for block in (known[kind], "plain"))
+
+
+def only_silu(activation: object) -> None:
+    """Of the convolutions and of what lies beside them: the kernels know no other."""
+    if activation not in ("silu", "swish"):
+        what = f"Activation {activation!r} is not supported here."
+        raise QuireError("unsupported_model", what, "Supported is silu.")

@@ -1,0 +1,192 @@
+"""Kimi Linear: three Kimi Delta Attentions, then one latent attention, each with a feed-forward block: of experts, past
+the first layers. Nothing turns: what would be rope's part of queries and keys is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.recurrent_types import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.latent import LatentAttention, LatentShape
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE, moe_activations
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.channel_delta import ChannelDeltaNet, channel_activations
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.weights import also_called
+from quire.models.families.deepseek import read_latent
+from quire.models.families.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    mixers_with_mlps,
+    only_silu,
+)
+from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
+from quire.models.loading.fields import check_layer_indices, number, whole
+from quire.types import QuireError
+
+LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
+IN_OTHERS_WORDS = {  # what published files say, and what DeepSeek's say
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+OF_LINEAR = {  # fields of `linear_attn_config`, and what transformers calls them
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+DEFAULTS: dict[str, Any] = {  # of fields config.json may leave out
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KimiLinearConfig:
+    shape: HybridShape
+    inner_width: int  # of the feed-forward blocks without experts
+    sparse_layers: frozenset[int]  # those with experts
+    moe: MoEShape
+    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> KimiLinearConfig:
+        config = _in_others_words(config)
+        only_silu(config.get("hidden_act") or "silu")
+        _check_unread(config)
+        num_layers = whole(config, "num_hidden_layers")
+        shape = HybridShape.read(
+            config,
+            norm_eps=number(config, "rms_norm_eps", 1e-5),
+            max_positions=1 << 20,
+            attention=read_latent(config),
+            recurrent=_recurrent(config),
+            blocks=_blocks(config),
+        )
+        return cls(
+            shape=shape,
+            inner_width=whole(config, "intermediate_size", 9216),
+            sparse_layers=sparse_layers(config, num_layers),
+            moe=shared_beside_routed(config),
+            needless=draft_layers(config, num_layers),
+        )
+
+
+class KimiLinearModel(HybridModel):
+    def __init__(self, config: KimiLinearConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape, moe = config.shape, config.moe
+        attention, recurrent = shape.attention, shape.recurrent
+        assert isinstance(attention, LatentShape) and isinstance(recurrent, RecurrentShape)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            name = "post_attention_layernorm" if place % 2 else "input_layernorm"
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            if shape.blocks[place] == "recurrent":
+                return ChannelDeltaNet(f"{layer}.self_attn", norm, shape.width, recurrent, cache_index, dtype=dtype,
+                                       ops=ops, scheme=scheme)  # fmt: skip
+            if shape.blocks[place] == "attention":
+                return LatentAttention(f"{layer}.self_attn", norm, attention, cache_index, form="absorbed",
+                                       dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+            mixture = f"{layer}.block_sparse_moe"
+            if place // 2 in config.sparse_layers:
+                names = ExpertNames(mixture, gate="w1", up="w3", down="w2", shared="shared_experts",
+                                    shared_matrices=("gate_proj", "up_proj", "down_proj"))  # fmt: skip
+                return MoE(names, norm, moe, dtype=dtype, ops=ops, scheme=scheme)
+            mlp = GatedMLP(f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype,
+                           scheme=scheme)  # fmt: skip
+            # transformers saves these, too, under the name of what the other layers have.
+            also_called(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
+            also_called(mlp.down, f"{mixture}.down_proj")
+            return mlp
+
+        inner = max(3 * config.inner_width, moe_activations(moe), channel_activations(recurrent))
+        super().__init__(
+            shape, Names("model.embed_tokens", "model.norm"), make_block,
+            Rope(RopeConfig("none"), attention.rope_dim, dtype, device, ops), block_activations(shape, inner),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+        self.needless = config.needless
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> KimiLinearConfig:
+        return KimiLinearConfig.from_hf(config)
+
+
+def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All fields by the names that transformers has for them, so that other families' readers find theirs."""
+    linear = config.get("linear_attn_config")
+    if linear is None:
+        linear = {}
+    if not isinstance(linear, Mapping):
+        raise QuireError("bad_config", f"linear_attn_config={linear!r} must be an object.", "Check config.json.")
+    renamed = {**{ours: config.get(theirs) for theirs, ours in IN_OTHERS_WORDS.items()},
+               **{ours: linear.get(theirs) for theirs, ours in OF_LINEAR.items()}}  # fmt: skip
+    given = {**config, **{key: value for key, value in renamed.items() if value is not None}}
+    if given.get("layer_types") is None:
+        given["layer_types"] = _listed_layers(linear, whole({**DEFAULTS, **given}, "num_hidden_layers"))
+    return {**DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+
+
+def _listed_layers(linear: Mapping[str, Any], num_layers: int) -> list[str] | None:
+    """Published files list the layers of either kind, the first as 1."""
+    lists = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
+    if any(linear.get(key) is None for key in lists):
+        return None
+    kinds: dict[int, str] = {}
+    for key, kind in lists.items():
+        check_layer_indices(linear[key], f"{key} of linear_attn_config", num_layers + 1)
+        kinds |= dict.fromkeys(linear[key], kind)
+    named = sum(len(linear[key]) for key in lists)
+    if named != num_layers or set(kinds) != set(range(1, num_layers + 1)):
+        what = f"kda_layers and full_attn_layers must name each of the layers 1 to {num_layers} once."
+        raise QuireError("bad_config", what, "Check linear_attn_config in config.json.")
+    return [kinds[layer] for layer in range(1, num_layers + 1)]
+
+
+def _check_unread(config: Mapping[str, Any]) -> None:
+    """Fields of published files that have one value there: with another the model would be another."""
+    for key, usual in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
+        if config.get(key, usual) != usual:
+            what = f"{key}={config[key]!r} of kimi_linear is not supported."
+            raise QuireError("unsupported_model", what, f"Supported is {usual!r}.")
+
+
+def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
+    heads, head_dim = whole(config, "linear_num_heads", 32), whole(config, "linear_head_dim", 128)
+    return RecurrentShape(heads, heads, head_dim, head_dim, whole(config, "linear_conv_kernel_dim", 4))
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
+    """Where a config does not say, each layer after four others attends, as in transformers; published files say."""
+
+    def usual(layer: int) -> str:
+        return "full_attention" if layer and layer % 4 == 0 else "linear_attention"
+
+    return mixers_with_mlps(config, LAYER_TYPES, usual)

@@ -1,0 +1,157 @@
+"""Mamba2: nothing but recurrent layers. Its fields of a config are read here for the hybrids that have them too, and
+their mixers, such layers with some attention between them, are built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.recurrent_types import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.attention import Attention, AttentionShape
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.mamba import Mamba2, MambaOptions
+from quire.models.families.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_recurrent,
+    only_silu,
+)
+from quire.models.loading.fields import check_layer_types, flag, number, whole
+from quire.types import QuireError
+
+MAX_POSITIONS = 65536  # a recurrence has no limit of its own; rows are allocated for one
+
+
+@dataclass(frozen=True, slots=True)
+class MambaFields:
+    """What the families call the same sizes."""
+
+    num_heads: str
+    head_dim: str
+    num_groups: str
+    state_size: str
+    conv_len: str
+    conv_bias: str
+    bias: str
+    activation: str
+    expand: str | None = None  # where the config also says how wide it is: it must agree
+    values: str | None = None  # where it may say so by itself, too, which counts
+
+    def shape(self, config: Mapping[str, Any]) -> RecurrentShape:
+        width, heads = whole(config, "hidden_size"), whole(config, self.num_heads, 128)
+        expanded = None if self.expand is None else int(number(config, self.expand, 2.0) * width)
+        if self.values is not None and config.get(self.values) is not None:
+            expanded = whole(config, self.values)
+        head_dim = config.get(self.head_dim)
+        if head_dim in (None, "auto"):
+            head_dim = (expanded or 2 * width) // heads
+        shape = RecurrentShape(
+            num_groups=whole(config, self.num_groups, 8),
+            num_heads=heads,
+            key_dim=whole(config, self.state_size, 128),
+            value_dim=whole({self.head_dim: head_dim}, self.head_dim),
+            conv_len=whole(config, self.conv_len, 4),
+        )
+        only_silu(config.get(self.activation) or "silu")
+        check_recurrent(shape, expanded)
+        return shape
+
+    def options(self, config: Mapping[str, Any], eps: float) -> MambaOptions:
+        """The output is normed in as many parts as there are groups; transformers before 5.23 took it for one part."""
+        return MambaOptions(
+            eps=eps,
+            norm_groups=whole(config, self.num_groups, 8),
+            conv_bias=flag(config, self.conv_bias, True),
+            bias=flag(config, self.bias, False),
+            dt_limits=_limits(config.get("time_step_limit")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mixers:
+    """The Mamba2 and attention layers of a hybrid whose checkpoint calls them `mamba` and `self_attn`."""
+
+    shape: HybridShape
+    options: MambaOptions
+    attention_bias: bool
+    dtype: torch.dtype
+    ops: Ops
+    scheme: Scheme
+
+    def make(self, place: int, layer: str, norm: RMSNorm, cache_index: int) -> Mamba2 | Attention:
+        shape, dtype, ops, scheme = self.shape, self.dtype, self.ops, self.scheme
+        if shape.blocks[place] == "recurrent":
+            assert isinstance(shape.recurrent, RecurrentShape)
+            return Mamba2(f"{layer}.mamba", norm, shape.width, shape.recurrent, cache_index, self.options, dtype=dtype,
+                          ops=ops, scheme=scheme)  # fmt: skip
+        assert isinstance(shape.attention, AttentionShape)
+        bias = self.attention_bias
+        return Attention(f"{layer}.self_attn", norm, shape.attention, cache_index, qkv_bias=bias, out_bias=bias,
+                         qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+
+
+FIELDS = MambaFields("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias",
+                     "hidden_act", expand="expand")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    shape: HybridShape
+    options: MambaOptions
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
+        eps = number(config, "layer_norm_epsilon", 1e-5)
+        num_layers = whole(config, "num_hidden_layers")
+        check_layer_types(config.get("layer_types"), ("linear_attention", "mamba"), num_layers)
+        blocks: list[BlockKind] = ["recurrent"] * num_layers
+        shape = HybridShape.read(
+            config,
+            norm_eps=eps,
+            max_positions=MAX_POSITIONS,
+            attention=None,
+            recurrent=FIELDS.shape(config),
+            blocks=tuple(blocks),
+        )
+        return cls(shape, FIELDS.options(config, eps))
+
+
+class Mamba2Model(HybridModel):
+    def __init__(self, config: Mamba2Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        recurrent = shape.recurrent
+        assert isinstance(recurrent, RecurrentShape)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"backbone.layers.{place}"
+            norm = RMSNorm(f"{layer}.norm", shape.width, shape.norm_eps, dtype, ops)
+            return Mamba2(f"{layer}.mixer", norm, shape.width, recurrent, cache_index, config.options, dtype=dtype,
+                          ops=ops, scheme=scheme)  # fmt: skip
+
+        super().__init__(
+            shape, Names("backbone.embeddings", "backbone.norm_f"), make_block, None, block_activations(shape, 0),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Mamba2Config:
+        return Mamba2Config.from_hf(config)
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    if given is None:
+        return 0.0, float("inf")
+    if len(given) != 2 or not all(isinstance(value, (int, float)) for value in given):
+        raise QuireError("bad_config", f"time_step_limit={given!r} must be two numbers.", "Check config.json.")
+    return float(given[0]), float(given[1])

@@ -1,0 +1,84 @@
+"""Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Granite 3, and kin.
+
+Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; `moe_families` lists families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.table import Ops
+from quire.layers.experts import ExpertNames, MoEShape
+from quire.layers.moe import MoE, moe_activations
+from quire.layers.norm import Norm
+from quire.layers.quant import Scheme
+from quire.layers.residual_join import Join
+from quire.layers.weights import scale_by, set_forms
+from quire.models.families.dense.config import DenseConfig
+from quire.models.families.dense.decoder import DenseLayer, DenseModel
+from quire.models.families.granite_moe import granite_mixture
+from quire.models.families.moe_families import MOE, draft_layers, sparse_layers
+from quire.models.loading.fields import check_silu, with_defaults
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    dense: DenseConfig
+    shape: MoEShape
+    sparse_layers: frozenset[int]  # the others keep their feed-forward block
+    names: ExpertNames  # relative to a layer
+    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+    as_granite: bool = False  # in two tensors a layer, and the shared one elsewhere: see `granite_moe`
+    residual_scale: float = 1.0  # of what those and attention add to the stream: done to matrices when loading
+
+    @classmethod
+    def from_hf(cls, config: Fields) -> MoEConfig:
+        check_silu(config)
+        family = MOE[config["model_type"]]
+        config = family.renamed(with_defaults(config, family.defaults))
+        dense = family.dense(config)
+        num_layers = dense.num_layers
+        sparse = sparse_layers(config, num_layers)
+        moe = cls(dense, family.shape(config), sparse, family.names, draft_layers(config, num_layers))
+        if not family.as_granite:
+            return moe
+        return replace(
+            moe, as_granite=True, dense=replace(dense, residual_scale=1.0), residual_scale=dense.residual_scale
+        )
+
+
+class MoEModel(DenseModel):
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
+                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        scale = scale_by(config.residual_scale)
+
+        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
+            if index not in config.sparse_layers:
+                return None
+            layer = f"{config.dense.names.layers}.{index}"
+            names = config.names.below(layer)
+            if config.as_granite:
+                return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
+            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
+
+        super().__init__(
+            config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
+            scheme=scheme, feed_forward=feed_forward,
+        )  # fmt: skip
+        self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
+        self.needless = config.needless
+        if scale is not None:
+            for layer in self.layers:
+                assert isinstance(layer, DenseLayer)
+                set_forms(layer.attention.out, (scale,))
+
+    @staticmethod
+    def read_config(config: Fields) -> MoEConfig:
+        return MoEConfig.from_hf(config)

@@ -1,0 +1,148 @@
+"""OLMo Hybrid: three gated delta nets, then one full attention, each with a feed-forward block. Delta nets' layers have
+their norms before the blocks, attention's behind them. Published ones have no rope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.recurrent_types import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.attention import Attention, AttentionShape
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm, WideQKNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.gated_delta import DeltaLayout, GatedDeltaNet
+from quire.layers.residual_join import Join
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.weights import also_called
+from quire.models.families.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    check_recurrent,
+    mixers_with_mlps,
+    only_silu,
+)
+from quire.models.loading.fields import flag, number, whole
+
+LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
+GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever the config says of the others
+ALSO_CALLED = {  # as published; transformers saves the second so in layers that attend, too, where others do not
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OlmoHybridConfig:
+    shape: HybridShape
+    rope: RopeConfig
+    attention_bias: bool
+    inner_width: int
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> OlmoHybridConfig:
+        only_silu(config.get("hidden_act") or "silu")
+        width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 30)
+        kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
+        check_attention(heads, kv_heads, head_dim)
+        shape = HybridShape.read(
+            config,
+            norm_eps=number(config, "rms_norm_eps", 1e-6),
+            max_positions=65536,
+            attention=AttentionShape(width, heads, kv_heads, head_dim),
+            recurrent=_recurrent(config, width, heads),
+            blocks=_blocks(config),
+        )
+        return cls(
+            shape=shape,
+            rope=_rope(config),
+            attention_bias=flag(config, "attention_bias", False),
+            inner_width=whole(config, "intermediate_size", 11008),
+        )
+
+
+class OlmoHybridModel(HybridModel):
+    def __init__(self, config: OlmoHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape, bias = config.shape, config.attention_bias
+        attention, recurrent = shape.attention, shape.recurrent
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
+        head_rows, kv_rows = (num * attention.head_dim for num in (attention.num_heads, attention.num_kv_heads))
+
+        def norm(layer: str, name: str) -> RMSNorm:
+            made = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            if name in ALSO_CALLED:
+                also_called(made, f"{layer}.{ALSO_CALLED[name]}")
+            return made
+
+        def feed_forward(layer: str, before: RMSNorm | None, join: Join | None) -> GatedMLP:
+            return GatedMLP(f"{layer}.mlp", before, shape.width, config.inner_width, bias=False, dtype=dtype,
+                            scheme=scheme, join=join)  # fmt: skip
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"model.layers.{place // 2}"
+            if shape.blocks[place - place % 2] == "recurrent":
+                if place % 2:
+                    return feed_forward(layer, norm(layer, "post_attention_layernorm"), None)
+                return GatedDeltaNet(f"{layer}.linear_attn", norm(layer, "input_layernorm"), shape.width, recurrent,
+                                     cache_index, layout=DeltaLayout(apart=True), dtype=dtype, ops=ops, scheme=scheme,
+                                     gated_eps=GATED_EPS)  # fmt: skip
+            if place % 2:
+                return feed_forward(layer, None, Join(norm(layer, "post_feedforward_layernorm")))
+            heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, dtype, ops)
+            return Attention(f"{layer}.self_attn", None, attention, cache_index, qkv_bias=bias, out_bias=bias,
+                             qk_norm=heads, dtype=dtype, ops=ops, scheme=scheme,
+                             join=Join(norm(layer, "post_attention_layernorm")))  # fmt: skip
+
+        super().__init__(
+            shape, Names("model.embed_tokens", "model.norm"), make_block,
+            Rope(config.rope, attention.head_dim, dtype, device, ops), block_activations(shape, 3 * config.inner_width),
+            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> OlmoHybridConfig:
+        return OlmoHybridConfig.from_hf(config)
+
+
+def _recurrent(config: Mapping[str, Any], width: int, heads: int) -> RecurrentShape:
+    groups = whole(config, "linear_num_key_heads", heads)
+    key_dim = whole(config, "linear_key_head_dim", int(0.75 * width / groups))
+    shape = RecurrentShape(
+        num_groups=groups,
+        num_heads=whole(config, "linear_num_value_heads", heads),
+        key_dim=key_dim,
+        value_dim=whole(config, "linear_value_head_dim", 2 * key_dim),
+        conv_len=whole(config, "linear_conv_kernel_dim", 4),
+        beta_top=2.0 if flag(config, "linear_allow_neg_eigval", True) else 1.0,
+    )
+    check_recurrent(shape)
+    return shape
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
+    """Each fourth layer attends, and in a model of fewer the last."""
+    last = whole(config, "num_hidden_layers", 32) - 1
+
+    def usual(layer: int) -> str:
+        return "full_attention" if layer % 4 == 3 or layer == last < 3 else "linear_attention"
+
+    return mixers_with_mlps(config, LAYER_TYPES, usual)
+
+
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
+    """A theta that is there, and null, is none; one that is not there is the usual one."""
+    rope = RopeConfig.from_hf(dict(config))
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = given.get("rope_theta", config.get("rope_theta", rope.theta))
+    return RopeConfig("none") if theta is None else rope

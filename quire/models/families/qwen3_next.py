@@ -1,0 +1,211 @@
+"""Qwen3-Next and Qwen3.5: three gated delta nets, then one full attention with a gate, each with a feed-forward block.
+
+The generations differ in how a checkpoint keeps the delta net's projection, and in which layers have experts. Qwen3.5
+checkpoints also hold a vision tower and a draft head, which are left aside: the text model is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.expert_types import Routing
+from quire.kernels.recurrent_types import RecurrentShape
+from quire.kernels.table import Ops
+from quire.layers.attention import AttentionShape
+from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
+from quire.layers.gated_attention import GatedAttention
+from quire.layers.head_layout import HeadOrder
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE, moe_activations
+from quire.layers.norm import RMSNorm
+from quire.layers.quant import Scheme
+from quire.layers.recurrent.gated_delta import DeltaLayout, GatedDeltaNet
+from quire.layers.rope import Rope, RopeConfig
+from quire.layers.weights import Part, own_weights
+from quire.models.families.hybrid import (
+    BlockKind,
+    HybridModel,
+    HybridShape,
+    Names,
+    block_activations,
+    check_attention,
+    check_recurrent,
+    mixers_with_mlps,
+    only_silu,
+)
+from quire.models.loading.fields import flag, number, whole
+from quire.types import QuireError
+
+LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class QwenHybridConfig:
+    shape: HybridShape
+    rope: RopeConfig
+    turning: int  # elements of a head that rope turns
+    attention_bias: bool
+    layout: DeltaLayout  # of the delta nets, in the checkpoint
+    norm_offset: float  # what the checkpoint leaves out of norms' weights
+    prefix: str  # of the text model within the checkpoint
+    inner_width: int  # of the feed-forward blocks without experts
+    moe: MoEShape | None  # of the layers that have experts; None: none has
+    dense_layers: frozenset[int]  # that have no experts although others do
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> QwenHybridConfig:
+        kind = config["model_type"]
+        text = config.get("text_config")
+        prefix = "model"
+        if text is not None:  # the whole model, with its vision tower
+            prefix = "model.language_model"
+            config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+        only_silu(config.get("hidden_act") or "silu")
+        heads = whole(config, "num_attention_heads", 16)
+        kv_heads = whole(config, "num_key_value_heads", 2 if kind == "qwen3_next" else 4)
+        head_dim = whole(config, "head_dim", 256)
+        turning = _turning(config, head_dim)
+        check_attention(heads, kv_heads, head_dim, turning)
+        width = whole(config, "hidden_size")
+        rope = RopeConfig.from_hf(dict(config))
+        order = HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
+        shape = HybridShape.read(
+            config,
+            norm_eps=number(config, "rms_norm_eps", 1e-6),
+            max_positions=32768,
+            attention=AttentionShape(width, heads, kv_heads, head_dim, order=order),
+            recurrent=_recurrent(config),
+            blocks=_blocks(config),
+        )
+        moe = _moe(config, kind, width)
+        return cls(
+            shape=shape,
+            rope=rope,
+            turning=turning,
+            attention_bias=flag(config, "attention_bias", False),
+            layout=_layout(config, kind),
+            norm_offset=number(config, "norm_offset", 1.0),
+            prefix=prefix,
+            inner_width=whole(config, "intermediate_size", 5632),
+            moe=moe,
+            dense_layers=_dense_layers(config, len(shape.blocks) // 2),
+        )
+
+
+class QwenHybridModel(HybridModel):
+    def __init__(self, config: QwenHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
+                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+        shape = config.shape
+        attention, recurrent = shape.attention, shape.recurrent
+        assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, config.norm_offset)
+
+        def make_block(place: int, cache_index: int) -> nn.Module:
+            layer = f"{config.prefix}.layers.{place // 2}"
+            if place % 2:
+                mlp_norm = norm(f"{layer}.post_attention_layernorm")
+                if config.moe is not None and place // 2 not in config.dense_layers:
+                    names = ExpertNames(f"{layer}.mlp")
+                    experts = _experts(names, config.moe, dtype, scheme, count_merged(config.moe, ops))
+                    return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
+                return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype,
+                                scheme=scheme)  # fmt: skip
+            first_norm = norm(f"{layer}.input_layernorm")
+            if shape.blocks[place] == "attention":
+                return GatedAttention(
+                    f"{layer}.self_attn", first_norm, attention, cache_index, bias=config.attention_bias, dtype=dtype,
+                    ops=ops, scheme=scheme, norm_offset=config.norm_offset,
+                )  # fmt: skip
+            return GatedDeltaNet(f"{layer}.linear_attn", first_norm, shape.width, recurrent, cache_index,
+                                 layout=config.layout, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+
+        still = attention.head_dim - config.turning
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
+        names = Names(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
+        inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
+        super().__init__(
+            shape, names, make_block, rope, block_activations(shape, inner), dtype=dtype, cache_dtype=cache_dtype,
+            page_tokens=page_tokens, ops=ops, scheme=scheme, norm_offset=config.norm_offset,
+        )  # fmt: skip
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> QwenHybridConfig:
+        return QwenHybridConfig.from_hf(config)
+
+
+def _turning(config: Mapping[str, Any], head_dim: int) -> int:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise QuireError("bad_config", f"partial_rotary_factor={factor!r} must be a number.", "Check config.json.")
+    return int(head_dim * factor)
+
+
+def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
+    shape = RecurrentShape(
+        num_groups=whole(config, "linear_num_key_heads", 16),
+        num_heads=whole(config, "linear_num_value_heads", 32),
+        key_dim=whole(config, "linear_key_head_dim", 128),
+        value_dim=whole(config, "linear_value_head_dim", 128),
+        conv_len=whole(config, "linear_conv_kernel_dim", 4),
+    )
+    check_recurrent(shape)
+    return shape
+
+
+def _layout(config: Mapping[str, Any], kind: str) -> DeltaLayout:
+    """Qwen3-Next keeps together what belongs to a group. GGUF files (see `gguf_hybrid`) have less of that, and those of
+    Qwen3.5 another order of heads."""
+    by_group = kind == "qwen3_next"
+    return DeltaLayout(
+        by_group=by_group and not flag(config, "delta_nets_split", False),
+        gates_by_group=by_group,
+        tiled=flag(config, "value_heads_tiled", False),
+    )
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
+    every = whole(config, "full_attention_interval", 4)
+    return mixers_with_mlps(
+        config, LAYER_TYPES, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention"
+    )
+
+
+def _moe(config: Mapping[str, Any], kind: str, width: int) -> MoEShape | None:
+    if kind in ("qwen3_5", "qwen3_5_text") or (kind == "qwen3_next" and config.get("num_experts") == 0):
+        return None
+    num_experts, top_k = (512, 10) if kind == "qwen3_next" else (256, 8)
+    routing = Routing(
+        whole(config, "num_experts", num_experts),
+        whole(config, "num_experts_per_tok", top_k),
+        normalise=flag(config, "norm_topk_prob", True),
+    )
+    shared = whole(config, "shared_expert_intermediate_size", 512)
+    inner = whole(config, "moe_intermediate_size", 512)
+    return MoEShape(width, inner, routing, shared_width=shared, shared_gated=True)
+
+
+def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    every = whole(config, "decoder_sparse_step", 1)
+    named = config.get("mlp_only_layers") or []
+    return frozenset(index for index in range(num_layers) if index in named or (index + 1) % every)
+
+
+def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int) -> Experts:
+    """As usual; Qwen3.5 publishes all experts of a layer but the shared one in two tensors, gates above ups."""
+    experts = Experts.from_names(names, shape, dtype, scheme, num_shared)
+    num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
+    sizes = {"gate_up": (2 * inner, width), "down": (width, inner)}
+    for name, weight in own_weights(experts):
+        rows, columns = sizes[name]
+        whole_tensor = Part(f"{names.prefix}.experts.{name}_proj", (num, rows, columns), 0, num * rows)
+        shared = (part for part in weight.parts if part.start >= num * rows)
+        weight.others = (*weight.others, (whole_tensor, *shared))
+    return experts

@@ -1,0 +1,328 @@
+"""Which kernels a model is built with: every row of the ops table that its layers use is tried first.
+
+The loader calls `settle_kernels` with a model on meta, whose modules say what is used and in which shapes. Kernels for
+Hopper alone come first, so that those whose place they take are not compiled in vain; then each row must be right, or
+gives way to torch (`kernels.trial`); what remains are kernels that must also be quicker to be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.activations import Curve
+from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
+from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
+from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows, settle_latent
+from quire.kernels.validation.prefill_trial import settle_prompts
+from quire.kernels.validation.recurrent_trials import (
+    MambaTrialShape,
+    channel_delta_row,
+    delta_net_row,
+    mamba_row,
+    settle_channel_delta,
+    settle_delta_net,
+    settle_mamba,
+    short_conv_row,
+)
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import (
+    FEW_TOKENS,
+    FP8_TOLERANCE,
+    Product,
+    Row,
+    TrialShape,
+    attention_row,
+    compare,
+    finish_writes,
+    gate_mul_row,
+    norm_add_row,
+    norm_row,
+    normal,
+    product_row,
+    rope_row,
+    settle_ops,
+)
+from quire.layers.attention import AttentionShape
+from quire.layers.experts import Experts
+from quire.layers.latent import LatentAttention
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE, SharedExpert
+from quire.layers.norm import QKNorm, RMSNorm
+from quire.layers.quant import Dense, Fp8
+from quire.layers.quant.scheme import Scaled
+from quire.layers.recurrent.channel_delta import ChannelDeltaNet
+from quire.layers.recurrent.gated_delta import GatedDeltaNet
+from quire.layers.recurrent.mamba import Mamba2
+from quire.layers.recurrent.short_conv import ShortConv
+from quire.layers.residual_join import Join
+from quire.layers.weights import put_weight
+from quire.models.fallback.model import FallbackModel
+from quire.models.families.dense.decoder import DenseModel
+from quire.types import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Of one model on one device."""
+
+    model: Any  # a `registry.Model` on meta
+    dtype: torch.dtype  # that it computes in
+    device: torch.device
+    max_len: int  # of a row: page tables are as wide
+
+    def rows(self) -> Iterator[Row]:
+        """What the first request will launch."""
+        if isinstance(self.model, FallbackModel):  # all else is torch's
+            for shape in self.attention():
+                yield attention_row(shape, self.device)
+            return
+        yield from self._norms_and_products()
+        for shape in self.attention():
+            yield rope_row(shape, self.device)
+            yield attention_row(shape, self.device)
+        if (latent := self.latent()) is not None:
+            yield from latent_rows(latent, self.device)
+        if (net := self.delta_net()) is not None:
+            yield delta_net_row(net.shape, self.dtype, self.device)
+        if (by_channel := self.channel_delta()) is not None:
+            yield channel_delta_row(by_channel.shape, self.dtype, self.device)
+        if (mamba := self.mamba()) is not None:
+            yield mamba_row(mamba, self.device)
+        if (short := self._first(ShortConv)) is not None:
+            yield short_conv_row(short.shape, short.conv_bias is not None, self.dtype, self.device)
+        if (mixture := self._mixture()) is not None:
+            yield from expert_rows(mixture, self.device)
+
+    def attention(self) -> list[TrialShape]:
+        """One of each cache group whose layers attend to keys and values."""
+        if isinstance(self.model, FallbackModel):
+            return [self._foreign_shape(spec) for spec in self.model.paged_specs if not self.model.gathers]
+        layers = [module for module in self._modules() if isinstance(getattr(module, "shape", None), AttentionShape)]
+        found = []
+        for spec in self.model.specs:
+            fitting = (each for each in layers if (each.shape.num_kv_heads, each.shape.head_dim) == spec.shape)
+            if spec.kind == "paged" and (layer := next(fitting, None)) is not None:
+                found.append(self._attention_shape(layer, spec))
+        return found
+
+    def latent(self) -> LatentTrialShape | None:
+        layer = self._first(LatentAttention)
+        if layer is None or layer.form != "absorbed":
+            return None
+        shape, spec = layer.shape, next(spec for spec in self.model.specs if spec.kind == "paged")
+        return LatentTrialShape(
+            shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, self.dtype, getattr(torch, spec.dtype),
+            self.max_len, shape.nope_dim, shape.q_rank, shape.interleaved, shape.value_dim,
+        )  # fmt: skip
+
+    def delta_net(self) -> GatedDeltaNet | None:
+        return self._first(GatedDeltaNet)
+
+    def channel_delta(self) -> ChannelDeltaNet | None:
+        return self._first(ChannelDeltaNet)
+
+    def largest_gate_up(self) -> GatedTrialShape | None:
+        """Of those with plain weights and no bias."""
+        blocks = [block for block in self._modules() if isinstance(block, GatedMLP)]
+        plain = [each for each in blocks if isinstance(each.gate_up.scheme, Dense) and each.gate_up.bias is None]
+        if not plain:
+            return None
+        largest = max(plain, key=lambda each: each.gate_up.in_features * each.gate_up.out_features)
+        return GatedTrialShape(largest.gate_up.in_features, largest.gate_up.out_features, self.dtype, largest.curve)
+
+    def _norms_and_products(self) -> Iterator[Row]:
+        own = getattr(self.model, "norm", None)
+        norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
+        if norm is not None:
+            yield norm_row(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
+        joins = (each.norm for each in self._modules() if isinstance(each, Join))
+        if (added := next((each for each in joins if isinstance(each, RMSNorm)), None)) is not None:
+            yield norm_add_row(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
+        product = self._product()
+        if product is not None:
+            if product.gate is not None:
+                yield gate_mul_row(product.out_features // 2, product.gate, self.dtype, self.device)
+            yield product_row(product, self.device)
+        scaled = next(
+            (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
+        )
+        if scaled is not None:  # weights in FP8 are read by these kernels alone
+            yield Row("FP8 product", lambda ops: self._try_scaled(scaled, None), None)
+        blocks = (each for each in self._modules() if isinstance(each, SharedExpert | GatedMLP))
+        gated = next((each for each in blocks if isinstance(each.gate_up.scheme, Fp8)), None)
+        if gated is not None:
+            yield Row("FP8 product with its gate", lambda ops: self._try_scaled(gated.gate_up, gated.curve), None)
+
+    def _try_scaled(self, like: Linear, gate: Curve | None) -> None:
+        """A product of many rows and of one, with the norm before it. Raises."""
+        weight = normal(self.device, self.dtype, like.out_features, like.in_features) * like.in_features**-0.5
+        norm = RMSNorm("trial", like.in_features, 1e-6, self.dtype, REFERENCE)
+        linear = Linear(like.in_features, [("trial", like.out_features)], dtype=self.dtype, scheme=like.scheme)
+        put_weight(norm, "weight", normal(self.device, self.dtype, like.in_features))
+        put_weight(linear, "weight", weight)
+        finish_writes(self.device)
+        linear.finish()
+        for num_rows in (FEW_TOKENS, 1):
+            x = normal(self.device, self.dtype, num_rows, like.in_features)
+            finish_writes(self.device)
+            got = linear(x, norm=norm, gate=gate)
+            if isinstance(got, Scaled):  # filled up with zeros, where it has to be
+                got = (got.values.float() * got.scale[:, None])[:, : like.out_features // 2]
+            compare(got, partial(_plain, norm, x, weight, gate), self.dtype, FP8_TOLERANCE)
+
+    def _product(self) -> Product | None:
+        """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
+        for block in self._modules():
+            if isinstance(block, SharedExpert | GatedMLP):
+                linear = block.gate_up
+                norm = getattr(block, "norm", None)
+                norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
+                if isinstance(linear.scheme, Dense):
+                    return Product(linear.in_features, linear.out_features, self.dtype, norm_dtype,
+                                   linear.bias is not None, gate=block.curve)  # fmt: skip
+        for block in self._modules():
+            out, join = getattr(block, "out", None), getattr(block, "join", None)
+            if isinstance(out, Linear) and isinstance(out.scheme, Dense):
+                added = join is None or (join.norm is None and join.scale == 1.0)
+                return Product(out.in_features, out.out_features, self.dtype, bias=out.bias is not None, residual=added)
+        return None
+
+    def _attention_shape(self, layer: Any, spec: CacheSpec) -> TrialShape:
+        shape: AttentionShape = layer.shape
+        norms = (getattr(layer, name, None) for name in ("head_norm", "qk_norm"))
+        weight = next((norm.q_weight for norm in norms if isinstance(norm, QKNorm)), getattr(layer, "q_weight", None))
+        return TrialShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_tokens=spec.page_tokens,
+            window=spec.window,
+            qk_norm=weight is not None,
+            dtype=self.dtype,
+            cache_dtype=getattr(torch, spec.dtype),
+            max_len=self.max_len,
+            qk_dtype=None if weight is None else weight.dtype,
+            softcap=shape.softcap,
+            sinks=shape.sinks,
+        )
+
+    def _foreign_shape(self, spec: CacheSpec) -> TrialShape:
+        """Of a layer in transformers' own code."""
+        layer = self.model.layer_shapes[spec.layers[0]]
+        return TrialShape(
+            num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
+            page_tokens=spec.page_tokens, window=spec.window, qk_norm=False, dtype=self.dtype,
+            cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap, sinks=layer.sinks,
+        )  # fmt: skip
+
+    def mamba(self) -> MambaTrialShape | None:
+        layer = self._first(Mamba2)
+        if layer is None:
+            return None
+        options = layer.options
+        return MambaTrialShape(layer.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype,
+                               options.norm, options.gate_first)  # fmt: skip
+
+    def _mixture(self) -> ExpertsTrialShape | None:
+        for block in self._modules():
+            experts = getattr(block, "experts", None)
+            if isinstance(experts, Experts):
+                # Others than `MoE` norm the stream themselves, or have a norm for the router alone.
+                norm = block.norm if isinstance(block, MoE) else None
+                weight = norm.weight if isinstance(norm, RMSNorm) else getattr(block, "router_norm", None)
+                before_stream = (getattr(block, name, None) for name in ("widen", "after_experts"))
+                added = block.experts_add if isinstance(block, MoE) else all(each is None for each in before_stream)
+                return ExpertsTrialShape(
+                    block.routing,
+                    stream_width=block.router.shape[1],
+                    width=experts.gate_up.shape[1],
+                    inner_width=experts.down.shape[1],
+                    activation=experts.activation,
+                    dtype=self.dtype,
+                    norm_dtype=None if weight is None else weight.dtype,
+                    router_bias=getattr(block, "router_bias", None) is not None,
+                    choice_bias=getattr(block, "choice_bias", None) is not None,
+                    gate_up_bias=experts.gate_up_bias is not None,
+                    down_bias=experts.down_bias is not None,
+                    residual=added,
+                    expert_scale=getattr(block, "expert_scale", None) is not None,
+                    scaled=experts.is_scaled,
+                )
+        return None
+
+    def _first(self, kind: type[Any]) -> Any:
+        return next((module for module in self._modules() if isinstance(module, kind)), None)
+
+    def _modules(self) -> Iterator[Any]:
+        return self.model.modules() if isinstance(self.model, nn.Module) else iter(())
+
+
+def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:
+    out = norm(x) @ weight.t()
+    return out if gate is None else REFERENCE.gate_mul(out, gate)
+
+
+def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool,
+                   findings: Findings | None = None) -> Ops:  # fmt: skip
+    """The table that the model is to be built with. In the deterministic mode no other kernel may step in, be it right
+    or quick."""
+    device, findings = trials.device, findings or Findings()
+    try:
+        if not deterministic:
+            ops = _settle_hopper(ops, trials, strict, findings)
+        if ops is not REFERENCE and ops is not FIXED and ops.native is None:
+            ops = settle_ops(ops, trials.rows(), strict=strict or deterministic, findings=findings)
+        if not deterministic and device.type != "cpu" and (gate_up := trials.largest_gate_up()) is not None:
+            ops = settle_gated(ops, gate_up, device, strict=strict, findings=findings)
+        if not deterministic and device.type == "cuda":
+            ops = settle_library(ops, trials, kernels)
+    finally:  # whoever asks next how much memory is free counts what torch keeps as used
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return ops
+
+
+def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
+    latent, net, by_channel, mamba = trials.latent(), trials.delta_net(), trials.channel_delta(), trials.mamba()
+    device = trials.device
+    ops = settle_prompts(ops, trials.attention(), device, strict=strict, findings=findings)
+    if latent is not None:
+        ops = settle_latent(ops, latent, device, strict=strict, findings=findings)
+    if net is not None:
+        ops = settle_delta_net(ops, net.shape, trials.dtype, device, strict=strict, findings=findings)
+    if by_channel is not None:
+        ops = settle_channel_delta(ops, by_channel.shape, trials.dtype, device, strict=strict, findings=findings)
+    if mamba is not None:
+        ops = settle_mamba(ops, mamba, device, strict=strict, findings=findings)
+    return ops
+
+
+def settle_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
+    """The ops with a library's attention before them, where one is installed and quicker, or asked for."""
+    if kernels not in ("auto", *LIBRARY_NAMES):
+        return ops
+    shapes = trials.attention()
+    if not isinstance(trials.model, DenseModel):  # or a mixture with its attention
+        trouble = "it has nothing to do in a model of this kind"
+    elif any(shape.softcap is not None or shape.sinks for shape in shapes):
+        trouble = "no library does this model's soft caps or sinks"
+    elif ops.plan_attention is REFERENCE.plan_attention:
+        trouble = "it stands before Triton's attention, which can't be used here"
+    else:
+        trouble = ""
+    from quire.kernels.libraries.choose import choose_library, refusal
+
+    if trouble:
+        if kernels == "auto":
+            return ops
+        raise refusal(kernels, trouble)
+    widest = next((shape for shape in shapes if shape.window is None), shapes[0])
+    return choose_library(ops, widest, trials.device, kernels)

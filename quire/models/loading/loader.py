@@ -1,0 +1,338 @@
+"""Turns a model's files into a model that can run: config, memory check, building on meta, weights, defaults.
+
+`assemble` calls it: `load_model` for an engine, `read_config` and `build_model` alone for a memory plan. Both kinds of
+files, folders and GGUF, become the same thing here: the fields of a config.json and named tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from quire.files.gguf import GGUFFile, open_gguf
+from quire.files.progress import Progress, QuietProgress, format_bytes
+from quire.files.safetensors import list_shards
+from quire.files.source import ModelFiles
+from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.validation.trial_results import Findings
+from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
+from quire.layers.weights import iter_weights, weights_bytes
+from quire.models.fallback.model import FallbackModel
+from quire.models.fallback.tensor_names import OwnNames
+from quire.models.gguf import checkpoint as gguf
+from quire.models.loading.deterministic_support import fixed_ops
+from quire.models.loading.device_memory import available_memory
+from quire.models.loading.kernel_trials import Trials, settle_kernels
+from quire.models.loading.language_model_part import TextPart, text_part
+from quire.models.loading.shards import SafetensorsCheckpoint
+from quire.models.loading.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
+from quire.models.packed import read_quantization
+from quire.models.quantized import check_quantized, list_unquantized
+from quire.models.registry import Model, find_family, find_model_type
+from quire.types import QuireError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of GGUF tensors
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    config: Any  # the family's own, e.g. DenseConfig
+    dtype: str  # of the weights; what is computed and cached in stands in the model's cache specs
+    max_model_len: int
+    weights_bytes: int
+    eos_ids: tuple[int, ...] = ()  # from the folder; a GGUF's are read with its tokenizer
+    generation_defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # the model's own sampling, by SamplingParams name
+
+
+def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
+               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
+               strict_kernels: bool = False, deterministic: bool = False, findings: Findings | None = None,
+               progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+    """Read, check, build and fill. Anything wrong with the files is a QuireError that says so. `findings`: of an
+    earlier start, or to be filled by this one."""
+    file = open_gguf(files.path) if files.kind == "gguf" else None
+    hf_config = _hf_config(files, file)
+    model, config = settle_model(
+        hf_config, dtype=dtype, device=device, at=device, max_model_len=max_model_len, page_tokens=page_tokens,
+        quant=quant, kv_dtype=kv_dtype, kernels=kernels, strict_kernels=strict_kernels, deterministic=deterministic,
+        findings=findings,
+    )  # fmt: skip
+    in_blocks = keeps_blocks(model, dtype, hf_config)
+    dtype = resolve_dtype(dtype, device, hf_config)
+    max_model_len = _resolve_len(max_model_len, model.max_positions)
+    eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
+    smaller = quant == "none" and takes_fp8(model, device, kernels, deterministic)
+    for note in list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks):
+        warnings.warn(note, stacklevel=2)
+    num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
+    progress = progress or QuietProgress()
+    progress.start(f"Loading {files.name}", num_bytes)
+    try:
+        if random_weights:
+            fill_model(model, RandomFill(device), device, progress.update)
+        elif file is not None:
+            checkpoint = GGUFCheckpoint(file, hf_config["head_dim"])
+            fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
+        else:
+            shards: Checkpoint = _open_shards(files)
+            if isinstance(model, FallbackModel):
+                shards = OwnNames(shards, model.causal)
+            fill_model(model, CheckpointFill(model, shards), device, progress.update)
+    finally:
+        progress.finish()
+    if isinstance(model, FallbackModel):
+        for note in model.verify():
+            warnings.warn(note, stacklevel=2)
+    defaults = generation_defaults(files.generation_config)
+    if file is not None:
+        defaults |= gguf.sampling_defaults(file)
+    return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
+
+
+def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, at: torch.device,
+                 max_model_len: int | None, page_tokens: int, quant: str, kv_dtype: str, kernels: str,
+                 strict_kernels: bool, deterministic: bool,
+                 findings: Findings | None = None) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
+    tables are, the device; or meta, for who only wants to know what would be launched there (`ahead.rehearsal`)."""
+    if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
+        what = "bfloat16 is not computed with on a CPU."
+        raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
+    if deterministic:
+        ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
+    else:
+        ops = select_ops(device.type, kernels, strict_kernels)
+    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device, at=at,
+                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
+    model, config = build(ops=ops)
+    trials = Trials(model, DTYPES[resolve_dtype(dtype, device, hf_config)], at,
+                    _resolve_len(max_model_len, model.max_positions))  # fmt: skip
+    tried = settle_kernels(
+        ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic, findings=findings
+    )
+    return (model, config) if tried is ops else build(ops=tried)
+
+
+def takes_fp8(model: Any, device: torch.device, kernels: str, deterministic: bool) -> bool:
+    """Whether `--quant fp8` would be taken here."""
+    is_own = not isinstance(model, FallbackModel)
+    return is_own and device.type == "cuda" and kernels != "torch" and not deterministic
+
+
+def keeps_blocks(model: Any, dtype: str, hf_config: Mapping[str, Any]) -> bool:
+    """Whether what a checkpoint keeps packed stays in blocks of a few bits."""
+    types = _tensor_types(dtype, hf_config)
+    return bool(types) and any(weight.packing is not None for _, _, weight in iter_weights(model))
+
+
+def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str, smaller: bool,
+               in_blocks: bool) -> list[str]:  # fmt: skip
+    """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so;
+    `in_blocks`: nothing is decoded."""
+    notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
+    if text_part(files.config or {}) is not None:
+        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+    quantized = read_quantization(hf_config)
+    if quantized is not None and quant == "none" and not in_blocks:
+        keeps = f" (`--quant fp8` {quantized.in_fp8})" if smaller else ""
+        notes.append(
+            f"{files.name} is in {quantized.called}; its weights are decoded to {dtype} while they are read{keeps}."
+        )
+    return notes
+
+
+def read_config(files: ModelFiles) -> dict[str, Any]:
+    """The fields of a config.json: the folder's own, or what a GGUF's metadata amounts to."""
+    return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
+
+
+def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
+                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None,
+                at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
+    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
+    tables of angles are, by default there, too."""
+    read_quantization(hf_config)  # or refuse what can't be decoded while loading
+    model_type = find_model_type(hf_config)
+    family = find_family(model_type)
+    config = _read_config(family, {**hf_config, "model_type": model_type})
+    ops = ops or select_ops(device.type)
+    if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
+        ops = REFERENCE
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
+    cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
+    with _in_one_line(model_type):
+        model = family(config, dtype=compute_dtype, cache_dtype=cache_dtype, device=at or device,
+                       page_tokens=page_tokens, ops=ops, scheme=scheme)  # fmt: skip
+    check_quantized(model, quant)
+    return model, config
+
+
+def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
+    with _in_one_line(hf_config["model_type"]):
+        return family.read_config(hf_config)
+
+
+@contextmanager
+def _in_one_line(model_type: str) -> Iterator[None]:
+    """Families name the field that is wrong. What no one thought of still ends in one line."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        what = f"This {model_type} config makes no model ({type(error).__name__}: {reason})."
+        raise QuireError("bad_config", what, "Check config.json.") from error
+
+
+def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]) -> str:
+    """ "auto" is float32 on a CPU, where other types are slower, and the checkpoint's own type elsewhere."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cpu":
+        return "float32"
+    own = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return own if own in DTYPES else "bfloat16"
+
+
+def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a CPU's library runs the model: all of it in one call; or, where weights are in blocks, op by op.
+    Plain floats in layers it does not know are torch's business, whose products of many tokens are faster."""
+    if family is FallbackModel:
+        return False
+    has_blocks = not set(_tensor_types(dtype, hf_config).values()) <= set(FLOAT_TYPES)
+    return quant != "none" or has_blocks or _fits_native(family, config)
+
+
+def _fits_native(family: Any, config: Any) -> bool:
+    """Whether all layers are one native call."""
+    return bool(getattr(family, "fits_native", lambda config: False)(config))
+
+
+def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
+                   hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
+    """What to compute in, and how linears keep their weights."""
+    types = _tensor_types(dtype, hf_config)
+    dtype = resolve_dtype(dtype, device, hf_config)
+    if quant == "fp8":
+        _need_cuda("quant=fp8", device, ops)
+        return DTYPES[dtype], Fp8(ops)
+    if quant != "none" and (ops.native is None or dtype == "bfloat16"):
+        what = f"quant={quant} needs a CPU and the native kernels, and a model with a file of its own."
+        raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
+    if ops.native is not None and dtype != "bfloat16":
+        from quire.layers.quant.blocks import Blocks
+
+        floats = "F16" if dtype == "float16" else "F32"
+        return torch.float32, Blocks(ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper())
+    if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
+        return torch.float32, Fp16Packed(ops)
+    return DTYPES[dtype], Dense(ops)
+
+
+def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Of tensors that stay what they are in the file. On a CPU nobody who leaves the type open wants blocks decoded:
+    they are smaller and faster as they are."""
+    types: Mapping[str, str] = hf_config.get("tensor_types", {})
+    return types if dtype == "auto" else {}
+
+
+def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
+    if kv_dtype == "auto":
+        return compute_dtype
+    _need_cuda("kv_dtype=fp8", device, ops)
+    return torch.float8_e4m3fn
+
+
+def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str, kv_dtype: str,
+                       kernels: str) -> Ops:  # fmt: skip
+    model_type = find_model_type(hf_config)
+    family = find_family(model_type)
+    config = _read_config(family, {**hf_config, "model_type": model_type})
+    return fixed_ops(
+        model_type, fits_native=_fits_native(family, config), device_type=device.type, dtype=dtype, quant=quant,
+        in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels, kv_dtype=kv_dtype,
+    )  # fmt: skip
+
+
+def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:
+    if device.type != "cuda" or ops is REFERENCE:
+        name = setting.split("=")[0]
+        raise QuireError("invalid_parameter", f"{setting} needs a CUDA device and Triton.", "Leave it out.", param=name)
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """How the model's makers sample from it; nothing if they say that it should not be sampled from."""
+    if generation_config.get("do_sample") is False:
+        return {}
+    return {key: generation_config[key] for key in _SAMPLING_KEYS if generation_config.get(key) is not None}
+
+
+def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, Any],
+                 vocab_size: int) -> tuple[int, ...]:  # fmt: skip
+    """generation_config.json knows best (chat models often end a turn in several ways), else config.json. What no token
+    can be would never end a sequence."""
+    for name, config in (("generation_config.json", generation_config), ("config.json", hf_config)):
+        given = config.get("eos_token_id")
+        if given is None:
+            continue
+        ids = tuple(given) if isinstance(given, list) else (given,)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                what = f"eos_token_id in {name} names {token!r}, which is none of the model's {vocab_size} tokens."
+                raise QuireError("bad_config", what, f"Give a whole number below {vocab_size}, or a list of such.")
+        return ids
+    return ()
+
+
+def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
+    if file is not None:
+        return gguf.read_config(file)
+    config = dict(files.config or {})
+    config = text_part(config) or config
+    if config.get("quantization_config") and _has_weights(files):
+        config["tensor_types"] = _open_shards(files).types
+    return config
+
+
+def _has_weights(files: ModelFiles) -> bool:
+    """All of them: for random ones some may be missing."""
+    try:
+        return bool(list_shards(files.path))
+    except QuireError:
+        return False
+
+
+def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | TextPart:
+    config = files.config or {}
+    shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path), read_quantization(config))
+    return TextPart(shards) if text_part(config) is not None else shards
+
+
+def _resolve_len(requested: int | None, max_positions: int) -> int:
+    if requested is not None and requested > max_positions:
+        what = f"max_model_len={requested} is more than the {max_positions} positions this model knows."
+        raise QuireError("invalid_parameter", what, "Lower it or leave it out.", param="max_model_len")
+    return requested or max_positions
+
+
+def _check_fits(num_bytes: int, device: torch.device, name: str, smaller: bool) -> int:
+    free = available_memory(device)
+    if num_bytes > free:
+        what = (
+            f"{name} needs {format_bytes(num_bytes)} for its weights, but only {format_bytes(free)} of memory is free."
+        )
+        other = "`--quant fp8`" if smaller else "a smaller dtype"
+        raise QuireError("model_too_large", what, f"Use a smaller model or {other}, or free some memory.")
+    return num_bytes

@@ -1,0 +1,276 @@
+"""Where weights come from: a checkpoint (`shards`, or a GGUF file), or nowhere (random, for speed measurements).
+
+The loader picks one and calls `fill_model`. Every name and shape is checked before the first byte is read; then each
+weight is filled in place, part by part, so at no time is there a second copy of the model in memory beside the file's
+mapped pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.files.gguf import GGUFFile
+from quire.layers.experts import Experts
+from quire.layers.linear import Linear
+from quire.layers.weights import (
+    Part,
+    PartSource,
+    RowOrder,
+    Weight,
+    empty_matrix,
+    iter_weights,
+    own_weights,
+    put_weight,
+)
+from quire.models.gguf import checkpoint as gguf
+from quire.types import QuireError
+
+READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
+HEAD = "lm_head.weight"
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
+# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
+# heads that draft, a vision tower where the text model alone runs.
+NEEDLESS = re.compile(
+    r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
+    r"model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
+)
+
+
+class Fill(Protocol):
+    """Makes the weights of a model on meta real."""
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        """Fill the weight's empty tensor."""
+
+    def sources(self, weight: Weight) -> list[PartSource]:
+        """The parts of a weight that is packed and not kept as a tensor."""
+
+
+def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Callable[[int], None]) -> None:
+    """Make every weight of a model on meta real. `on_bytes` hears the progress."""
+    uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
+    shared: dict[object, Any] = {}
+    done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts
+    for module in model.modules():
+        for name, weight in own_weights(module):
+            key = (weight.parts, weight.packing)
+            value = shared.get(key)
+            if value is None:
+                value = _make_real(weight, fill, device)
+                if uses[key] > 1:
+                    shared[key] = value
+            put_weight(module, name, value)
+            done[weight.kept_as] = weight.stored_bytes
+            on_bytes(sum(done.values()))
+            value = None  # or what is replaced below stays in memory meanwhile
+        finish_module(module)
+
+
+def finish_module(module: nn.Module) -> None:
+    """What a module has left to do once its weights are real."""
+    if isinstance(module, Linear | Experts):
+        module.finish()
+
+
+def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
+    if weight.packing is not None:
+        return weight.packing.pack(weight, fill.sources(weight))
+    tensor = empty_matrix(tuple(weight.shape), weight.dtype, device)
+    fill(weight, tensor)
+    return tensor
+
+
+class RandomFill:
+    """Small normal numbers in every matrix and ones in every norm, so that activations stay in a sane range."""
+
+    def __init__(self, device: torch.device, seed: int = 0):
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        if "norm" in weight.parts[0].name:
+            tensor.fill_(1)
+        else:
+            tensor.normal_(0, 0.02, generator=self.generator)
+
+    def sources(self, weight: Weight) -> list[PartSource]:
+        def draw(_: int, count: int) -> Tensor:
+            return torch.empty(count, weight.shape[1]).normal_(0, 0.02, generator=self.generator)
+
+        return [PartSource((part.stop - part.start, weight.shape[1]), draw) for part in weight.parts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Checkpoint(Protocol):
+    where: str  # for error messages
+    shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
+
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
+
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        """A tensor's rows, or those of entry `index` of it, for who keeps them as something else than a tensor."""
+
+
+class CheckpointFill:
+    """Fills weights from a checkpoint that holds exactly what the model needs."""
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint):
+        check_tensors(model, checkpoint)
+        check_tied(model, checkpoint)
+        self.checkpoint = checkpoint
+
+    def __call__(self, weight: Weight, tensor: Tensor) -> None:
+        for part in weight.parts_in(self.checkpoint.shapes):
+            target = tensor[part.start : part.stop]
+            shape = part.shape if part.index is None else part.shape[1:]
+            if part.form is None:
+                self.checkpoint.read(part.name, target.view(shape), part.index)
+            else:
+                read = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                self.checkpoint.read(part.name, read, part.index)
+                target.copy_(part.form(read))
+
+    def sources(self, weight: Weight) -> list[PartSource]:
+        return [self._source(part) for part in weight.parts_in(self.checkpoint.shapes)]
+
+    def _source(self, part: Part) -> PartSource:
+        if part.form is None:
+            return self.checkpoint.source(part.name, part.index)
+        if isinstance(part.form, RowOrder):
+            source = self.checkpoint.source(part.name, part.index)
+            if source.blocks is not None:
+                return source.reordered(part.form.order(source.shape[0]))
+        rows = torch.empty(part.shape if part.index is None else part.shape[1:])
+        self.checkpoint.read(part.name, rows, part.index)
+        rows = rows if part.form is None else part.form(rows)
+        return PartSource(tuple(rows.shape), lambda first, count: rows[first : first + count])
+
+
+def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """A missing, unexpected or wrong-shaped tensor is an error that names it."""
+    found = checkpoint.shapes
+    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
+    missing = [name for name in wanted if name not in found]
+    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
+    needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
+    unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
+                  and not any(fits(name) for fits in needless)]  # fmt: skip
+    unexpected = [name for name in unexpected if not _adds_nothing(checkpoint, name, wanted)]
+    misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
+    if missing:
+        raise lacks(checkpoint.where, missing)
+    if unexpected:
+        raise bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
+    if misshapen:
+        name = misshapen[0]
+        what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
+        raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
+    """A bias of zeros where the model has none, which some write for every layer that they quantize."""
+    shape = checkpoint.shapes[name]
+    if not name.endswith(".bias") or name.replace(".bias", ".weight") not in wanted or len(shape) != 1:
+        return False
+    bias = torch.empty(shape)
+    checkpoint.read(name, bias)
+    return not bias.any()
+
+
+def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Where config.json says that the head is the embedding, a checkpoint may hold it as a copy, and as nothing else:
+    transformers would go by the checkpoint."""
+    uses = Counter(weight.parts_in(checkpoint.shapes) for _, _, weight in iter_weights(model))
+    if HEAD not in checkpoint.shapes or any(part.name == HEAD for parts in uses for part in parts):
+        return
+    for (part, *others), count in uses.items():
+        if count > 1 and not others and len(part.shape) == 2 and not _are_copies(checkpoint, part.name, HEAD):
+            what = f"{checkpoint.where} holds {HEAD}, which is not {part.name}, though config.json says they are one."
+            raise QuireError("bad_weights", what, "If this head is the right one, set tie_word_embeddings to false.")
+
+
+def _are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """By rows from all over them: reading two whole tables would take as long as loading one."""
+    num_rows, width = checkpoint.shapes[one]
+    if checkpoint.shapes[other] != (num_rows, width):
+        return False
+    rows = torch.empty(2, width)
+    for index in sorted({i * (num_rows - 1) // 63 for i in range(64)}):
+        checkpoint.read(one, rows[0], index)
+        checkpoint.read(other, rows[1], index)
+        if not torch.equal(rows[0], rows[1]):
+            return False
+    return True
+
+
+def lacks(where: str, names: list[str]) -> QuireError:
+    return bad_weights(f"{where} lacks {_some_experts(names) or _some(names)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
+
+
+def _some_experts(names: list[str]) -> str:
+    """Which experts of which layers are missing; nothing if other tensors are, too."""
+    found = [_EXPERT.fullmatch(name) for name in names]
+    layers: dict[str, list[int]] = {}
+    for match in found:
+        if match is None:
+            return ""
+        layers.setdefault(match[1], []).append(int(match[2]))
+    spelled = [f"{_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
+    return "; ".join(spelled[:3]) + (f" and experts of {len(spelled) - 3} more layers" if len(spelled) > 3 else "")
+
+
+def _numbers(experts: list[int]) -> str:
+    more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
+    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
+
+
+def bad_weights(what: str) -> QuireError:
+    return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names, decoded a few rows at a time."""
+
+    def __init__(self, file: GGUFFile, head_dim: int):
+        self.where = str(file.path)
+        self.file = file
+        self.head_dim = head_dim
+        self._tensors = gguf.named_tensors(file)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
+        tensor = self._tensors[name]
+        if index is not None:
+            target.copy_(gguf.read_rows(tensor, index, 1)[0])
+            return
+        permuted = gguf.is_permuted(self.file, name)
+        row_elements = max(1, target[:1].numel())
+        # Whole heads at a time, since rows are only reordered within a head.
+        step = max(1, READ_ELEMENTS // row_elements // self.head_dim) * self.head_dim
+        for first in range(0, tensor.shape[0], step):
+            rows = gguf.read_rows(tensor, first, min(step, tensor.shape[0] - first))
+            target[first : first + step].copy_(gguf.unpermute(rows, self.head_dim) if permuted else rows)
+
+    def source(self, name: str, index: int | None = None) -> PartSource:
+        tensor = self._tensors[name]
+        source = PartSource(tensor.shape, partial(gguf.read_rows, tensor), tensor.type.name, gguf.raw_blocks(tensor))
+        if index is not None:
+            return source.entry(index, tensor.shape[0])
+        if not gguf.is_permuted(self.file, name):
+            return source
+        return source.reordered(gguf.unpermute(torch.arange(tensor.shape[0]), self.head_dim))

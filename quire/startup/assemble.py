@@ -1,0 +1,424 @@
+"""Wires the rooms together: from a config to an engine that runs, with its edge. `LLM` and `AsyncLLM` call it.
+
+This is the one place that knows every room. Defaults that depend on the machine (rows, batch tokens, depth, threads)
+are decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.cache.index import CacheIndex
+from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
+from quire.config import Config
+from quire.edge import Edge
+from quire.engine.grammar import GrammarCompiler, MaskFiller
+from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.limits import Limits
+from quire.engine.loop import Engine
+from quire.engine.scheduler import Scheduler
+from quire.engine.trace import NO_TRACE, FileTracer
+from quire.files.progress import Progress, QuietProgress
+from quire.files.source import ModelFiles, resolve_model
+from quire.kernels.table import (
+    Ops,
+    RowOps,
+    SamplingOps,
+    select_choice,
+    select_fixed_ops,
+    select_ops,
+    select_row_ops,
+    select_sampling,
+)
+from quire.kernels.validation.failures import is_out_of_memory
+from quire.kernels.validation.self_test import check_ops
+from quire.kernels.validation.trial_results import Findings
+from quire.kernels.validation.trials import TOLERANCE
+from quire.layers.weights import weights_bytes
+from quire.machine import has_nvidia_driver, read_machine
+from quire.models.fallback.model import FallbackModel
+from quire.models.loading.device_memory import available_memory
+from quire.models.loading.loader import (
+    LoadedModel,
+    build_model,
+    keeps_blocks,
+    list_notes,
+    load_model,
+    read_config,
+    resolve_dtype,
+    takes_fp8,
+)
+from quire.models.registry import Model
+from quire.runtime.graphs import DecodeGraphs
+from quire.runtime.guard import Guarded, first_line, release_memory
+from quire.runtime.mixed_graphs import MixedGraphs
+from quire.runtime.row_trial import settle_row_ops
+from quire.runtime.rows import DeviceRows
+from quire.runtime.runner import Runner
+from quire.runtime.store import CacheStore
+from quire.sampling.fused import EVERY, OTHER_BITS
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.trial import settle_sampling
+from quire.startup import Compilers
+from quire.startup.trial_notes import Note, find_note
+from quire.text.loading import lazy_template, load_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.types import QuireError
+
+# A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
+# half a second on the smallest model, and for many on others.
+CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250, "page_tokens": 16}
+# A page is what the prompt kernel's copy engine takes at a time, and what the host books a prompt by.
+CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0, "page_tokens": 64}
+SHRINK = 0.9  # of the pages, for each time they could not be allocated
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything a front end holds."""
+
+    engine: Engine
+    edge: Edge
+    memory: MemoryPlan
+    files: ModelFiles
+    dtype: str
+    desk: GrammarDesk | None  # where requests wait while their grammars compile; None: no tokenizer, no grammars
+
+
+def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
+    """`compilers`: who compiles kernels meanwhile, see `quire.startup`."""
+    device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
+    if compilers is not None and device.type == "cuda":
+        compilers.attach()
+    if device.type == "cpu":
+        torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
+        select = select_fixed_ops if config.engine.deterministic else select_ops
+        check_ops(select("cpu", config.engine.kernels), device)
+    files = find_files(config, progress)
+    tokenizer = load_tokenizer(files)
+    template = lazy_template(tokenizer, config.model.chat_template)
+    note = find_note(config, files, describe_card(device))
+    loaded, engine, memory = _load_engine(config, files, device, note, progress or QuietProgress())
+    eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
+    ops: Ops | None = getattr(loaded.model, "ops", None)
+    if ops is not None and ops.native is not None:
+        torch.set_num_threads(1)  # the native pool has the cores; torch is left with what is too small to share
+    edge = Edge(
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=loaded.model.vocab_size,
+        max_len=memory.capacity_tokens,
+        eos_ids=eos_ids,
+        defaults=loaded.generation_defaults,
+        clock=engine.scheduler.clock,
+        special_in_content=config.model.special_in_content,
+    )
+    desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
+    return Assembly(engine, edge, memory, files, loaded.dtype, desk)
+
+
+def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: Note | None,
+                 progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+    """A model and the engine around it: with the kernels that an earlier start noted, if what one request needs still
+    runs (a note knows of no kernel that was damaged on disk since, and is forgotten when one fails); else as trials
+    have it."""
+    noted = note.read() if note is not None else None
+    if note is not None and noted is not None:
+        found = _load_with(Findings(noted), config, files, device, note, progress)
+        if note.read() is not None:
+            return found
+        found[1].close()
+        del found
+        release_memory(device)
+    findings = Findings()
+    found = _load_with(findings, config, files, device, note, progress)
+    if note is not None and (decided := findings.worth_noting) is not None:
+        note.leave(decided)
+    return found
+
+
+def _load_with(findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None,
+               progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+    def doubt() -> None:
+        findings.doubt()
+        if note is not None:
+            note.forget()
+
+    loaded = load_model(
+        files,
+        dtype=config.model.dtype,
+        device=device,
+        max_model_len=config.model.max_model_len,
+        page_tokens=resolve_page_tokens(config, device),
+        random_weights=config.model.random_weights,
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        deterministic=config.engine.deterministic,
+        kernels=config.engine.kernels,
+        strict_kernels=config.engine.strict_kernels,
+        findings=findings,
+        progress=progress,
+    )
+    release_memory(device)  # of weights that were made smaller once read: the plan below counts what is free
+    engine, memory = build_engine(
+        loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
+        on_failure=doubt,
+    )  # fmt: skip
+    engine.do_chore()  # what one request needs: the first should not wait for a compiler, nor find a kernel broken
+    return loaded, engine, memory
+
+
+def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
+    """Settings of an engine that keeps the same in fewer bytes, for when this one runs out of memory; none: this is
+    the lowest, or the mode allows no other."""
+    if parts.memory.device != "cpu":
+        return {"kv_dtype": "fp8"} if config.cache.kv_dtype == "auto" and not config.engine.deterministic else {}
+    keeps_blocks = parts.files.kind == "gguf" and config.model.dtype == "auto"  # smaller than any float
+    if config.engine.deterministic or config.model.quant != "none" or keeps_blocks:
+        return {}
+    return {"dtype": "float16"} if config.model.dtype in ("auto", "float32") else {}
+
+
+def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
+                 weights: int = 0, findings: Findings | None = None,
+                 on_failure: Callable[[], None] | None = None) -> tuple[Engine, MemoryPlan]:  # fmt: skip
+    """An engine around a model that is already loaded. `on_failure`: told of steps that fail, see `Guarded`."""
+    limits = resolve_limits(config, device)
+    memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    checksums = config.cache.swap_checksums
+    store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
+    host = list(memory.num_host_units) if memory.num_host_units else None
+    specs, units = list(model.specs), list(memory.num_units)
+    cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
+    rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
+    sampling_ops = try_sampling_ops(model, config, device, device, findings)
+    # Where the sampler's kernels can't be used, those of captured steps, which sample too, can't either.
+    row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
+    graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
+    mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
+    sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
+    choice = select_choice(device.type, config.engine.kernels)
+    sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _irreplaceable(config))
+    runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
+    workers = Guarded(runner, device, on_failure=on_failure)
+    tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
+    scheduler = Scheduler(cache, limits)
+    engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+    return engine, memory
+
+
+def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
+    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
+    has to do, and the plan says so."""
+    wanted = memory
+    while True:
+        host = list(memory.num_host_units) if memory.num_host_units else None
+        try:
+            store = CacheStore(list(memory.specs), list(memory.num_units), host, device, checksums=checksums)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            if memory is not wanted:
+                warnings.warn(f"The cache was made smaller: {memory.notes[-1]}.", stacklevel=2)
+            return store, memory
+        release_memory(device)
+        memory = shrink_cache(memory, wanted, SHRINK)
+
+
+def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
+    if tokenizer is None:
+        return None
+
+    def make_compiler() -> GrammarCompiler:
+        ids = range(min(tokenizer.vocab_size, vocab_size))  # some tokenizers know more tokens than their model
+        tokens = [tokenizer.token_bytes(i) for i in ids]
+        special = [i for i in ids if tokenizer.is_special(i)]
+        return GrammarCompiler(
+            tokens, eos_ids, special_ids=special, vocab_size=vocab_size, encode=tokenizer.encode_inside
+        )
+
+    return GrammarDesk(make_compiler)
+
+
+def _can_capture(model: Model) -> bool:
+    ops = getattr(model, "ops", None)
+    return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
+
+
+def try_sampling_ops(model: Model, config: Config, device: torch.device, at: torch.device,
+                     findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
+    """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
+    `settle_model`."""
+    engine = config.engine
+    ops = None if engine.kernels == "torch" else select_sampling(device.type, engine.deterministic)
+    if ops is None:
+        return None
+    strict = engine.strict_kernels or engine.deterministic
+    return settle_sampling(ops, model.vocab_size, _logits_dtype(model), at, strict=strict, findings=findings)
+
+
+def _irreplaceable(config: Config) -> frozenset[str]:
+    """Sampling kernels that torch may not stand in for."""
+    if config.engine.strict_kernels:
+        return EVERY
+    return OTHER_BITS if config.engine.deterministic else frozenset()
+
+
+def try_row_ops(model: Model, config: Config, max_model_len: int, device: torch.device, at: torch.device,
+                findings: Findings | None = None) -> RowOps | None:  # fmt: skip
+    """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
+    ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
+    if ops is None:
+        return None
+    return settle_row_ops(
+        ops, list(model.specs), max_model_len, model.vocab_size, _logits_dtype(model), at,
+        strict=config.engine.strict_kernels, findings=findings,
+    )  # fmt: skip
+
+
+def _logits_dtype(model: Model) -> torch.dtype:
+    """What the model computes in; weights may be kept in something smaller."""
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return next((weight.dtype for weight in weights if weight.dtype in TOLERANCE), torch.float32)
+
+
+def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: RowOps | None,
+                  graphs: DecodeGraphs | None, max_rows: int) -> MixedGraphs | None:  # fmt: skip
+    """Where decodes are captured, and everything the model keeps is in pages."""
+    captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
+    if getattr(model, "decodes_only", False):
+        return None
+    if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
+        return None
+    return MixedGraphs(model, store.tensors, rows, row_ops, captured_work, max_rows, graphs.pool, graphs.stream)
+
+
+def _defaults(device: torch.device) -> dict[str, int]:
+    return CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
+
+
+def resolve_page_tokens(config: Config, device: torch.device) -> int:
+    return config.cache.page_tokens or _defaults(device)["page_tokens"]
+
+
+def resolve_limits(config: Config, device: torch.device) -> Limits:
+    chosen = _defaults(device)
+    scheduler = config.scheduler
+    max_rows = scheduler.max_rows or chosen["max_rows"]
+    max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
+    if max_batch_tokens < max_rows:
+        what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
+        raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
+    target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
+    return Limits(
+        max_rows=max_rows,
+        max_batch_tokens=max_batch_tokens,
+        chunk_tokens=min(scheduler.chunk_tokens or max_batch_tokens, max_batch_tokens),
+        max_waiting=scheduler.max_waiting,
+        max_waiting_tokens=scheduler.max_waiting_tokens,
+        preemption=scheduler.preemption,
+        order=scheduler.order,
+        step_target_seconds=target / 1000 if target else None,
+        depth=config.engine.depth or chosen["depth"],
+    )
+
+
+def memory_report(config: Config) -> MemoryPlan:
+    """The memory plan for a model whose files are here, without loading it."""
+    device = pick_device(config.engine.device)
+    files = find_files(config, None)
+    hf_config = read_config(files)
+    model, _ = build_model(
+        hf_config, dtype=config.model.dtype, device=device, page_tokens=resolve_page_tokens(config, device),
+        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, ops=select_ops(device.type, config.engine.kernels),
+    )  # fmt: skip
+    limits = resolve_limits(config, device)
+    max_model_len = config.model.max_model_len or model.max_positions
+    plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+    dtype = resolve_dtype(config.model.dtype, device, hf_config)
+    quant = config.model.quant
+    smaller = quant == "none" and takes_fp8(model, device, config.engine.kernels, config.engine.deterministic)
+    in_blocks = keeps_blocks(model, config.model.dtype, hf_config)
+    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
+
+
+def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,
+               max_model_len: int) -> MemoryPlan:  # fmt: skip
+    """The memory plan for a model that is not loaded, where so many bytes are available now."""
+    weights = weights_bytes(model)
+    return _memory(model, config, limits, device, available - weights, weights, max_model_len)
+
+
+def pick_device(name: str, *, strict: bool = False) -> torch.device:
+    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
+    if name == "cpu":
+        return torch.device("cpu")
+    trouble = cuda_trouble()
+    if trouble is None:
+        return torch.device("cuda", 0)
+    if name == "cuda" or (strict and has_nvidia_driver()):
+        what = f"No CUDA device is usable here: {trouble}."
+        raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
+    if has_nvidia_driver():
+        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
+    return torch.device("cpu")
+
+
+def cuda_trouble() -> str | None:
+    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
+    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
+
+
+def describe_card(device: torch.device) -> dict[str, Any] | None:
+    """What tells a card, and how it is driven, from every other; None: there is none."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_properties(device)
+    names = ("name", "uuid", "major", "minor", "multi_processor_count", "total_memory")
+    return {name: str(getattr(card, name, "")) for name in names} | {"cuda": torch.version.cuda}
+
+
+def find_files(config: Config, progress: Progress | None) -> ModelFiles:
+    model = config.model
+    return resolve_model(
+        model.model,
+        revision=model.revision,
+        token=model.hub_token,
+        offline=model.offline,
+        random_weights=model.random_weights,
+        progress=progress,
+    )
+
+
+def _memory(model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int,
+            max_model_len: int) -> MemoryPlan:  # fmt: skip
+    width = model.activation_elements * limits.max_batch_tokens
+    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
+    item = 4 if device.type == "cpu" else 2
+    work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
+    return plan_memory(
+        list(model.specs),
+        config.cache,
+        device=device.type,
+        available=available,
+        host_available=available_memory(torch.device("cpu")),
+        weights=weights,
+        activations=width * item + logits * 4 + work,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+    )

@@ -1,0 +1,150 @@
+"""Which kernels a model's first request will need, found out without a device, weights or anything compiled: `python -m
+quire.startup.dry_run`, started by `quire.startup` beside a start that finds nothing compiled.
+
+The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
+every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
+engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for. Those who
+will compile them are forked from it before it begins (`workers`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from quire.config import Config
+from quire.config_build import override_config
+from quire.kernels.table import select_ops
+from quire.kernels.triton import compile_worker
+from quire.models.fallback.model import FallbackModel
+from quire.models.loading.loader import read_config, settle_model
+from quire.models.loading.sources import finish_module
+from quire.models.registry import find_family, find_model_type
+from quire.runtime.graphs import decode_rows, graph_sizes
+from quire.runtime.rows import DeviceRows
+from quire.runtime.runner import Runner, step_sizes
+from quire.runtime.store import CacheStore
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.startup import light_meta
+from quire.startup.assemble import (
+    find_files,
+    plan_cache,
+    resolve_limits,
+    resolve_page_tokens,
+    try_row_ops,
+    try_sampling_ops,
+)
+from quire.startup.compile_ahead import END, NEEDED
+from quire.startup.compile_workers import NICE, end_with_parent, fork_workers
+from quire.types import Plan, PlanRow, RowInit, SamplingParams
+
+META = torch.device("meta")
+CUDA = torch.device("cuda")
+# Prompts of few tokens and of more go through other products; most models are sampled from within the best few tokens.
+PROMPTS = (
+    (16, SamplingParams(temperature=0.0)),
+    (40, SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
+)
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    """`argv`: the sockets of those that will compile."""
+    settings = json.loads(sys.stdin.readline())
+    config = override_config(Config(), settings)
+    light_meta.install()
+    select_ops("cuda", config.engine.kernels)  # what is imported by now, the others need not import
+    workers = fork_workers([int(fd) for fd in sys.argv[1:]], compile_worker.prepare, compile_worker.compile_kernel)
+    ending = threading.Thread(target=end_with_parent, args=(workers,))
+    ending.start()
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed
+
+    def tell(line: str) -> None:
+        told.write(line + "\n")
+
+    try:
+        note_launches(lambda kernel: tell(json.dumps(kernel)))
+        for _ in rehearse(config):
+            tell(NEEDED)
+            os.nice(NICE)  # for what comes now nobody waits
+    except Exception as error:  # the same would happen the next time: what it has told so far is all
+        print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
+    tell(END)
+    ending.join()
+
+
+def note_launches(tell: Tell) -> None:
+    """From now on kernels are told of, once each, and not launched in this process."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    major, minor = torch.cuda.get_device_capability()  # asks the driver, and opens nothing
+    target = ("cuda", 10 * major + minor, 32)
+    driver.set_active(compile_worker.StandIn(GPUTarget(*target)))
+    told: set[tuple[str, str, str]] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = (fn.module, fn.name, compile["specialization_data"])
+        if kernel not in told:
+            told.add(kernel)
+            tell({"module": fn.module, "name": fn.name, "data": kernel[2], "target": target})
+        return True  # seen to: neither compiled nor launched
+
+    knobs.runtime.jit_cache_hook = note
+
+
+@torch.inference_mode()
+def rehearse(config: Config) -> Iterator[None]:
+    """The trials, what every start does before it is ready, and what stands before a first token. Yields, and goes on
+    with steps of all sizes, which the engine meets in idle moments."""
+    limits = resolve_limits(config, CUDA)
+    hf_config = read_config(find_files(config, None))
+    if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
+        return
+    model, _ = settle_model(
+        hf_config, dtype=config.model.dtype, device=CUDA, at=META,
+        max_model_len=config.model.max_model_len, page_tokens=resolve_page_tokens(config, CUDA),
+        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, kernels=config.engine.kernels, strict_kernels=False,
+        deterministic=config.engine.deterministic,
+    )  # fmt: skip
+    max_len = config.model.max_model_len or model.max_positions
+    free = torch.cuda.get_device_properties().total_memory
+    memory = plan_cache(model, config, limits, CUDA, free, max_len)
+    for module in model.modules():
+        finish_module(module)  # as when weights have been read
+    specs = list(model.specs)
+    store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
+    rows = DeviceRows(limits.max_rows, max_len, specs, META)
+    sampling = SamplingRows(limits.max_rows, model.vocab_size, META)
+    sampler = Sampler(model.vocab_size, META, try_sampling_ops(model, config, CUDA, META))
+    row_ops = try_row_ops(model, config, max_len, CUDA, META)
+    runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
+    first, *others = step_sizes(limits.max_rows, limits.max_batch_tokens)
+    runner.rehearse(*first)
+    for length, params in PROMPTS:
+        added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
+        plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
+        runner.sample(runner.forward(plan))
+    numbers = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)
+    if row_ops is not None:
+        decode_rows(model, store.tensors, rows, row_ops, numbers[:1], choose=True)
+    yield
+    for num_decodes, num_tokens in others:
+        runner.rehearse(num_decodes, num_tokens)
+    if row_ops is not None:
+        for size in graph_sizes(limits.max_rows):
+            decode_rows(model, store.tensors, rows, row_ops, numbers[:size], choose=True)
+
+
+if __name__ == "__main__":
+    main()

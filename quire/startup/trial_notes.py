@@ -1,0 +1,112 @@
+"""Notes of starts in which every kernel that was tried agreed, so that the next start just like it need not try them
+again. `assemble` asks for one and leaves one; whoever sees a step fail has it forgotten (`runtime.guard`).
+
+A note lies beside Triton's kernels, whose trials it tells of, and goes when they go. Its name is made of everything
+that could make a trial end otherwise: our sources, Python, torch and Triton, the driver, the card itself, the model and
+the settings. It says that nothing failed, and what was decided by measuring; a file that says anything else is no note.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config import Config
+from quire.files.source import ModelFiles
+from quire.machine import installed_version, nvidia_driver_version
+from quire.startup.compile_ahead import ROOT, kernel_folder, rehearsal_settings
+
+VERSION = 1
+SUFFIX = ".tried"
+MOST_BYTES = 4096
+MOST_NOTES = 200  # in one folder; the oldest go
+# What launches kernels, and what decides which.
+SOURCES = ("startup/assemble.py", "kernels", "layers", "models", "runtime", "sampling")
+# Beginnings of environment variables that may change what runs.
+VARIABLES = ("TRITON_", "CUDA_", "CUBLAS", "NVIDIA_", "TORCH", "PYTORCH", "LLVM_", "DISABLE_")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    path: Path
+
+    def read(self) -> dict[str, bool] | None:
+        """What was decided; None: no such start has left a note, or what lies there is none."""
+        try:
+            with self.path.open("rb") as file:
+                told = json.loads(file.read(MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(told, dict) or told.get("version") != VERSION or told.get("note") != self.path.stem:
+            return None
+        decided = told.get("decided")
+        if not isinstance(decided, dict) or not all(isinstance(answer, bool) for answer in decided.values()):
+            return None
+        return decided
+
+    def leave(self, decided: Mapping[str, bool]) -> None:
+        """All of it or nothing, whoever else writes the same at the same time."""
+        text = json.dumps({"version": VERSION, "note": self.path.stem, "decided": dict(decided)})
+        if len(text) > MOST_BYTES:
+            return
+        with suppress(OSError):  # the next start tries again
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
+            try:
+                with os.fdopen(number, "w") as file:
+                    file.write(text)
+                os.replace(name, self.path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+            _keep_newest(self.path.parent)
+
+    def forget(self) -> None:
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None) -> Note | None:
+    """Of a start such as this one, on a card that this describes. None where there is no card, and where each start is
+    to see for itself: who asks for `strict_kernels` wants to know, not to be told."""
+    if card is None or config.engine.strict_kernels:
+        return None
+    with suppress(OSError):
+        versions = [sys.version, *(installed_version(name) for name in ("torch", "triton")), nvidia_driver_version()]
+        variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
+        depends = [rehearsal_settings(config), _model(files), dict(card), versions, variables, _sources()]
+        text = json.dumps(depends, sort_keys=True, default=str)
+        return Note(kernel_folder() / (hashlib.sha256(text.encode()).hexdigest()[:32] + SUFFIX))
+    return None
+
+
+def _model(files: ModelFiles) -> list[Any]:
+    """What its shapes are read from."""
+    if files.config is not None:
+        return [files.config]
+    stat = files.path.stat()
+    return [str(files.path), stat.st_size, stat.st_mtime_ns]
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        place = ROOT / "quire" / name
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            text = path.read_bytes()
+            digest.update(f"{path.relative_to(ROOT)} {len(text)}\n".encode())
+            digest.update(text)
+    return digest.hexdigest()
+
+
+def _keep_newest(folder: Path) -> None:
+    notes = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in notes[MOST_NOTES:]:
+        path.unlink(missing_ok=True)

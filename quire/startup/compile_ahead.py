@@ -85,9 +85,18 @@ def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
     """The file that says: a start such as this one has left its kernels here. It lies in Triton's cache, and goes when
     that goes."""
     versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
-    sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(SOURCES.rglob("*.py"))]
+    sources = [(str(path.relative_to(SOURCES)), path.stat().st_mtime_ns) for path in list_sources(SOURCES)]
     text = json.dumps([rehearsal_settings(config), versions, sources, cards], sort_keys=True, default=str)
     return kernel_folder() / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def list_sources(place: Path) -> list[Path]:
+    """Every Python file of a module or package, subfolders included. A place that is missing is a programming error: a
+    stamp that does not depend on its sources would outlast their changes."""
+    paths = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    if not paths:
+        raise RuntimeError(f"{place} holds no Python source. Update the list of sources that names it.")
+    return paths
 
 
 def kernel_folder() -> Path:

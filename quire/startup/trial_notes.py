@@ -22,7 +22,7 @@ from typing import Any
 from quire.config import Config
 from quire.files.source import ModelFiles
 from quire.machine import installed_version, nvidia_driver_version
-from quire.startup.compile_ahead import ROOT, kernel_folder, rehearsal_settings
+from quire.startup.compile_ahead import ROOT, kernel_folder, list_sources, rehearsal_settings
 
 VERSION = 1
 SUFFIX = ".tried"
@@ -98,8 +98,7 @@ def _model(files: ModelFiles) -> list[Any]:
 def _sources() -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
-        place = ROOT / "quire" / name
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        for path in list_sources(ROOT / "quire" / name):
             text = path.read_bytes()
             digest.update(f"{path.relative_to(ROOT)} {len(text)}\n".encode())
             digest.update(text)

@@ -22,7 +22,7 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.machine import Machine
 from quire.startup import compile_ahead as ahead
-from quire.startup.compile_ahead import Compilers, count_workers, stamp_path, start_compilers
+from quire.startup.compile_ahead import Compilers, count_workers, list_sources, stamp_path, start_compilers
 
 GIB = 1 << 30
 MACHINE = Machine("Linux", "a processor", 16, 16, 64 * GIB, 60 * GIB)
@@ -131,11 +131,17 @@ def test_a_stamp_is_for_one_kind_of_start(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(ahead, "installed_version", lambda name: "0")
     assert stamp_path(Config(), CARDS) != plain
     monkeypatch.undo()
-    (tmp_path / "norm.py").touch()
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "linear/norm.py").touch()
     monkeypatch.setattr(ahead, "SOURCES", tmp_path)
     ours = stamp_path(Config(), CARDS)
-    os.utime(tmp_path / "norm.py", ns=(1, 1))
+    os.utime(tmp_path / "linear/norm.py", ns=(1, 1))
     assert len({plain, ours, stamp_path(Config(), CARDS)}) == 3
+
+
+def test_sources_that_are_missing_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no Python source"):
+        list_sources(tmp_path / "moved_elsewhere")
 
 
 def test_a_stamp_lies_where_triton_keeps_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""What a start's trials find out; or, where an earlier start just like it noted that nothing was wrong, what that one
-did.
+"""The results of a start's kernel trials, or those of an earlier identical start that noted no failure.
 
-`assemble` makes it, from a note if there is one (`ahead.notes`), and hands it to everyone who tries kernels. With a
-note nothing is launched: tables are put together as they were then. Without one, only a start in which every trial
-agreed has something to note.
+`assemble` makes a `Findings`, from a note if there is one (`startup.trial_notes`), and hands it to everything that
+tries kernels. With a note nothing is launched and the ops tables are put together as they were then. Without one, only
+a start in which every trial agreed leaves a note.
 """
 
 from __future__ import annotations

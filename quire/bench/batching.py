@@ -23,8 +23,15 @@ MIN_RATIO = 4.0  # of a batch of 16 on the built-in model, two cores, default se
 MIN_TPS = 100.0
 
 
-def bench_batch(open_llm: Callable[[], LLM], *, batch: int = 16, prompt_len: int = 16, output_len: int = 64,
-                rounds: int = 3, seed: int = 0) -> Report:  # fmt: skip
+def bench_batch(
+    open_llm: Callable[[], LLM],
+    *,
+    batch: int = 16,
+    prompt_len: int = 16,
+    output_len: int = 64,
+    rounds: int = 3,
+    seed: int = 0,
+) -> Report:
     sides = {"one": 1, "batch": batch}
     rates: dict[str, list[float]] = {side: [] for side in sides}
     busy = load_average()

@@ -25,15 +25,24 @@ if TYPE_CHECKING:
 SKIPPED = 10  # steps after the prompts, before any is counted
 
 
-def bench_gap(open_llm: Callable[[], LLM], *, rows: int = 256, prompt_len: int = 64, steps: int = 200,
-              temperature: float = 0.6, max_idle_share: float | None = None) -> Report:  # fmt: skip
+def bench_gap(
+    open_llm: Callable[[], LLM],
+    *,
+    rows: int = 256,
+    prompt_len: int = 64,
+    steps: int = 200,
+    temperature: float = 0.6,
+    max_idle_share: float | None = None,
+) -> Report:
     busy = load_average()
     with open_llm() as llm:
         llm.prepare()
         engine = llm.engine
         shape = Shape(rows, (prompt_len, prompt_len), (steps + 3 * SKIPPED, steps + 3 * SKIPPED))
-        jobs = [make_job(tokens, count, "", temperature, index)
-                for index, (tokens, count) in enumerate(zip(*draw_shape(shape, 0), strict=True))]  # fmt: skip
+        jobs = [
+            make_job(tokens, count, "", temperature, index)
+            for index, (tokens, count) in enumerate(zip(*draw_shape(shape, 0), strict=True))
+        ]
         for index, job in enumerate(fold_into(jobs, llm.edge.vocab_size)):
             (request,) = llm.edge.requests(llm.edge.encode(job.tokens), job.params, request_id=f"gap-{index}")
             engine.add(request)
@@ -56,10 +65,14 @@ def bench_gap(open_llm: Callable[[], LLM], *, rows: int = 256, prompt_len: int =
         }
     idle = report["device_idle_share"]
     host_share = report["host_s"]["p50"] / report["device_s"]["p50"] if idle is not None else None
-    bars = [] if idle is None or host_share is None or max_idle_share is None else [
-        Bar("share of the time the device waits", idle, max_idle_share, "at most"),
-        Bar("host time over device time of a step", host_share, 1.0, "at most"),
-    ]  # fmt: skip
+    bars = (
+        []
+        if idle is None or host_share is None or max_idle_share is None
+        else [
+            Bar("share of the time the device waits", idle, max_idle_share, "at most"),
+            Bar("host time over device time of a step", host_share, 1.0, "at most"),
+        ]
+    )
     return {
         **report,
         "host_over_device": host_share,

@@ -136,8 +136,15 @@ class _Run:
     async def _attack(self, kinds: Sequence[str]) -> dict[str, Tally]:
         settings = self.settings
         target = Target(self.endpoint.host, self.endpoint.port, KEY)
-        order = Order(target, tuple(kinds), settings.seconds, settings.rounds, settings.flood_bytes,
-                      settings.connections, settings.small)  # fmt: skip
+        order = Order(
+            target,
+            tuple(kinds),
+            settings.seconds,
+            settings.rounds,
+            settings.flood_bytes,
+            settings.connections,
+            settings.small,
+        )
         assert self.sender.stdin is not None and self.sender.stdout is not None
         self.sender.stdin.write(msgspec.json.encode(order) + b"\n")
         answer = asyncio.create_task(self.sender.stdout.readline())
@@ -193,14 +200,40 @@ async def _server(settings: Settings, folder: Path) -> AsyncIterator[tuple[async
         raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.")
     template = folder / "template.jinja"
     template.write_text(costly_template(template_source(tokenizer, None)))
-    flags = ["--port", "0", "--api-key", KEY, "--threads", str(settings.threads), "--max-model-len", "1024",
-             "--max-rows", "32", "--cache-memory", "200MiB", "--host-memory", "0", "--log-level", "error",
-             "--chat-template", str(template), "--deterministic", *(["--random-weights"] if tiny else [])]  # fmt: skip
+    flags = [
+        "--port",
+        "0",
+        "--api-key",
+        KEY,
+        "--threads",
+        str(settings.threads),
+        "--max-model-len",
+        "1024",
+        "--max-rows",
+        "32",
+        "--cache-memory",
+        "200MiB",
+        "--host-memory",
+        "0",
+        "--log-level",
+        "error",
+        "--chat-template",
+        str(template),
+        "--deterministic",
+        *(["--random-weights"] if tiny else []),
+    ]
     with (folder / "server.log").open("w") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "quire", "serve", model, *flags, stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            model,
+            *flags,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
         try:
             assert process.stdout is not None
             line = (await asyncio.wait_for(process.stdout.readline(), START_SECONDS)).decode()
@@ -227,9 +260,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 @asynccontextmanager
 async def _sender() -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "quire.bench.hostile_sender",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 22,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "quire.bench.hostile_sender",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 22,
+    )
     try:
         yield process
     finally:

@@ -201,8 +201,10 @@ class Pipeline:
 
 
 def _trailers(target: Target) -> bytes:
-    return (f"POST {CHAT} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nContent-Type: application/json\r\n"
-            "Transfer-Encoding: chunked\r\n\r\n0\r\n").encode()  # fmt: skip
+    return (
+        f"POST {CHAT} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nContent-Type: application/json\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    ).encode()
 
 
 def _chunks(target: Target) -> bytes:
@@ -238,19 +240,25 @@ def _posts(count: int) -> Callable[[Target], bytes]:
     return requests
 
 
-def make_attacks(target: Target, sizes: Sizes, seconds: float, flood_bytes: int, connections: int
-                 ) -> dict[str, list[Attack]]:  # fmt: skip
+def make_attacks(
+    target: Target, sizes: Sizes, seconds: float, flood_bytes: int, connections: int
+) -> dict[str, list[Attack]]:
     """All kinds; each is several attacks that run beside each other."""
     attacks: dict[str, list[Attack]] = {
         "trailers": [Flood("trailers", _trailers, b"x-trailer-name: some value\r\n", flood_bytes)],
-        "chunks": [Flood("chunk extensions", _chunks, b"1;" + b"e" * 250 + b"\r\nx\r\n", 2 * flood_bytes, True),
-                   Flood("a refused body", _refused_body, b"x", 2 * flood_bytes)],
+        "chunks": [
+            Flood("chunk extensions", _chunks, b"1;" + b"e" * 250 + b"\r\nx\r\n", 2 * flood_bytes, True),
+            Flood("a refused body", _refused_body, b"x", 2 * flood_bytes),
+        ],
         **{name: [Ask(make(target, sizes))] * ASKERS for name, make in ASKED.items()},
         "drips": [Drip(_dripped_body, connections // 4, seconds), Drip(_slow_head, connections // 4, seconds)],
         "idle": [Crowd(connections, seconds)],
-        "pipeline": [Pipeline(_gets(sizes.pipelined), True), Pipeline(_posts(sizes.pipelined), True),
-                     Pipeline(_gets(sizes.pipelined * 20), False)],
-    }  # fmt: skip
+        "pipeline": [
+            Pipeline(_gets(sizes.pipelined), True),
+            Pipeline(_posts(sizes.pipelined), True),
+            Pipeline(_gets(sizes.pipelined * 20), False),
+        ],
+    }
     return attacks
 
 

@@ -104,9 +104,11 @@ def _long_prompts(target: Target, sizes: Sizes) -> list[Exchange]:
         Exchange("a long text", post(target, COMPLETIONS, json.dumps({"prompt": words}).encode())),
         Exchange("a long word", post(target, CHAT, chat(one_word))),
         Exchange("many tokens", post(target, COMPLETIONS, many)),
-        Exchange("many messages", post(target, CHAT, json.dumps(
-            {"messages": [{"role": "user", "content": "x" * 64}] * 5_000}).encode())),
-    ]  # fmt: skip
+        Exchange(
+            "many messages",
+            post(target, CHAT, json.dumps({"messages": [{"role": "user", "content": "x" * 64}] * 5_000}).encode()),
+        ),
+    ]
 
 
 # What a template of a model may do; the benchmark's server has it in front of the model's own (`costly_template`).
@@ -136,14 +138,24 @@ def _templates(target: Target, sizes: Sizes) -> list[Exchange]:
 
 
 def _logprobs(target: Target, sizes: Sizes) -> list[Exchange]:
-    body = {"prompt": [7 + place % 50 for place in range(900)], "max_tokens": 1, "n": sizes.samples, "temperature": 1,
-            "prompt_logprobs": 20}  # fmt: skip
+    body = {
+        "prompt": [7 + place % 50 for place in range(900)],
+        "max_tokens": 1,
+        "n": sizes.samples,
+        "temperature": 1,
+        "prompt_logprobs": 20,
+    }
     any_end = REFUSED | {200}
     return [
         Exchange("prompt_logprobs", post(target, COMPLETIONS, json.dumps(body).encode()), any_end),
-        Exchange("echo", post(target, COMPLETIONS, json.dumps(
-            {**body, "prompt_logprobs": None, "echo": True, "logprobs": 5}).encode()), any_end),
-    ]  # fmt: skip
+        Exchange(
+            "echo",
+            post(
+                target, COMPLETIONS, json.dumps({**body, "prompt_logprobs": None, "echo": True, "logprobs": 5}).encode()
+            ),
+            any_end,
+        ),
+    ]
 
 
 def _heads(target: Target, sizes: Sizes) -> list[Exchange]:
@@ -152,8 +164,11 @@ def _heads(target: Target, sizes: Sizes) -> list[Exchange]:
     long_value = start + b"\r\nx-long: " + b"a" * (sizes.headers * 6) + b"\r\n\r\n" + body
     long_path = b"GET /" + b"a" * (sizes.headers * 6) + b" HTTP/1.1\r\nHost: x\r\n\r\n"
     ends = frozenset({CUT, 400, 414, 431})
-    return [Exchange("many headers", many, ends), Exchange("a long header", long_value, ends),
-            Exchange("a long path", long_path, ends)]  # fmt: skip
+    return [
+        Exchange("many headers", many, ends),
+        Exchange("a long header", long_value, ends),
+        Exchange("a long path", long_path, ends),
+    ]
 
 
 def _values(target: Target, sizes: Sizes) -> list[Exchange]:
@@ -195,9 +210,11 @@ def _grammars(target: Target, sizes: Sizes) -> list[Exchange]:
         Exchange("deep JSON", post(target, CHAT, nested)),
         Exchange("deep arrays", post(target, CHAT, b"[" * depth + b"]" * depth)),
         Exchange("a giant schema", post(target, CHAT, chat(response_format=formats)), ends),
-        *(Exchange(f"a costly regex {place}", post(target, CHAT, chat(structured_outputs={"regex": regex})), ends)
-          for place, regex in enumerate(regexes)),
-    ]  # fmt: skip
+        *(
+            Exchange(f"a costly regex {place}", post(target, CHAT, chat(structured_outputs={"regex": regex})), ends)
+            for place, regex in enumerate(regexes)
+        ),
+    ]
 
 
 ASKED: dict[str, Callable[[Target, Sizes], list[Exchange]]] = {

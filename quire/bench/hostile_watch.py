@@ -55,8 +55,11 @@ def status_bytes(pid: int, field_name: str) -> int:
 
 def children(pid: int) -> list[int]:
     with suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]  # fmt: skip
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     return []
 
 

@@ -44,8 +44,9 @@ class Load:
     )
 
 
-def bench_latency(open_llm: Callable[[], LLM], load: Load, *, targets_ms: Sequence[float | None] = (None,),
-                  seed: int = 0) -> Report:  # fmt: skip
+def bench_latency(
+    open_llm: Callable[[], LLM], load: Load, *, targets_ms: Sequence[float | None] = (None,), seed: int = 0
+) -> Report:
     busy = load_average()
     with open_llm() as llm, progress_bar("latency (parts)", 1 + len(targets_ms)) as advance:
         _check(llm, load)

@@ -27,13 +27,27 @@ STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64
 AGREEMENT_TOKENS = 64
 MUST = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
 QUESTIONS = (
-    "Why is the sky blue?", "Name three rivers in Europe.", "What is 12 + 30?", "Write a haiku about rain.",
-    "Who wrote Hamlet?", "Explain gravity to a child.", "List the planets.", "What do bees make?",
-    "Translate 'good morning' into French.", "How do I boil an egg?", "What is a prime number?",
-    "Give me a synonym for happy.", "What year did World War II end?", "Describe a cat in one sentence.",
-    "Why do leaves fall?", "What is the capital of Japan?", "Tell me a short joke.", "What is Python used for?",
-    "How many legs has a spider?", "Say something in Latin.",
-)  # fmt: skip
+    "Why is the sky blue?",
+    "Name three rivers in Europe.",
+    "What is 12 + 30?",
+    "Write a haiku about rain.",
+    "Who wrote Hamlet?",
+    "Explain gravity to a child.",
+    "List the planets.",
+    "What do bees make?",
+    "Translate 'good morning' into French.",
+    "How do I boil an egg?",
+    "What is a prime number?",
+    "Give me a synonym for happy.",
+    "What year did World War II end?",
+    "Describe a cat in one sentence.",
+    "Why do leaves fall?",
+    "What is the capital of Japan?",
+    "Tell me a short joke.",
+    "What is Python used for?",
+    "How many legs has a spider?",
+    "Say something in Latin.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +61,15 @@ class Pace:
         return num_tokens / self.first
 
 
-def bench_llama_cpp(open_llm: Callable[..., LLM], path: Path, folder: Path, *, threads: int, rounds: int = 5,
-                    say: Callable[[str], None] = print) -> Report:  # fmt: skip
+def bench_llama_cpp(
+    open_llm: Callable[..., LLM],
+    path: Path,
+    folder: Path,
+    *,
+    threads: int,
+    rounds: int = 5,
+    say: Callable[[str], None] = print,
+) -> Report:
     """`open_llm(path, **knobs)` opens our side; `folder` is for the file that is made."""
     try:
         import llama_cpp  # noqa: F401
@@ -75,19 +96,27 @@ def bench_llama_cpp(open_llm: Callable[..., LLM], path: Path, folder: Path, *, t
     ours_best = max(result["16 streams"]["ours"] for result in results.values())
     bars.append(Bar("16 streams, best of each", ours_best / best, MUST["16 streams"], "at least"))  # type: ignore[arg-type]
     return {
-        "benchmark": "compare-llama-cpp", "threads": threads, "rounds": rounds, "files": results,
-        "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars),
-    }  # fmt: skip
+        "benchmark": "compare-llama-cpp",
+        "threads": threads,
+        "rounds": rounds,
+        "files": results,
+        "bars": [bar.to_report() for bar in bars],
+        "pass": all(bar.passed for bar in bars),
+    }
 
 
-def _one_file(open_llm: Callable[..., LLM], path: Path, threads: int, rounds: int,
-              say: Callable[[str], None]) -> Report:  # fmt: skip
+def _one_file(
+    open_llm: Callable[..., LLM], path: Path, threads: int, rounds: int, say: Callable[[str], None]
+) -> Report:
     say(f"{path.name}: loading both")
     with open_llm(path, threads=threads, prefix_cache=False, max_model_len=2048) as llm:
         sides: dict[str, Any] = {"ours": Ours(llm), "theirs": Theirs(path, threads)}
         paces: dict[str, dict[str, list[float]]] = {}
-        works = {"one stream": (1, PROMPT_LEN, OUTPUT_LEN), "prefill": (1, LONG_PROMPT, 1),
-                 "16 streams": (STREAMS, PROMPT_LEN, MANY_OUTPUT_LEN)}  # fmt: skip
+        works = {
+            "one stream": (1, PROMPT_LEN, OUTPUT_LEN),
+            "prefill": (1, LONG_PROMPT, 1),
+            "16 streams": (STREAMS, PROMPT_LEN, MANY_OUTPUT_LEN),
+        }
         for index in range(rounds + 1):  # the first is a warm-up
             for work, (count, prompt_len, output_len) in works.items():
                 prompts = draw_prompts(count, prompt_len, llm.edge.vocab_size, seed=index)
@@ -214,8 +243,9 @@ class Theirs:
 # Agreement and files
 
 
-def _agreement(open_llm: Callable[..., LLM], path: Path, llm: LLM, sides: dict[str, Any],
-               say: Callable[[str], None]) -> Report:  # fmt: skip
+def _agreement(
+    open_llm: Callable[..., LLM], path: Path, llm: LLM, sides: dict[str, Any], say: Callable[[str], None]
+) -> Report:
     """How far each side's greedy answers go with those of plain torch in float32, on the same file."""
     say("  agreement with float32")
     prompts = [llm.edge.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]

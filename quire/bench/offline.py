@@ -37,8 +37,15 @@ class Work:
     may_fold: bool  # its token ids are made up, so a smaller vocabulary may wrap them around
 
 
-def bench_offline(open_llm: Callable[[], AbstractContextManager[LLM]], work: Work, *, seed: int = 0, repeat: int = 1,
-                  warmup: bool = True, min_output_tps: float | None = None) -> Report:  # fmt: skip
+def bench_offline(
+    open_llm: Callable[[], AbstractContextManager[LLM]],
+    work: Work,
+    *,
+    seed: int = 0,
+    repeat: int = 1,
+    warmup: bool = True,
+    min_output_tps: float | None = None,
+) -> Report:
     """Open a model, warm it up, time `repeat` runs with the seeds after `seed`, and report each and the median."""
     busy = load_average()
     launched = time.perf_counter()
@@ -74,8 +81,11 @@ def bench_offline(open_llm: Callable[[], AbstractContextManager[LLM]], work: Wor
             "median": median_of([{k: v for k, v in run.items() if k != "seed"} for run in runs]),
             "memory": peak_memory(),
         }
-    bars = [] if min_output_tps is None else [Bar("output tok/s", report["median"]["output_tps"], min_output_tps,
-                                                  "at least")]  # fmt: skip
+    bars = (
+        []
+        if min_output_tps is None
+        else [Bar("output tok/s", report["median"]["output_tps"], min_output_tps, "at least")]
+    )
     return {**report, "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars)}
 
 

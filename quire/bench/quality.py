@@ -49,10 +49,15 @@ def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int 
             sums["same"] += (want.argmax(1) == got.argmax(1)).sum().item()
             count += len(targets)
     return {
-        "benchmark": "quality", "tokens": count, "bars": [], "pass": True,
-        "perplexity": math.exp(sums["ours"] / count), "float32_perplexity": math.exp(sums["theirs"] / count),
-        "kl": sums["kl"] / count, "same_top": sums["same"] / count,
-    }  # fmt: skip
+        "benchmark": "quality",
+        "tokens": count,
+        "bars": [],
+        "pass": True,
+        "perplexity": math.exp(sums["ours"] / count),
+        "float32_perplexity": math.exp(sums["theirs"] / count),
+        "kl": sums["kl"] / count,
+        "same_top": sums["same"] / count,
+    }
 
 
 def _load(config: Config) -> Any:
@@ -62,9 +67,14 @@ def _load(config: Config) -> Any:
     from quire.startup.assemble import find_files
 
     return load_model(
-        find_files(config, None), dtype=config.model.dtype, device=torch.device("cpu"), max_model_len=None,
-        page_tokens=PAGE, quant=config.model.quant, kernels=config.engine.kernels,
-    ).model  # fmt: skip
+        find_files(config, None),
+        dtype=config.model.dtype,
+        device=torch.device("cpu"),
+        max_model_len=None,
+        page_tokens=PAGE,
+        quant=config.model.quant,
+        kernels=config.engine.kernels,
+    ).model
 
 
 def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:

@@ -72,11 +72,19 @@ def bench_scheduler(effort: Effort | None = None) -> Report:
         advance(len(steps) + 3)
         prompts = prompt_costs(effort.prompt_len, effort.prompt_rounds)
     bars = [
-        Bar(f"step with {effort.waiting[1]:,} waiting over {effort.waiting[0]:,}", waiting["ratio"], MAX_WAITING_RATIO,
-            "at most"),
-        Bar(f"matching {effort.matched[1]:,} tokens over {effort.matched[0]:,}", matching["ratio"], MAX_MATCH_RATIO,
-            "at most"),
-    ]  # fmt: skip
+        Bar(
+            f"step with {effort.waiting[1]:,} waiting over {effort.waiting[0]:,}",
+            waiting["ratio"],
+            MAX_WAITING_RATIO,
+            "at most",
+        ),
+        Bar(
+            f"matching {effort.matched[1]:,} tokens over {effort.matched[0]:,}",
+            matching["ratio"],
+            MAX_MATCH_RATIO,
+            "at most",
+        ),
+    ]
     return {
         "benchmark": "scheduler",
         "steps": steps,
@@ -243,8 +251,17 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
     found = []
     for (is_cached, has_room, size), taken in costs.items():
         plan, commit, books = map(median, zip(*taken, strict=True))
-        found.append({"tokens": length, "cached": length - FRESH if is_cached else 0, "evicts": not has_room,
-                      "page_tokens": size, "plan_us": plan, "commit_us": commit, "books_us": books})  # fmt: skip
+        found.append(
+            {
+                "tokens": length,
+                "cached": length - FRESH if is_cached else 0,
+                "evicts": not has_room,
+                "page_tokens": size,
+                "plan_us": plan,
+                "commit_us": commit,
+                "books_us": books,
+            }
+        )
     return sorted(found, key=lambda cost: (cost["cached"], cost["evicts"], cost["page_tokens"]))
 
 

@@ -28,9 +28,16 @@ PHASES = ("tried_s", "ready_s", "first_token_s", "tenth_token_s")
 KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
-def bench_start(config: Config, *, prompt_len: int = 16, warm_runs: int = 2, run_pairs: int = 0,
-                max_cold_s: float | None = None, max_warm_s: float | None = None,
-                max_beyond_s: float | None = None) -> Report:  # fmt: skip
+def bench_start(
+    config: Config,
+    *,
+    prompt_len: int = 16,
+    warm_runs: int = 2,
+    run_pairs: int = 0,
+    max_cold_s: float | None = None,
+    max_warm_s: float | None = None,
+    max_beyond_s: float | None = None,
+) -> Report:
     busy = load_average()
     with tempfile.TemporaryDirectory(prefix="quire-start-") as folder:
         caches = {name: str(Path(folder, kind)) for name, kind in KERNEL_CACHES.items()}
@@ -107,8 +114,11 @@ def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
     try:
         told = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        raise QuireError("start_failed", f"The process ended with code {done.returncode} before its first token.",
-                         "What it said is above.") from None  # fmt: skip
+        raise QuireError(
+            "start_failed",
+            f"The process ended with code {done.returncode} before its first token.",
+            "What it said is above.",
+        ) from None
     if "code" in told:
         raise QuireError(told["code"], told["what"], told["hint"])
     return told

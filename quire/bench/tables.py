@@ -210,10 +210,13 @@ def _scheduler(console: Console, report: Report) -> None:
     steps = [(str(step["rows"]), *(_micros(step[name]) for name in names)) for step in report["steps"]]
     _table(console, "One step, everyone decoding", headings, steps)
     prompts = [
-        (*(_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")), "yes" if prompt["evicts"] else "no",
-         *(_micros(prompt[name]) for name in ("plan_us", "commit_us", "books_us")))
+        (
+            *(_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")),
+            "yes" if prompt["evicts"] else "no",
+            *(_micros(prompt[name]) for name in ("plan_us", "commit_us", "books_us")),
+        )
         for prompt in report["prompts"]
-    ]  # fmt: skip
+    ]
     headings_of_prompts = ("tokens", "cached", "page", "evicts others", "plan", "commit", "books, behind the token")
     _table(console, "One long prompt", headings_of_prompts, prompts)
     sides = (
@@ -222,10 +225,16 @@ def _scheduler(console: Console, report: Report) -> None:
         ("a step, tokens of the next", report["blocked"], "short", "long"),
     )
     growth = [
-        (name, _count(costs[low]), _micros(costs[f"{low}_us"]), _count(costs[high]), _micros(costs[f"{high}_us"]),
-         f"{costs['ratio']:.2f}×")
+        (
+            name,
+            _count(costs[low]),
+            _micros(costs[f"{low}_us"]),
+            _count(costs[high]),
+            _micros(costs[f"{high}_us"]),
+            f"{costs['ratio']:.2f}×",
+        )
         for name, costs, low, high in sides
-    ]  # fmt: skip
+    ]
     _table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
 
 

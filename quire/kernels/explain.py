@@ -24,8 +24,16 @@ from quire.kernels.validation.trials import TrialShape, dense_rows, failure
 from quire.types import QuireError
 
 # What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
-TYPICAL = TrialShape(num_heads=32, num_kv_heads=8, head_dim=128, page_tokens=64,
-                     window=None, qk_norm=True, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
+TYPICAL = TrialShape(
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    page_tokens=64,
+    window=None,
+    qk_norm=True,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+)
 
 
 @dataclass(frozen=True, slots=True)

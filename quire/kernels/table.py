@@ -41,8 +41,16 @@ class FusedLinear(Protocol):
 
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool: ...
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor: ...  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +300,17 @@ class _Skinny:
         most = self.SOME_ROWS if num_outputs <= num_inputs else self.FEW_ROWS
         return num_rows <= most and num_outputs <= self.MAX_OUTPUTS
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
-        return self._linear(
-            x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual
-        )  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return self._linear(x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
 
 
 class FirstOf:
@@ -308,8 +322,16 @@ class FirstOf:
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return any(candidate.wins(num_rows, weight, gate) for candidate in self._candidates)
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         winner = next(each for each in self._candidates if each.wins(len(x), weight, gate))
         return winner.run(x, weight, bias, norm_weight, eps, gate, residual)
 

@@ -48,9 +48,15 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
     if inputs.work is not None:
         captured["work"] = inputs.work
     kernel = ops.plan_attention(
-        inputs.page_table, step.positions, step.counts, step.len_bounds, spec.page_tokens, spec.window, cache.dtype,
+        inputs.page_table,
+        step.positions,
+        step.counts,
+        step.len_bounds,
+        spec.page_tokens,
+        spec.window,
+        cache.dtype,
         **captured,
-    )  # fmt: skip
+    )
     return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
 
 
@@ -118,9 +124,22 @@ class AttentionNames:
 class Attention(nn.Module):
     sinks: Tensor | None  # [heads]
 
-    def __init__(self, prefix: str, norm: Norm | None, shape: AttentionShape, cache_index: int, *, qkv_bias: bool,
-                 out_bias: bool, qk_norm: QKNorm | HeadLayerNorm | WideQKNorm | None, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme, names: AttentionNames | None = None, join: Join | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: Norm | None,
+        shape: AttentionShape,
+        cache_index: int,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: QKNorm | HeadLayerNorm | WideQKNorm | None,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        names: AttentionNames | None = None,
+        join: Join | None = None,
+    ):
         """`cache_index`: this layer's place within its cache group; `join`: how the output comes to the stream."""
         super().__init__()
         names = names or AttentionNames()

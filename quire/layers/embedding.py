@@ -23,8 +23,15 @@ class PacksTables(Protocol):
 class Embedding(nn.Module):
     weight: Tensor  # or, packed, a list of one matrix that gives out rows
 
-    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scale: float = 1.0,
-                 scheme: Scheme | None = None):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        width: int,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        scheme: Scheme | None = None,
+    ):
         super().__init__()
         weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
         self.weight = weight
@@ -41,8 +48,18 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Logits. A tied head names the embedding's tensor, which the loader then shares between them."""
 
-    def __init__(self, name: str, vocab_size: int, width: int, dtype: torch.dtype, scheme: Scheme, *,
-                 bias: bool = False, scale: float = 1.0, softcap: float | None = None):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        width: int,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ):
         super().__init__()
         self.linear = Linear(width, [(name, vocab_size)], bias=bias, dtype=dtype, scheme=scheme)
         self.scale = scale

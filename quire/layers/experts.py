@@ -168,8 +168,17 @@ class Experts(nn.Module):
     gate_up_scale: Tensor | None  # [experts * 2 * inner] float32, where the scheme keeps experts scaled
     down_scale: Tensor | None  # [experts * width] float32, likewise
 
-    def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Weight | None, down_bias: Weight | None,
-                 num_entries: int, activation: GatedActivation, scheme: Scheme, num_shared: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        gate_up: Weight,
+        down: Weight,
+        gate_up_bias: Weight | None,
+        down_bias: Weight | None,
+        num_entries: int,
+        activation: GatedActivation,
+        scheme: Scheme,
+        num_shared: int = 0,
+    ):
         """`num_entries`: experts, those included that the shared one consists of: the last `num_shared`."""
         super().__init__()
         if isinstance(scheme, PacksExperts):
@@ -187,8 +196,9 @@ class Experts(nn.Module):
         self.activation = activation
 
     @classmethod
-    def from_names(cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
-                   num_shared: int = 0) -> Experts:  # fmt: skip
+    def from_names(
+        cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int = 0
+    ) -> Experts:
         """Experts that a checkpoint holds one by one, or stacked matrix by matrix; behind them those that the shared
         one is cut into, unless the checkpoint holds the others in two tensors."""
         if names.two is not None:
@@ -214,8 +224,16 @@ class Experts(nn.Module):
         return cls(gate_ups, downs, None, None, total, shape.activation, scheme, num_shared)
 
     @classmethod
-    def from_two(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme,
-                 down_form: Form | None = None, apart: tuple[str, str] | None = None) -> Experts:  # fmt: skip
+    def from_two(
+        cls,
+        gate_up: str,
+        down: str,
+        shape: MoEShape,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        down_form: Form | None = None,
+        apart: tuple[str, str] | None = None,
+    ) -> Experts:
         """Experts that a checkpoint holds in two tensors of these names, gates above ups. `apart`: what gates and ups
         are called where each has a tensor of its own."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width

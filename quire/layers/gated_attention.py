@@ -21,8 +21,19 @@ from quire.layers.weights import Reorder, set_forms
 
 
 class GatedAttention(nn.Module):
-    def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, bias: bool,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme, norm_offset: float = 1.0):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        shape: AttentionShape,
+        cache_index: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        norm_offset: float = 1.0,
+    ):
         super().__init__()
         assert shape.order is not None
         self.norm = norm
@@ -53,9 +64,16 @@ class GatedAttention(nn.Module):
         gate, qkv = self.project(stream, norm=self.norm).tensor_split((heads,), dim=1)
         heads_norm = self.qk_norm
         q = self.ops.qk_norm_rope_write(
-            qkv, heads_norm.q_weight, heads_norm.k_weight, heads_norm.eps, angles, k_cache, v_cache, plan.slots,
+            qkv,
+            heads_norm.q_weight,
+            heads_norm.k_weight,
+            heads_norm.eps,
+            angles,
+            k_cache,
+            v_cache,
+            plan.slots,
             self.shape.num_heads,
-        )  # fmt: skip
+        )
         if plan.wanted is not None:
             q, gate, stream = plan.pick(q), plan.pick(gate), plan.pick(stream)
             if not len(stream):

@@ -51,8 +51,9 @@ class LatentShape:
         return self.num_heads * (2 * self.head_dim + self.rope_dim + 2 * self.rank + 2 * self.value_dim)
 
 
-def latent_spec(shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: torch.dtype,
-                page_tokens: int) -> CacheSpec:  # fmt: skip
+def latent_spec(
+    shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: torch.dtype, page_tokens: int
+) -> CacheSpec:
     if form == "naive":
         entry, planes = (shape.num_heads, max(shape.head_dim, shape.value_dim)), 2
     else:
@@ -64,8 +65,18 @@ def latent_spec(shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: 
 class LatentAttention(nn.Module):
     up: Tensor  # [heads * (nope_dim + value_dim), rank]: what makes a latent every head's key and value
 
-    def __init__(self, prefix: str, norm: RMSNorm, shape: LatentShape, cache_index: int, *, form: Form,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        shape: LatentShape,
+        cache_index: int,
+        *,
+        form: Form,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.norm = norm
         self.shape = shape

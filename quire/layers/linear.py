@@ -21,8 +21,15 @@ class Linear(nn.Module):
     whole: Tensor | None = None  # the weight and rows of zeros behind it, where a product with those is much quicker
     weight_scale: Tensor  # [out_features], of schemes that have one
 
-    def __init__(self, in_features: int, sources: list[tuple[str, int]], *, bias: bool = False, dtype: torch.dtype,
-                 scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        in_features: int,
+        sources: list[tuple[str, int]],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        scheme: Scheme,
+    ):
         """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order their outputs stand."""
         super().__init__()
         self.in_features = in_features
@@ -34,8 +41,9 @@ class Linear(nn.Module):
         """The loader calls this once the weights are real."""
         self.scheme.finish(self)
 
-    def forward(self, x: Activation, *, norm: RMSNorm | None = None, gate: Curve | None = None,
-                residual: Tensor | None = None) -> Activation:  # fmt: skip
+    def forward(
+        self, x: Activation, *, norm: RMSNorm | None = None, gate: Curve | None = None, residual: Tensor | None = None
+    ) -> Activation:
         """x [tokens, in_features] -> [tokens, out_features], or half of that with `gate`. In order: the norm of x,
         the product, gate(first half) * second half, the sum with `residual`, whose memory may be taken for it. What a
         `gate` gives is for another linear of the same scheme; all else is a tensor."""

@@ -42,15 +42,27 @@ class MLPNames:
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, prefix: str, norm: Norm | None, width: int, inner_width: int, *, bias: bool,
-                 dtype: torch.dtype, scheme: Scheme, activation: str = "silu", names: MLPNames | None = None,
-                 join: Join | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: Norm | None,
+        width: int,
+        inner_width: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        activation: str = "silu",
+        names: MLPNames | None = None,
+        join: Join | None = None,
+    ):
         super().__init__()
         names = names or MLPNames()
         rows = 2 * inner_width // len(names.up)
         self.norm = norm
-        self.gate_up = Linear(width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, dtype=dtype,
-                              scheme=scheme)  # fmt: skip
+        self.gate_up = Linear(
+            width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, dtype=dtype, scheme=scheme
+        )
         self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
         self.curve = ACTIVATIONS[activation]
         self.join = join or Join()
@@ -65,9 +77,20 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """Without a gate: stream + down(act(up(norm(stream))))."""
 
-    def __init__(self, prefix: str, norm: Norm | None, width: int, inner_width: int, *, bias: bool,
-                 dtype: torch.dtype, scheme: Scheme, activation: str, names: MLPNames,
-                 join: Join | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: Norm | None,
+        width: int,
+        inner_width: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        activation: str,
+        names: MLPNames,
+        join: Join | None = None,
+    ):
         super().__init__()
         self.norm = norm
         self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, dtype=dtype, scheme=scheme)

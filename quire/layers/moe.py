@@ -54,9 +54,19 @@ class MoE(nn.Module):
     router_bias: Tensor | None
     choice_bias: Tensor | None
 
-    def __init__(self, names: ExpertNames, norm: Norm | None, shape: MoEShape, *, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme, experts: Experts | None = None, shared: nn.Module | None = None,
-                 join: Join | None = None):  # fmt: skip
+    def __init__(
+        self,
+        names: ExpertNames,
+        norm: Norm | None,
+        shape: MoEShape,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        experts: Experts | None = None,
+        shared: nn.Module | None = None,
+        join: Join | None = None,
+    ):
         """`experts`: where the checkpoint keeps them otherwise than `names` can say; `shared`: the shared one, where it
         lies elsewhere. It is called like a `SharedExpert`. `join`: how the sum of all comes to the stream."""
         super().__init__()

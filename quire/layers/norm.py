@@ -49,8 +49,17 @@ class LayerNorm(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, *, weight: bool = True,
-                 bias: bool = True, offset: float = 0.0):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
+    ):
         super().__init__()
         self.width = width
         self.weight = _norm_weight(f"{name}.weight", width, dtype, offset) if weight else None
@@ -77,8 +86,17 @@ class QKNorm(nn.Module):
     q_weight: Tensor
     k_weight: Tensor
 
-    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype, *, offset: float = 0.0,
-                 order: HeadOrder | None = None, names: tuple[str, str] = ("q_norm", "k_norm")):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        offset: float = 0.0,
+        order: HeadOrder | None = None,
+        names: tuple[str, str] = ("q_norm", "k_norm"),
+    ):
         """`order`: that of the heads the weights are for; `names`: what the checkpoint calls them."""
         super().__init__()
         self.q_weight = _norm_weight(f"{prefix}.{names[0]}.weight", head_dim, dtype, offset, order)
@@ -93,8 +111,16 @@ class TurnedQKNorm(QKNorm):
 
     behind: Tensor  # [2, head_dim]: of queries, of keys
 
-    def __init__(self, prefix: str, head_dim: int, eps: float, dtype: torch.dtype, *, order: HeadOrder | None = None,
-                 names: tuple[str, str] = ("q_norm", "k_norm")):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        order: HeadOrder | None = None,
+        names: tuple[str, str] = ("q_norm", "k_norm"),
+    ):
         super().__init__(prefix, head_dim, eps, dtype, names=names)
         set_forms(self, (torch.ones_like,))
         lines = (
@@ -110,8 +136,16 @@ class TurnedQKNorm(QKNorm):
 class WideQKNorm(nn.Module):
     """Queries normed over all their heads together, and keys over all theirs, before rope."""
 
-    def __init__(self, prefix: str, q_width: int, k_width: int, eps: float, dtype: torch.dtype, ops: Ops,
-                 order: HeadOrder | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        q_width: int,
+        k_width: int,
+        eps: float,
+        dtype: torch.dtype,
+        ops: Ops,
+        order: HeadOrder | None = None,
+    ):
         """`order`: that of the heads the weights are for."""
         super().__init__()
         self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, dtype, ops)
@@ -145,8 +179,17 @@ class HeadLayerNorm(nn.Module):
     weight: Tensor  # [query and key heads, head_dim]
     bias: Tensor | None  # likewise
 
-    def __init__(self, prefix: str, norms: HeadNorms, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-                 dtype: torch.dtype, order: HeadOrder | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norms: HeadNorms,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        order: HeadOrder | None = None,
+    ):
         """`order`: that of the heads the weights are for."""
         super().__init__()
         self.eps = eps
@@ -170,8 +213,9 @@ class HeadLayerNorm(nn.Module):
         return qkv
 
 
-def _head_parts(name: str, kind: str, kept: str, start: int, num_heads: int, head_dim: int,
-                order: HeadOrder | None) -> tuple[Part, ...]:  # fmt: skip
+def _head_parts(
+    name: str, kind: str, kept: str, start: int, num_heads: int, head_dim: int, order: HeadOrder | None
+) -> tuple[Part, ...]:
     """The rows of `num_heads` heads, from row `start` on."""
     if kept == "apart":
         form = _HeadRows(1, head_dim, order)

@@ -42,8 +42,11 @@ class RopeConfig:
         kind = given.get("rope_type") or given.get("type") or "default"
         kind = {"su": "longrope"}.get(kind, kind)  # its first name
         if kind not in SUPPORTED:
-            raise QuireError("unsupported_model", f"Rope scaling {kind!r} is not supported.",
-                             f"Supported are {', '.join(SUPPORTED)}.")  # fmt: skip
+            raise QuireError(
+                "unsupported_model",
+                f"Rope scaling {kind!r} is not supported.",
+                f"Supported are {', '.join(SUPPORTED)}.",
+            )
         max_positions = _above_zero(config, "max_position_embeddings", 2048)
         original_len = _above_zero(given, "original_max_position_embeddings", max_positions)
         if kind == "longrope":
@@ -67,9 +70,10 @@ class RopeConfig:
             truncate=bool(given.get("truncate", True)),
             share=_above_zero(given, "partial_rotary_factor", 1.0),
             attention_factor=_hf_attention_factor(given, factor),
-            divisors=_longrope_divisors(config, given, original_len) if kind == "longrope" else
-            tuple(given.get("divisors") or ()),
-        )  # fmt: skip
+            divisors=_longrope_divisors(config, given, original_len)
+            if kind == "longrope"
+            else tuple(given.get("divisors") or ()),
+        )
 
     @property
     def angle_scale(self) -> float:
@@ -112,8 +116,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 class Rope:
     """The angles of a step's tokens for one kind of rope."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops,
-                 still_dim: int = 0):  # fmt: skip
+    def __init__(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops, still_dim: int = 0
+    ):
         """`still_dim`: elements of a head that do not turn, the second half of each half (see `layers.partial`)."""
         turning = inverse_frequencies(config, head_dim - still_dim)
         self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(device)

@@ -80,8 +80,9 @@ def _plan_mixture(block: MoE) -> MixturePlan:
 
     experts, shared = block.experts.weights(), block.shared
     assert isinstance(experts, PackedExperts)
-    plan = MixturePlan(experts, _of_floats(block.router, block.router_bias, experts.native), block.routing,
-                       block.choice_bias)  # fmt: skip
+    plan = MixturePlan(
+        experts, _of_floats(block.router, block.router_bias, experts.native), block.routing, block.choice_bias
+    )
     if not isinstance(shared, SharedExpert):
         return plan
     gate = None if shared.gate is None else _of_floats(shared.gate.weight, shared.gate.bias, experts.native)
@@ -109,9 +110,18 @@ def _plan_norm(norm: Norm | None) -> NormPlan | None:
     return NormPlan(norm.weight)
 
 
-def make_stack(ops: Ops, embedding: Embedding, layers: Sequence[LayerPlan], norm: Norm, ropes: Sequence[Rope],
-               attention: Attention, *, activation: str, has_gate: bool,
-               is_parallel: bool) -> Stack:  # fmt: skip
+def make_stack(
+    ops: Ops,
+    embedding: Embedding,
+    layers: Sequence[LayerPlan],
+    norm: Norm,
+    ropes: Sequence[Rope],
+    attention: Attention,
+    *,
+    activation: str,
+    has_gate: bool,
+    is_parallel: bool,
+) -> Stack:
     """`attention`: any layer's, for what they all share."""
     from quire.kernels.native.stack import Stack, StackPlan
 

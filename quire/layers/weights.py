@@ -135,8 +135,13 @@ class Weight(nn.Parameter):
     is_scaled: bool  # with a float32 for each of its rows
     packing: Packing | None  # where it ends up as something else than a tensor
 
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[Part, ...],
-                others: tuple[tuple[Part, ...], ...] = ()) -> Weight:  # fmt: skip
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        parts: tuple[Part, ...],
+        others: tuple[tuple[Part, ...], ...] = (),
+    ) -> Weight:
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         weight.parts = parts
         weight.others = others

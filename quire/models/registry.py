@@ -197,8 +197,17 @@ class Family(Protocol):
     def read_config(config: Mapping[str, Any]) -> Any:
         """From the fields of a config.json to the family's own frozen config."""
 
-    def __call__(self, config: Any, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme) -> Model: ...  # fmt: skip
+    def __call__(
+        self,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ) -> Model: ...
 
 
 def find_model_type(config: Mapping[str, Any]) -> str:

@@ -123,8 +123,9 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     return Assembly(engine, edge, memory, files, loaded.dtype, desk)
 
 
-def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: Note | None,
-                 progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+def _load_engine(
+    config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
+) -> tuple[LoadedModel, Engine, MemoryPlan]:
     """A model and the engine around it: with the kernels that an earlier start noted, if what one request needs still
     runs (a note knows of no kernel that was damaged on disk since, and is forgotten when one fails); else as trials
     have it."""
@@ -143,8 +144,9 @@ def _load_engine(config: Config, files: ModelFiles, device: torch.device, note: 
     return found
 
 
-def _load_with(findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None,
-               progress: Progress) -> tuple[LoadedModel, Engine, MemoryPlan]:  # fmt: skip
+def _load_with(
+    findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
+) -> tuple[LoadedModel, Engine, MemoryPlan]:
     def doubt() -> None:
         findings.doubt()
         if note is not None:
@@ -167,9 +169,14 @@ def _load_with(findings: Findings, config: Config, files: ModelFiles, device: to
     )
     release_memory(device)  # of weights that were made smaller once read: the plan below counts what is free
     engine, memory = build_engine(
-        loaded.model, config, loaded.max_model_len, device, weights=loaded.weights_bytes, findings=findings,
+        loaded.model,
+        config,
+        loaded.max_model_len,
+        device,
+        weights=loaded.weights_bytes,
+        findings=findings,
         on_failure=doubt,
-    )  # fmt: skip
+    )
     engine.do_chore()  # what one request needs: the first should not wait for a compiler, nor find a kernel broken
     return loaded, engine, memory
 
@@ -185,9 +192,16 @@ def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
     return {"dtype": "float16"} if config.model.dtype in ("auto", "float32") else {}
 
 
-def build_engine(model: Model, config: Config, max_model_len: int, device: torch.device, *,
-                 weights: int = 0, findings: Findings | None = None,
-                 on_failure: Callable[[], None] | None = None) -> tuple[Engine, MemoryPlan]:  # fmt: skip
+def build_engine(
+    model: Model,
+    config: Config,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    weights: int = 0,
+    findings: Findings | None = None,
+    on_failure: Callable[[], None] | None = None,
+) -> tuple[Engine, MemoryPlan]:
     """An engine around a model that is already loaded. `on_failure`: told of steps that fail, see `Guarded`."""
     limits = resolve_limits(config, device)
     memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
@@ -252,8 +266,9 @@ def _can_capture(model: Model) -> bool:
     return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
 
 
-def try_sampling_ops(model: Model, config: Config, device: torch.device, at: torch.device,
-                     findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
+def try_sampling_ops(
+    model: Model, config: Config, device: torch.device, at: torch.device, findings: Findings | None = None
+) -> SamplingOps | None:
     """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
     `settle_model`."""
     engine = config.engine
@@ -271,16 +286,28 @@ def _irreplaceable(config: Config) -> frozenset[str]:
     return OTHER_BITS if config.engine.deterministic else frozenset()
 
 
-def try_row_ops(model: Model, config: Config, max_model_len: int, device: torch.device, at: torch.device,
-                findings: Findings | None = None) -> RowOps | None:  # fmt: skip
+def try_row_ops(
+    model: Model,
+    config: Config,
+    max_model_len: int,
+    device: torch.device,
+    at: torch.device,
+    findings: Findings | None = None,
+) -> RowOps | None:
     """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
     ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     if ops is None:
         return None
     return settle_row_ops(
-        ops, list(model.specs), max_model_len, model.vocab_size, _logits_dtype(model), at,
-        strict=config.engine.strict_kernels, findings=findings,
-    )  # fmt: skip
+        ops,
+        list(model.specs),
+        max_model_len,
+        model.vocab_size,
+        _logits_dtype(model),
+        at,
+        strict=config.engine.strict_kernels,
+        findings=findings,
+    )
 
 
 def _logits_dtype(model: Model) -> torch.dtype:
@@ -289,8 +316,14 @@ def _logits_dtype(model: Model) -> torch.dtype:
     return next((weight.dtype for weight in weights if weight.dtype in TOLERANCE), torch.float32)
 
 
-def _mixed_graphs(model: Model, store: CacheStore, rows: DeviceRows, row_ops: RowOps | None,
-                  graphs: DecodeGraphs | None, max_rows: int) -> MixedGraphs | None:  # fmt: skip
+def _mixed_graphs(
+    model: Model,
+    store: CacheStore,
+    rows: DeviceRows,
+    row_ops: RowOps | None,
+    graphs: DecodeGraphs | None,
+    max_rows: int,
+) -> MixedGraphs | None:
     """Where decodes are captured, and everything the model keeps is in pages."""
     captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
     if getattr(model, "decodes_only", False):
@@ -336,9 +369,14 @@ def memory_report(config: Config) -> MemoryPlan:
     files = find_files(config, None)
     hf_config = read_config(files)
     model, _ = build_model(
-        hf_config, dtype=config.model.dtype, device=device, page_tokens=resolve_page_tokens(config, device),
-        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, ops=select_ops(device.type, config.engine.kernels),
-    )  # fmt: skip
+        hf_config,
+        dtype=config.model.dtype,
+        device=device,
+        page_tokens=resolve_page_tokens(config, device),
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        ops=select_ops(device.type, config.engine.kernels),
+    )
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
     plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
@@ -349,8 +387,9 @@ def memory_report(config: Config) -> MemoryPlan:
     return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
 
 
-def plan_cache(model: Any, config: Config, limits: Limits, device: torch.device, available: int,
-               max_model_len: int) -> MemoryPlan:  # fmt: skip
+def plan_cache(
+    model: Any, config: Config, limits: Limits, device: torch.device, available: int, max_model_len: int
+) -> MemoryPlan:
     """The memory plan for a model that is not loaded, where so many bytes are available now."""
     weights = weights_bytes(model)
     return _memory(model, config, limits, device, available - weights, weights, max_model_len)
@@ -404,8 +443,9 @@ def find_files(config: Config, progress: Progress | None) -> ModelFiles:
     )
 
 
-def _memory(model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int,
-            max_model_len: int) -> MemoryPlan:  # fmt: skip
+def _memory(
+    model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int, max_model_len: int
+) -> MemoryPlan:
     width = model.activation_elements * limits.max_batch_tokens
     logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
     item = 4 if device.type == "cpu" else 2

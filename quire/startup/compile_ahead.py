@@ -304,9 +304,15 @@ def _start(module: str, sockets: Sequence[int]) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if name not in secrets}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     quiet = os.environ.get("QUIRE_DEBUG", "0") in ("", "0")  # what goes wrong here, the start itself will see and say
-    return subprocess.Popen([sys.executable, "-m", module, *map(str, sockets)], env=env, pass_fds=sockets,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            stderr=subprocess.DEVNULL if quiet else None)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, sockets)],
+        env=env,
+        pass_fds=sockets,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL if quiet else None,
+    )
 
 
 def _run_thread(target: Any, *args: Any) -> None:

@@ -35,8 +35,7 @@ def fork_workers(fds: Sequence[int], begin: Callable[[int], object], work: Calla
     return pids
 
 
-def _run_worker(fd: int, others: Sequence[int], begin: Callable[[], object],
-                work: Callable[[Job], object]) -> None:  # fmt: skip
+def _run_worker(fd: int, others: Sequence[int], begin: Callable[[], object], work: Callable[[Job], object]) -> None:
     """Never returns: what it was forked from has another way to go."""
     status = 1
     try:

@@ -112,11 +112,18 @@ def rehearse(config: Config) -> Iterator[None]:
     if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
         return
     model, _ = settle_model(
-        hf_config, dtype=config.model.dtype, device=CUDA, at=META,
-        max_model_len=config.model.max_model_len, page_tokens=resolve_page_tokens(config, CUDA),
-        quant=config.model.quant, kv_dtype=config.cache.kv_dtype, kernels=config.engine.kernels, strict_kernels=False,
+        hf_config,
+        dtype=config.model.dtype,
+        device=CUDA,
+        at=META,
+        max_model_len=config.model.max_model_len,
+        page_tokens=resolve_page_tokens(config, CUDA),
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        kernels=config.engine.kernels,
+        strict_kernels=False,
         deterministic=config.engine.deterministic,
-    )  # fmt: skip
+    )
     max_len = config.model.max_model_len or model.max_positions
     free = torch.cuda.get_device_properties().total_memory
     memory = plan_cache(model, config, limits, CUDA, free, max_len)

@@ -40,18 +40,29 @@ def experts(device: torch.device) -> Iterator[Work]:
         touched = len(chosen.unique())
         shape = f"{tokens} tokens, {touched} of {num} touched"
 
-        def launch(index: int, x: torch.Tensor = x, chosen: torch.Tensor = chosen,
-                   weights: torch.Tensor = weights) -> object:  # fmt: skip
+        def launch(
+            index: int, x: torch.Tensor = x, chosen: torch.Tensor = chosen, weights: torch.Tensor = weights
+        ) -> object:
             return kernels.run_experts(x, layers[index % len(layers)], chosen, weights, x)
 
         flops = tokens * top_k * 6 * width * inner
         yield Work("experts", shape, launch, num_bytes=touched * per_expert, flops=flops)
-        yield Work("experts: norm, router", shape, lambda _, x=x: route.norm_route(  # type: ignore[misc]
-            x, norm, 1e-6, router, None, None, routing))  # fmt: skip
+        yield Work(
+            "experts: norm, router",
+            shape,
+            lambda _, x=x: route.norm_route(  # type: ignore[misc]
+                x, norm, 1e-6, router, None, None, routing
+            ),
+        )
         if not experts_few.gains(x, layers[0], chosen):
             rows = kernels.tune(chosen.numel(), num).rows
-            yield Work("experts: sort", shape, lambda _, chosen=chosen, rows=rows: route.sort_by_expert(  # type: ignore[misc]
-                chosen, num, rows))  # fmt: skip
+            yield Work(
+                "experts: sort",
+                shape,
+                lambda _, chosen=chosen, rows=rows: route.sort_by_expert(  # type: ignore[misc]
+                    chosen, num, rows
+                ),
+            )
 
 
 def latent(device: torch.device) -> Iterator[Work]:
@@ -65,9 +76,19 @@ def latent(device: torch.device) -> Iterator[Work]:
     from quire.kernels.validation.latent_trials import LatentTrialShape, settle_latent
 
     rank, rope_dim, page, bf16 = 512, 64, 64, torch.bfloat16
-    shapes = [(256, 1024, 128, 1), (64, 4096, 128, 1), (8, 4096, 128, 1), (8, 8192, 128, 1), (1, 32768, 128, 1),
-              (64, 4096, 64, 1), (64, 4096, 32, 1), (256, 1024, 16, 1), (64, 4096, 16, 1), (4, 4096, 128, 4096),
-              (4, 4096, 16, 4096)]  # fmt: skip
+    shapes = [
+        (256, 1024, 128, 1),
+        (64, 4096, 128, 1),
+        (8, 4096, 128, 1),
+        (8, 8192, 128, 1),
+        (1, 32768, 128, 1),
+        (64, 4096, 64, 1),
+        (64, 4096, 32, 1),
+        (256, 1024, 16, 1),
+        (64, 4096, 16, 1),
+        (4, 4096, 128, 4096),
+        (4, 4096, 16, 4096),
+    ]
     for rows, length, heads, count in shapes:
         need = length // page
         trial = LatentTrialShape(heads, rank, rope_dim, page, bf16, bf16, length)
@@ -79,9 +100,14 @@ def latent(device: torch.device) -> Iterator[Work]:
         q_rope = torch.randn(rows * count, heads, rope_dim, device=device, dtype=bf16)
         plan = attention.plan_attention(table, positions, [count] * rows, [length] * rows, page, None, bf16)
 
-        def launch(_: int, q_latent: torch.Tensor = q_latent, q_rope: torch.Tensor = q_rope,
-                   cache: torch.Tensor = cache, plan: attention.TritonPlan = plan,
-                   attend: Callable[..., torch.Tensor] = attend) -> object:  # fmt: skip
+        def launch(
+            _: int,
+            q_latent: torch.Tensor = q_latent,
+            q_rope: torch.Tensor = q_rope,
+            cache: torch.Tensor = cache,
+            plan: attention.TritonPlan = plan,
+            attend: Callable[..., torch.Tensor] = attend,
+        ) -> object:
             return attend(q_latent, q_rope, cache, plan, 0.07)
 
         pairs = rows * (length if count == 1 else length * (length + 1) // 2)  # of a query and an entry it sees

@@ -84,12 +84,26 @@ def _by_channel(shape: RecurrentShape, device: torch.device) -> _Layer:
     bf16 = torch.bfloat16
     ops = settle_channel_delta(select_ops("cuda"), shape, bf16, device, strict=False)
     conv = torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=bf16)
-    weights = DeltaWeights(conv, torch.randn(shape.num_heads, device=device), torch.randn(shape.keys, device=device),
-                           torch.ones(shape.value_dim, device=device, dtype=bf16), 1e-6)  # fmt: skip
+    weights = DeltaWeights(
+        conv,
+        torch.randn(shape.num_heads, device=device),
+        torch.randn(shape.keys, device=device),
+        torch.ones(shape.value_dim, device=device, dtype=bf16),
+        1e-6,
+    )
     width = shape.channels + shape.num_heads + shape.keys + shape.values
     moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels
-    return _Layer("Kimi delta net", of_one_tensor(ops.channel_delta_net), ops.plan_recurrent, weights, shape, width,
-                  shape.values, moved, _flops(shape, True))  # fmt: skip
+    return _Layer(
+        "Kimi delta net",
+        of_one_tensor(ops.channel_delta_net),
+        ops.plan_recurrent,
+        weights,
+        shape,
+        width,
+        shape.values,
+        moved,
+        _flops(shape, True),
+    )
 
 
 def _convolution(device: torch.device) -> _Layer:
@@ -101,8 +115,16 @@ def _convolution(device: torch.device) -> _Layer:
     shape, ops = ConvShape(2048, 3), select_ops("cuda")
     weights = ConvWeights(torch.randn(shape.channels, 1, shape.conv_len, device=device, dtype=torch.bfloat16), None)
     width = 3 * shape.channels
-    return _Layer("short convolution", ops.short_conv, ops.plan_recurrent, weights, shape, width, shape.channels,
-                  shape.slot_elements)  # fmt: skip
+    return _Layer(
+        "short convolution",
+        ops.short_conv,
+        ops.plan_recurrent,
+        weights,
+        shape,
+        width,
+        shape.channels,
+        shape.slot_elements,
+    )
 
 
 def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:

@@ -47,16 +47,39 @@ def sampling(device: torch.device) -> Iterator[Work]:
             for name, (top_k, top_p, min_p, sigma) in FILTERS.items():
                 asked = [torch.full((rows,), value, device=device) for value in (top_k, top_p, min_p, sigma)]
                 asked[1] = asked[1].double()
-                yield _work("sample_filtered", rows, f"{name}, {kind}", size, sample_filters.sample_filtered, logits,
-                            key, key, scales, *asked)  # fmt: skip
+                yield _work(
+                    "sample_filtered",
+                    rows,
+                    f"{name}, {kind}",
+                    size,
+                    sample_filters.sample_filtered,
+                    logits,
+                    key,
+                    key,
+                    scales,
+                    *asked,
+                )
         copies = torch.empty(rows, VOCAB, device=device)
         yield _work("copy_samples", rows, "", 3 * size, sample_edits.copy_samples, flat, key)
         history = torch.randint(0, VOCAB, (rows, 4096), device=device, dtype=torch.int32)
         penalties = [torch.full((rows,), value, device=device) for value in (1.1, 0.1, 0.1)]
         for length in (512, 4096):
             lengths = torch.full((rows,), length, device=device)
-            yield _work("apply_penalties", rows, f"{length} tokens", 0, sample_edits.apply_penalties, copies,
-                        key.to(torch.int32), key, lengths // 2, *penalties, history, lengths, key)  # fmt: skip
+            yield _work(
+                "apply_penalties",
+                rows,
+                f"{length} tokens",
+                0,
+                sample_edits.apply_penalties,
+                copies,
+                key.to(torch.int32),
+                key,
+                lengths // 2,
+                *penalties,
+                history,
+                lengths,
+                key,
+            )
         for num_top in (0, 20):
             yield _work(
                 "score_rows", rows, f"top {num_top}", size, sample_logprobs.score_rows, peaked, None, key, num_top

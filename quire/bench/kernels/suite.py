@@ -171,11 +171,17 @@ def _decode(device: torch.device) -> Iterator[Work]:
     from quire.kernels.triton.attention import paged as attention
 
     ragged = torch.randint(100, 2048, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    shapes = [([1024] * 256, 32, torch.bfloat16, "256 × 1024"), ([1024] * 256, 16, torch.bfloat16, "256 × 1024"),
-              (ragged, 32, torch.bfloat16, "256 × 100…2048"), ([2048] * 64, 32, torch.bfloat16, "64 × 2048"),
-              ([4096] * 16, 32, torch.bfloat16, "16 × 4096"), ([32768], 32, torch.bfloat16, "1 × 32768"),
-              ([1024], 32, torch.bfloat16, "1 × 1024"), ([256], 32, torch.bfloat16, "1 × 256"),
-              ([1024] * 256, 32, torch.float8_e4m3fn, "256 × 1024, FP8")]  # fmt: skip
+    shapes = [
+        ([1024] * 256, 32, torch.bfloat16, "256 × 1024"),
+        ([1024] * 256, 16, torch.bfloat16, "256 × 1024"),
+        (ragged, 32, torch.bfloat16, "256 × 100…2048"),
+        ([2048] * 64, 32, torch.bfloat16, "64 × 2048"),
+        ([4096] * 16, 32, torch.bfloat16, "16 × 4096"),
+        ([32768], 32, torch.bfloat16, "1 × 32768"),
+        ([1024], 32, torch.bfloat16, "1 × 1024"),
+        ([256], 32, torch.bfloat16, "1 × 256"),
+        ([1024] * 256, 32, torch.float8_e4m3fn, "256 × 1024, FP8"),
+    ]
     for lens, num_heads, dtype, shape in shapes:
         cache = _Cache(lens, 8, dtype, device)
         q = torch.randn(len(lens), num_heads, 128, device=device, dtype=torch.bfloat16)
@@ -233,8 +239,14 @@ def _products(device: torch.device) -> Iterator[Work]:
             for rows in (1, 8):
                 x = torch.randn(rows, in_features, device=device, dtype=bf16)
                 shape, size = f"{model} {name}, {rows} rows", 2 * out_features * in_features
-                launch = _rotate(skinny.skinny_linear, x, weights, norm_weight=norm, eps=1e-6,
-                                 gate="silu" if name == "gate-up" else None)  # fmt: skip
+                launch = _rotate(
+                    skinny.skinny_linear,
+                    x,
+                    weights,
+                    norm_weight=norm,
+                    eps=1e-6,
+                    gate="silu" if name == "gate-up" else None,
+                )
                 yield Work("product: skinny", shape, launch, num_bytes=size)
                 yield Work("product: cuBLAS", shape, _rotate(functional.linear, x, weights), num_bytes=size)
                 yield Work("product: FP8", shape, _rotate(fp8.fp8_linear, x, small), num_bytes=size // 2)
@@ -244,7 +256,10 @@ def show(results: list[KernelResult]) -> str:
     """A table for a terminal."""
     lines = [f"{'kernel':24} {'shape':28} {'µs':>10} {'TB/s':>6} {'TFLOP/s':>8} {'of ceiling':>10}"]
     for r in results:
-        cells = (f"{r.tb_s:.2f}" if r.tb_s else "", f"{r.tflops:.0f}" if r.tflops else "",
-                 f"{r.ceiling_share:.0%}" if r.ceiling_share else "")  # fmt: skip
+        cells = (
+            f"{r.tb_s:.2f}" if r.tb_s else "",
+            f"{r.tflops:.0f}" if r.tflops else "",
+            f"{r.ceiling_share:.0%}" if r.ceiling_share else "",
+        )
         lines.append(f"{r.name:24} {r.shape:28} {r.us:10.2f} {cells[0]:>6} {cells[1]:>8} {cells[2]:>10}")
     return "\n".join(lines)

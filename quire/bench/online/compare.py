@@ -165,8 +165,16 @@ def _figure(name: str, unit: str, a: float, b: float, samples: Sample, judged: b
         edge = (1 - CONFIDENCE) / 2
         low, high = (float(value) for value in np.quantile(usable[:, 1] / usable[:, 0], (edge, 1 - edge)))
     ratio = float(b / a) if a > 0 else None
-    return {"name": name, "unit": unit, "a": float(a), "b": float(b), "ratio": ratio, "low": low, "high": high,
-            "judged": judged and ratio is not None}  # fmt: skip
+    return {
+        "name": name,
+        "unit": unit,
+        "a": float(a),
+        "b": float(b),
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "judged": judged and ratio is not None,
+    }
 
 
 def _judge(figure: Report, tolerance: float) -> Report:

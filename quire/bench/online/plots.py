@@ -144,8 +144,10 @@ def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequen
             parts.append(f'<path class="area {line.style}" d="{area}"/>')
         parts.append(f'<path class="line {line.style}" d="{path}"/>')
         if len(lines) == 1:
-            parts += [_column(x, index * width, width, f"{show_number(value)} {unit}")
-                      for index, value in enumerate(line.values)]  # fmt: skip
+            parts += [
+                _column(x, index * width, width, f"{show_number(value)} {unit}")
+                for index, value in enumerate(line.values)
+            ]
     return _svg(f"{name} over the time of the run, {unit}", parts)
 
 

@@ -93,16 +93,35 @@ def render_comparison(a: Report, b: Report, comparison: Report) -> str:
         f'<p><b class="{style}">{verdict}</b> <span class="soft">{escape(how)}</span></p>',
         *(f'<p class="warn">{escape(note)}</p>' for note in comparison["notes"]),
         '<div class="cards">',
-        *(_card(label, cdf_plot(label, [Line("A", "a", latencies(a, name)), Line("B", "b", latencies(b, name))],
-                                a["targets"].get(name)))
-          for name, label in LATENCY_ROWS[:2]),
-        *(_card(label, course_plot(label, unit, [a["timeline"]["bin_s"], b["timeline"]["bin_s"]],
-                                   [Line("A", "a", a["timeline"][name]), Line("B", "b", b["timeline"][name])]))
-          for name, label, unit in (("in_flight", "Requests in flight", "requests"),
-                                    ("output_tps", "Output tokens per second", "tok/s"))),
+        *(
+            _card(
+                label,
+                cdf_plot(
+                    label,
+                    [Line("A", "a", latencies(a, name)), Line("B", "b", latencies(b, name))],
+                    a["targets"].get(name),
+                ),
+            )
+            for name, label in LATENCY_ROWS[:2]
+        ),
+        *(
+            _card(
+                label,
+                course_plot(
+                    label,
+                    unit,
+                    [a["timeline"]["bin_s"], b["timeline"]["bin_s"]],
+                    [Line("A", "a", a["timeline"][name]), Line("B", "b", b["timeline"][name])],
+                ),
+            )
+            for name, label, unit in (
+                ("in_flight", "Requests in flight", "requests"),
+                ("output_tps", "Output tokens per second", "tok/s"),
+            )
+        ),
         _card("Figures", _comparison_table(comparison["figures"]), wide=True),
         "</div>",
-    ]  # fmt: skip
+    ]
     return _page(title, body)
 
 
@@ -135,8 +154,10 @@ def warnings(report: Report) -> list[str]:
         found.append(f"The client sent late (p99 {show_seconds(client['lag_s']['p99'])}): it was short of time itself.")
     if report["cached_tokens"] and not report["work"].get("shares_prefixes"):
         share = report["cached_tokens"] / max(report["prompt_tokens"], 1)
-        found.append(f"{share:.0%} of the prompts came from the server's cache, left there by an earlier run with this "
-                     "seed: take another, or start the server anew.")  # fmt: skip
+        found.append(
+            f"{share:.0%} of the prompts came from the server's cache, left there by an earlier run with this "
+            "seed: take another, or start the server anew."
+        )
     if report["without_usage"]:
         found.append(f"{report['without_usage']} answers came without a token count; each piece is taken for a token.")
     if report["short_answers"]:
@@ -172,8 +193,10 @@ def _run_plots(report: Report) -> Iterable[str]:
     for name, label in LATENCY_ROWS[:2]:
         plot = cdf_plot(label, [Line("", "a", latencies(report, name))], report["targets"][name])
         yield _card(f"{label}, share of requests", plot)
-    for name, label, unit in (("in_flight", "Requests in flight", "requests in flight"),
-                              ("output_tps", "Output tokens per second", "tok/s")):  # fmt: skip
+    for name, label, unit in (
+        ("in_flight", "Requests in flight", "requests in flight"),
+        ("output_tps", "Output tokens per second", "tok/s"),
+    ):
         yield _card(label, course_plot(label, unit, [timeline["bin_s"]], [Line("", "a", timeline[name])]))
     dots = [(entry["due_s"], entry["ttft_s"]) for entry in report["requests"] if entry["ttft_s"] is not None]
     failed = [entry["due_s"] for entry in report["requests"] if entry["outcome"] != OK]
@@ -249,8 +272,10 @@ def show_interval(figure: Report) -> str:
 
 
 def _tiles(tiles: Iterable[tuple[str, str]]) -> str:
-    shown = (f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
-             for name, value in tiles)  # fmt: skip
+    shown = (
+        f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
+        for name, value in tiles
+    )
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 

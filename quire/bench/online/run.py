@@ -62,9 +62,18 @@ class Record:
     answer: Answer = field(default_factory=Answer)
 
 
-def bench_online(endpoint: Endpoint, arrivals: Sequence[Arrival], options: CallOptions, *, work: Report,
-                 prompts: Sequence[Report] = (), targets: Targets | None = None, limits: Limits | None = None,
-                 warmup: bool = True, min_goodput: float | None = None) -> Report:  # fmt: skip
+def bench_online(
+    endpoint: Endpoint,
+    arrivals: Sequence[Arrival],
+    options: CallOptions,
+    *,
+    work: Report,
+    prompts: Sequence[Report] = (),
+    targets: Targets | None = None,
+    limits: Limits | None = None,
+    warmup: bool = True,
+    min_goodput: float | None = None,
+) -> Report:
     """Send every arrival at its time, stream all answers to their ends, and report. `work` says what was planned."""
     targets, limits = targets or Targets(), limits or Limits()
     calls = make_calls(arrivals, options, prompts)
@@ -90,8 +99,11 @@ def bench_online(endpoint: Endpoint, arrivals: Sequence[Arrival], options: CallO
             "held_back": sum(record.held_back for record in records),
         },
     }
-    bars = [] if min_goodput is None else [Bar("share of good requests", report["goodput"]["share"], min_goodput,
-                                               "at least")]  # fmt: skip
+    bars = (
+        []
+        if min_goodput is None
+        else [Bar("share of good requests", report["goodput"]["share"], min_goodput, "at least")]
+    )
     return {**report, "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars)}
 
 
@@ -114,8 +126,10 @@ def first_model(endpoint: Endpoint, timeout_s: float = 30.0) -> str:
 
 async def _warm_up(player: Player, options: CallOptions) -> None:
     """One short request outside the clock. If even that fails, there is nothing to measure."""
-    call = make_calls([Arrival(0.0, 16, 4)], CallOptions(options.model, options.chat, options.temperature,
-                                                         options.ignore_eos, seed=-1))[0]  # fmt: skip
+    call = make_calls(
+        [Arrival(0.0, 16, 4)],
+        CallOptions(options.model, options.chat, options.temperature, options.ignore_eos, seed=-1),
+    )[0]
     record = (await player.play([(0.0, call.path, call.body)], lambda done: None))[0]
     player.most_open = 0
     if record.outcome != OK:
@@ -129,7 +143,7 @@ def _no_start(endpoint: Endpoint, why: str) -> QuireError:
 
 def _check_any_answered(records: Sequence[Record]) -> None:
     if not any(record.outcome == OK for record in records):
-        (outcome, count), = Counter(record.outcome for record in records).most_common(1)  # fmt: skip
+        ((outcome, count),) = Counter(record.outcome for record in records).most_common(1)
         example = next(record.detail for record in records if record.outcome == outcome)
         what = f"None of {len(records)} requests was answered; {count} times {outcome} ({example})."
         raise QuireError("bad_server", what, "Check the server's log.")

@@ -122,8 +122,13 @@ class Answer:
 
 def _shows(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or {}
-    shown = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning"),
-             delta.get("tool_calls"))  # fmt: skip
+    shown = (
+        choice.get("text"),
+        delta.get("content"),
+        delta.get("reasoning_content"),
+        delta.get("reasoning"),
+        delta.get("tool_calls"),
+    )
     return any(shown)
 
 

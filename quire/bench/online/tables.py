@@ -66,10 +66,16 @@ def show_comparison(report: Report) -> None:
         run = report[side]
         console.print(f"{side.upper()}  {run['model']}: {describe_work(run['work'])}", soft_wrap=True)
     rows = [
-        (figure["name"], show_figure(figure, figure["a"]), show_figure(figure, figure["b"]),
-         show_ratio(figure["ratio"]), show_interval(figure), figure["verdict"])
+        (
+            figure["name"],
+            show_figure(figure, figure["a"]),
+            show_figure(figure, figure["b"]),
+            show_ratio(figure["ratio"]),
+            show_interval(figure),
+            figure["verdict"],
+        )
         for figure in report["figures"]
-    ]  # fmt: skip
+    ]
     headings = ("", "A", "B", "B / A", f"{report['confidence']:.0%} interval", "verdict")
     _table(console, "Comparison", headings, rows)
     for note in report["notes"]:

@@ -39,8 +39,16 @@ class TiledLinear:
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return True
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         def product(tile: Tensor) -> Tensor:
             if norm_weight is not None:
                 tile = functional.rms_norm(tile, norm_weight.shape, norm_weight, eps)
@@ -114,8 +122,17 @@ def plan_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: tor
     return Angles(cos=cos, sin=sin)
 
 
-def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
-                       k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int) -> Tensor:  # fmt: skip
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    angles: Angles,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+) -> Tensor:
     """As the reference, with the rotation in single steps: a fused one rounds differently at the ends of a slice."""
     kv_heads, head_dim = k_cache.shape[2:]
     qk, v = qkv.view(len(qkv), -1, head_dim).split_with_sizes((num_heads + kv_heads, kv_heads), dim=1)
@@ -150,8 +167,15 @@ class FixedPlan:
     calls: list[Tiles] = field(default_factory=list)
 
 
-def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
-                   window: int | None, dtype: torch.dtype) -> FixedPlan:  # fmt: skip
+def plan_attention(
+    page_table: Tensor,
+    positions: Tensor,
+    counts: list[int],
+    len_bounds: list[int],
+    page_tokens: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> FixedPlan:
     """As the reference; the positions themselves decide, the bounds are not needed."""
     plan = FixedPlan(sum(counts))
     geometry = _Geometry(positions, page_tokens, window, dtype)
@@ -210,8 +234,15 @@ class _Geometry:
         return Tiles(index.view(-1), table[:, :num_pages].long(), mask, num_keys)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: FixedPlan, scale: float,
-                    softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: FixedPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As the reference."""
     assert softcap is None and sinks is None, "no family with soft caps or sinks runs in this mode yet"
     out = q.new_empty(plan.num_tokens, q.shape[1] * q.shape[2])

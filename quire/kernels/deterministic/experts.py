@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from quire.kernels.native.experts import PackedExperts
 
 
-def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing,
-               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def norm_route(
+    stream: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    routing: Routing,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
 
@@ -34,8 +41,9 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
     return x, chosen.long(), weights.float()
 
 
-def run_experts(x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor,
-                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+def run_experts(
+    x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """As the reference."""
     if not isinstance(experts, ExpertWeights):  # in blocks: the native call sees each token by itself anyway
         from quire.kernels.native.experts import run_packed_experts

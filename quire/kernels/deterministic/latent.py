@@ -13,13 +13,22 @@ from quire.kernels.deterministic.dense import FixedPlan, in_tiles, paged_attenti
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [heads, tokens, in] times weight [heads, in, out]"""
-    tiles = in_tiles(lambda tile: torch.bmm(tile.transpose(0, 1).contiguous(), weight).transpose(0, 1),
-                     x.transpose(0, 1))  # fmt: skip
+    tiles = in_tiles(
+        lambda tile: torch.bmm(tile.transpose(0, 1).contiguous(), weight).transpose(0, 1), x.transpose(0, 1)
+    )
     return tiles.transpose(0, 1)
 
 
-def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
-                 slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+def latent_write(
+    q: Tensor,
+    entry: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    cache: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+) -> Tensor:
     """As the reference, with the rotation in single steps."""
     assert angles.cos is not None and angles.sin is not None
     rank = norm_weight.shape[0]

@@ -34,8 +34,7 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Token
     return TokenPlans(slots.tolist(), [[next(plans) for _ in range(count)] for count in counts])
 
 
-def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                    plan: TokenPlans) -> Tensor:  # fmt: skip
+def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
     """As the reference."""
 
     def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
@@ -44,8 +43,15 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     return _by_token(layer, (x,), shape.values, state, plan)
 
 
-def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: TokenPlans) -> Tensor:  # fmt: skip
+def channel_delta_net(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TokenPlans,
+) -> Tensor:
     """As the reference."""
 
     def layer(x: Tensor, forget: Tensor, gate: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
@@ -72,8 +78,9 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
     return _by_token(layer, (x,), shape.channels, state, plan)
 
 
-def _by_token(layer: Callable[..., Tensor], inputs: tuple[Tensor, ...], num_outputs: int, state: Tensor,
-              plan: TokenPlans) -> Tensor:  # fmt: skip
+def _by_token(
+    layer: Callable[..., Tensor], inputs: tuple[Tensor, ...], num_outputs: int, state: Tensor, plan: TokenPlans
+) -> Tensor:
     """`layer` gets one token of all `inputs` [tokens, ...], its state and its plan. Tokens, and states where slots do
     not all begin alike, are copied to a place of their own: where in memory something begins must not matter either."""
     first, token = inputs[0], 0

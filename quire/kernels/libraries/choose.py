@@ -78,11 +78,18 @@ def _is_flashinfer_compiled(shape: TrialShape, device: torch.device) -> bool:
 LIBRARIES = (
     Library("FlashAttention-3", "flash-attn", "flash-attn-3", ((3, 0), (4,)), _open_flash_attention_3),
     Library("FlashAttention", "flash-attn", "flash-attn", ((2, 8), (3,)), _open_flash_attention_2),
-    Library("FlashInfer", "flashinfer", "flashinfer-python", ((0, 6), (0, 8)), _open_flashinfer,
-            _is_flashinfer_compiled),
-    Library("cuDNN", "cudnn", "torch", ((2, 11), (3,)), _open_cudnn,
-            only_asked="it stops to plan whenever prompts of another number or length come"),
-)  # fmt: skip
+    Library(
+        "FlashInfer", "flashinfer", "flashinfer-python", ((0, 6), (0, 8)), _open_flashinfer, _is_flashinfer_compiled
+    ),
+    Library(
+        "cuDNN",
+        "cudnn",
+        "torch",
+        ((2, 11), (3,)),
+        _open_cudnn,
+        only_asked="it stops to plan whenever prompts of another number or length come",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,15 @@ class Verdict:
     seconds: float = float("inf")  # for the step that is timed
 
 
-def choose_library(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, *, timer: Timer | None = None,
-                   libraries: Sequence[Library] = LIBRARIES) -> Ops:  # fmt: skip
+def choose_library(
+    ops: Ops,
+    shape: TrialShape,
+    device: torch.device,
+    kernels: str,
+    *,
+    timer: Timer | None = None,
+    libraries: Sequence[Library] = LIBRARIES,
+) -> Ops:
     """The table, with the quickest library before its attention where one is quicker. `kernels` names a library that
     must be there and is used in any case, or "auto"."""
     unasked = [library for library in libraries if library.only_asked is None]
@@ -136,8 +150,14 @@ def quickest(judged: Sequence[Verdict]) -> Verdict | None:
     return min(gaining, key=lambda verdict: verdict.seconds, default=None)
 
 
-def judge(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, libraries: Sequence[Library] = LIBRARIES,
-          timer: Timer | None = None) -> list[Verdict]:  # fmt: skip
+def judge(
+    ops: Ops,
+    shape: TrialShape,
+    device: torch.device,
+    kernels: str,
+    libraries: Sequence[Library] = LIBRARIES,
+    timer: Timer | None = None,
+) -> list[Verdict]:
     """Our own kernel's verdict, then one for each kernel of each library, or for the library where none can be had."""
     timer = timer or device_seconds
     work = _Prompt.make(shape, device)
@@ -147,8 +167,9 @@ def judge(ops: Ops, shape: TrialShape, device: torch.device, kernels: str, libra
     return judged
 
 
-def _judge_library(library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _Prompt,
-                   timer: Timer) -> Iterator[Verdict]:  # fmt: skip
+def _judge_library(
+    library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _Prompt, timer: Timer
+) -> Iterator[Verdict]:
     installed = library.installed()
     if installed is None:
         yield Verdict(library.name, "not installed")
@@ -231,8 +252,9 @@ class _Prompt:
     lengths: list[int]
 
     @classmethod
-    def make(cls, shape: TrialShape, device: torch.device, counts: list[int] | None = None,
-             lengths: list[int] | None = None) -> _Prompt:  # fmt: skip
+    def make(
+        cls, shape: TrialShape, device: torch.device, counts: list[int] | None = None, lengths: list[int] | None = None
+    ) -> _Prompt:
         counts = counts or [min(PROMPT_TOKENS, shape.max_len)]
         lengths = lengths or counts
         need = [-(-length // shape.page_tokens) for length in lengths]

@@ -68,9 +68,17 @@ class FlashAttention3:
         rows = planned.rows
         k, v = planned.caches(k_cache, v_cache)
         out: Any = self._attend(
-            q, k, v, cache_seqlens=rows.seq_lens, page_table=planned.table, cu_seqlens_q=rows.query_starts,
-            max_seqlen_q=max(rows.counts), softmax_scale=planned.scale, causal=True, window_size=planned.window,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cache_seqlens=rows.seq_lens,
+            page_table=planned.table,
+            cu_seqlens_q=rows.query_starts,
+            max_seqlen_q=max(rows.counts),
+            softmax_scale=planned.scale,
+            causal=True,
+            window_size=planned.window,
+        )
         return out[0] if isinstance(out, tuple) else out  # some versions also give the sums
 
 
@@ -91,10 +99,18 @@ class FlashAttention2:
         step, key_starts = planned
         k, v = step.caches(k_cache, v_cache)
         return self._attend(
-            q, k, v, cu_seqlens_q=step.rows.query_starts, cu_seqlens_k=key_starts, max_seqlen_q=max(step.rows.counts),
-            max_seqlen_k=max(step.rows.len_bounds), softmax_scale=step.scale, causal=True, window_size=step.window,
+            q,
+            k,
+            v,
+            cu_seqlens_q=step.rows.query_starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=max(step.rows.counts),
+            max_seqlen_k=max(step.rows.len_bounds),
+            softmax_scale=step.scale,
+            causal=True,
+            window_size=step.window,
             block_table=step.table,
-        )  # fmt: skip
+        )
 
 
 def open_version_3(device: torch.device) -> list[FlashAttention3]:

@@ -113,10 +113,19 @@ class FlashInfer:
         column = np.arange(ends[-1]) - np.repeat(ends - num_pages, num_pages)
         places = upload({"pages": {"places": owner * rows.page_table.shape[1] + column}}, q.device)["pages"]["places"]
         slot.wrapper.plan(
-            _ints([0, *np.cumsum(rows.counts)]), _ints([0, *ends]), rows.page_table.reshape(-1)[places],
-            _ints((lengths - 1) % size + 1), q.shape[1], k_cache.shape[2], q.shape[2], size, causal=True,
-            sm_scale=scale, window_left=-1 if rows.window is None else rows.window - 1, **self._kind(q, rows).options,
-        )  # fmt: skip
+            _ints([0, *np.cumsum(rows.counts)]),
+            _ints([0, *ends]),
+            rows.page_table.reshape(-1)[places],
+            _ints((lengths - 1) % size + 1),
+            q.shape[1],
+            k_cache.shape[2],
+            q.shape[2],
+            size,
+            causal=True,
+            sm_scale=scale,
+            window_left=-1 if rows.window is None else rows.window - 1,
+            **self._kind(q, rows).options,
+        )
         if q.is_cuda:
             slot.sent = torch.cuda.Event()
             slot.sent.record()

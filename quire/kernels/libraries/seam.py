@@ -71,8 +71,17 @@ def with_library(ops: Ops, kernel: CatchUpKernel) -> Ops:
 class LibraryPlan:
     """A step with rows that catch up. Who attends for them is settled when the first layer asks."""
 
-    def __init__(self, plan: Any, page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
-                 page_tokens: int, window: int | None, dtype: torch.dtype):  # fmt: skip
+    def __init__(
+        self,
+        plan: Any,
+        page_table: Tensor,
+        positions: Tensor,
+        counts: list[int],
+        len_bounds: list[int],
+        page_tokens: int,
+        window: int | None,
+        dtype: torch.dtype,
+    ):
         """`plan`: the inner row's function."""
         self._plan, self._table, self._positions = plan, page_table, positions
         self._counts, self._len_bounds = counts, len_bounds
@@ -110,8 +119,17 @@ class _LibraryRow:
     def __init__(self, inner: Ops, kernel: CatchUpKernel):
         self._inner, self._kernel = inner, kernel
 
-    def plan_attention(self, page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
-                       page_tokens: int, window: int | None, dtype: torch.dtype, **captured: Any) -> Any:  # fmt: skip
+    def plan_attention(
+        self,
+        page_table: Tensor,
+        positions: Tensor,
+        counts: list[int],
+        len_bounds: list[int],
+        page_tokens: int,
+        window: int | None,
+        dtype: torch.dtype,
+        **captured: Any,
+    ) -> Any:
         if captured or all(count == 1 for count in counts):
             return self._inner.plan_attention(
                 page_table, positions, counts, len_bounds, page_tokens, window, dtype, **captured
@@ -119,9 +137,17 @@ class _LibraryRow:
         inner = self._inner.plan_attention
         return LibraryPlan(inner, page_table, positions, counts, len_bounds, page_tokens, window, dtype)
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float,
-                        softcap: float | None = None, sinks: Tensor | None = None,
-                        **scales: Any) -> Tensor:  # fmt: skip
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        **scales: Any,
+    ) -> Tensor:
         inner = self._inner.paged_attention
         if not isinstance(plan, LibraryPlan):
             return inner(q, k_cache, v_cache, plan, scale, softcap, sinks, **scales)

@@ -22,12 +22,31 @@ SOURCES = FOLDER / "src"
 LIBRARY = "libquire.so"  # beside this file; ctypes loads it by path, so the suffix is the same everywhere
 X86_FLAGS = {
     "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma",
-                       "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
-}  # fmt: skip
+    "isa_avx512.cpp": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vnni",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",
+    ],
+}
 # No contraction: the compiler would choose where to fuse, and twins of one template could differ in the last bit.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fno-math-errno", "-fno-trapping-math",
-         "-ffp-contract=off"]  # fmt: skip
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+]
 
 
 class BuildError(Exception):
@@ -43,8 +62,10 @@ def source_digest() -> str:
 
 
 def find_compiler() -> str | None:
-    return next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name
-                 and (found := shutil.which(name))), None)  # fmt: skip
+    return next(
+        (found for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (found := shutil.which(name))),
+        None,
+    )
 
 
 def build(target: Path) -> None:

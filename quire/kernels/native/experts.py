@@ -27,20 +27,35 @@ class PackedExperts:
         self.native = gate_up[0].native
         ups, downs = ((LinearDesc * len(some))(*(linear.desc for linear in some)) for some in (gate_up, down))
         self.desc = ExpertsDesc(
-            ups, downs, len(gate_up), gate_up[0].in_features, down[0].in_features,
-            ACTIVATIONS[CURVES[activation.curve]], activation.alpha, activation.shift, activation.limit or 0.0,
-        )  # fmt: skip
+            ups,
+            downs,
+            len(gate_up),
+            gate_up[0].in_features,
+            down[0].in_features,
+            ACTIVATIONS[CURVES[activation.curve]],
+            activation.alpha,
+            activation.shift,
+            activation.limit or 0.0,
+        )
 
 
-def run_packed_experts(x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor,
-                       residual: Tensor | None = None) -> Tensor:  # fmt: skip
+def run_packed_experts(
+    x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """As `reference_experts.run_experts`."""
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     residual = None if residual is None else residual.contiguous()
     out = torch.empty_like(x)
     native = experts.native
     native.library.quire_experts(
-        native.context, byref(experts.desc), x.data_ptr(), len(x), chosen.data_ptr(), weights.data_ptr(),
-        chosen.shape[1], None if residual is None else residual.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+        native.context,
+        byref(experts.desc),
+        x.data_ptr(),
+        len(x),
+        chosen.data_ptr(),
+        weights.data_ptr(),
+        chosen.shape[1],
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+    )
     return out

@@ -15,8 +15,16 @@ from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_fast": 1, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3,
-               "relu2": 4}  # fmt: skip
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu_fast": 1,
+    "gelu_new": 1,
+    "gelu_pytorch_tanh": 1,
+    "gelu": 2,
+    "relu": 3,
+    "relu2": 4,
+}
 BLOCK = 32  # columns of a block
 MAX_GROUP = 64  # query heads of one key-value head that attention has room for
 MAX_MEMBERS = 16  # experts that a group of them is judged by
@@ -41,61 +49,129 @@ class NormDesc(Structure):
 
 class ExpertsDesc(Structure):
     _fields_ = (
-        ("gate_up", POINTER(LinearDesc)), ("down", POINTER(LinearDesc)), ("num_experts", c_int64), ("width", c_int64),
-        ("inner_width", c_int64), ("activation", c_int32), ("alpha", c_float), ("shift", c_float), ("limit", c_float),
-    )  # fmt: skip
+        ("gate_up", POINTER(LinearDesc)),
+        ("down", POINTER(LinearDesc)),
+        ("num_experts", c_int64),
+        ("width", c_int64),
+        ("inner_width", c_int64),
+        ("activation", c_int32),
+        ("alpha", c_float),
+        ("shift", c_float),
+        ("limit", c_float),
+    )
 
 
 class MixtureDesc(Structure):
     _fields_ = (
-        ("experts", ExpertsDesc), ("router", LinearDesc), ("choice_bias", c_void_p), ("shared_up", LinearDesc),
-        ("shared_down", LinearDesc), ("shared_gate", LinearDesc), ("top_k", c_int64), ("num_groups", c_int64),
-        ("top_groups", c_int64), ("group_members", c_int64), ("is_sigmoid", c_int32), ("normalises", c_int32),
+        ("experts", ExpertsDesc),
+        ("router", LinearDesc),
+        ("choice_bias", c_void_p),
+        ("shared_up", LinearDesc),
+        ("shared_down", LinearDesc),
+        ("shared_gate", LinearDesc),
+        ("top_k", c_int64),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("group_members", c_int64),
+        ("is_sigmoid", c_int32),
+        ("normalises", c_int32),
         ("scale", c_float),
-    )  # fmt: skip
+    )
 
 
 class LayerDesc(Structure):
     _fields_ = (
-        ("before_attention", NormDesc), ("after_attention", NormDesc), ("before_mlp", NormDesc),
-        ("after_mlp", NormDesc), ("qkv", LinearDesc), ("out", LinearDesc), ("up", LinearDesc), ("down", LinearDesc),
-        ("q_norm", c_void_p), ("k_norm", c_void_p), ("sinks", c_void_p), ("mixture", POINTER(MixtureDesc)),
-        ("group", c_int64), ("cache_index", c_int64), ("rope", c_int64),
-    )  # fmt: skip
+        ("before_attention", NormDesc),
+        ("after_attention", NormDesc),
+        ("before_mlp", NormDesc),
+        ("after_mlp", NormDesc),
+        ("qkv", LinearDesc),
+        ("out", LinearDesc),
+        ("up", LinearDesc),
+        ("down", LinearDesc),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("sinks", c_void_p),
+        ("mixture", POINTER(MixtureDesc)),
+        ("group", c_int64),
+        ("cache_index", c_int64),
+        ("rope", c_int64),
+    )
 
 
 class StackDesc(Structure):
     _fields_ = (
-        ("embedding", Matrix), ("layers", POINTER(LayerDesc)), ("num_layers", c_int64), ("norm", NormDesc),
-        ("frequencies", c_void_p), ("rope_scales", c_void_p), ("num_ropes", c_int64), ("width", c_int64),
-        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("inner_width", c_int64),
-        ("activation", c_int32), ("has_gate", c_int32), ("takes_mean", c_int32), ("is_parallel", c_int32),
-        ("is_wide", c_int32), ("eps", c_float), ("attention_scale", c_float), ("softcap", c_float),
-        ("embedding_scale", c_float), ("residual_scale", c_float),
-    )  # fmt: skip
+        ("embedding", Matrix),
+        ("layers", POINTER(LayerDesc)),
+        ("num_layers", c_int64),
+        ("norm", NormDesc),
+        ("frequencies", c_void_p),
+        ("rope_scales", c_void_p),
+        ("num_ropes", c_int64),
+        ("width", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("inner_width", c_int64),
+        ("activation", c_int32),
+        ("has_gate", c_int32),
+        ("takes_mean", c_int32),
+        ("is_parallel", c_int32),
+        ("is_wide", c_int32),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("softcap", c_float),
+        ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+    )
 
 
 class GroupDesc(Structure):
     _fields_ = (
-        ("table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p), ("cache", c_void_p), ("plane", c_int64),
-        ("page_tokens", c_int64), ("window", c_int64),
-    )  # fmt: skip
+        ("table", c_void_p),
+        ("table_stride", c_int64),
+        ("slots", c_void_p),
+        ("cache", c_void_p),
+        ("plane", c_int64),
+        ("page_tokens", c_int64),
+        ("window", c_int64),
+    )
 
 
 class StepDesc(Structure):
     _fields_ = (
-        ("tokens", c_void_p), ("positions", c_void_p), ("query_starts", c_void_p), ("num_tokens", c_int64),
-        ("num_rows", c_int64), ("groups", POINTER(GroupDesc)), ("wanted", c_void_p), ("num_wanted", c_int64),
-    )  # fmt: skip
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("query_starts", c_void_p),
+        ("num_tokens", c_int64),
+        ("num_rows", c_int64),
+        ("groups", POINTER(GroupDesc)),
+        ("wanted", c_void_p),
+        ("num_wanted", c_int64),
+    )
 
 
 class RecurrentDesc(Structure):
     _fields_ = (
-        ("conv", c_void_p), ("conv_bias", c_void_p), ("a_log", c_void_p), ("dt_bias", c_void_p), ("skip", c_void_p),
-        ("norm", c_void_p), ("num_groups", c_int64), ("num_heads", c_int64), ("key_dim", c_int64),
-        ("value_dim", c_int64), ("conv_len", c_int64), ("norm_groups", c_int64), ("eps", c_float), ("dt_low", c_float),
-        ("dt_high", c_float), ("beta_top", c_float), ("gate_first", c_int32), ("by_channel", c_int32),
-    )  # fmt: skip
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+        ("num_groups", c_int64),
+        ("num_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("conv_len", c_int64),
+        ("norm_groups", c_int64),
+        ("eps", c_float),
+        ("dt_low", c_float),
+        ("dt_high", c_float),
+        ("beta_top", c_float),
+        ("gate_first", c_int32),
+        ("by_channel", c_int32),
+    )
 
 
 class Columns(Structure):
@@ -104,9 +180,15 @@ class Columns(Structure):
 
 class RowsDesc(Structure):
     _fields_ = (
-        ("state", c_void_p), ("slot_stride", c_int64), ("slots", c_void_p), ("positions", c_void_p),
-        ("firsts", c_void_p), ("counts", c_void_p), ("num_rows", c_int64), ("num_tokens", c_int64),
-    )  # fmt: skip
+        ("state", c_void_p),
+        ("slot_stride", c_int64),
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+        ("firsts", c_void_p),
+        ("counts", c_void_p),
+        ("num_rows", c_int64),
+        ("num_tokens", c_int64),
+    )
 
 
 _PLACE = c_void_p
@@ -121,35 +203,84 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_norm": (None, (c_void_p, _PLACE, _PLACE, c_float, c_int64, c_int64, _PLACE)),
     "quire_silu_mul": (None, (c_void_p, _PLACE, c_int64, c_int64, _PLACE)),
     "quire_linear": (
-        c_int32, (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
+        c_int32,
+        (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
     ),
     "quire_rope_write": (
-        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, _PLACE, _PLACE, c_float, _PLACE, c_float, c_int64, c_int64,
-                  c_int64, _PLACE, _PLACE),
+        c_int32,
+        (
+            c_void_p,
+            POINTER(StepDesc),
+            _PLACE,
+            _PLACE,
+            _PLACE,
+            c_float,
+            _PLACE,
+            c_float,
+            c_int64,
+            c_int64,
+            c_int64,
+            _PLACE,
+            _PLACE,
+        ),
     ),
     "quire_attend": (
-        c_int32, (c_void_p, POINTER(StepDesc), _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, c_float, c_float,
-               _PLACE, _PLACE),
+        c_int32,
+        (
+            c_void_p,
+            POINTER(StepDesc),
+            _PLACE,
+            c_int64,
+            c_int64,
+            c_int64,
+            _PLACE,
+            _PLACE,
+            c_float,
+            c_float,
+            _PLACE,
+            _PLACE,
+        ),
     ),
     "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
     "quire_experts": (
-        c_int32, (c_void_p, POINTER(ExpertsDesc), _PLACE, c_int64, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+        c_int32,
+        (c_void_p, POINTER(ExpertsDesc), _PLACE, c_int64, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
     "quire_mixture": (c_int32, (c_void_p, POINTER(MixtureDesc), _PLACE, c_int64, _PLACE)),
     "quire_recurrent": (
-        c_int32, (c_void_p, POINTER(RecurrentDesc), POINTER(RowsDesc), POINTER(Columns), POINTER(Columns),
-                  POINTER(Columns), POINTER(Columns), _PLACE),
+        c_int32,
+        (
+            c_void_p,
+            POINTER(RecurrentDesc),
+            POINTER(RowsDesc),
+            POINTER(Columns),
+            POINTER(Columns),
+            POINTER(Columns),
+            POINTER(Columns),
+            _PLACE,
+        ),
     ),
     "quire_short_conv": (
-        c_int32, (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
+        c_int32,
+        (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
     ),
     "quire_choose": (
-        c_int32, (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+        c_int32,
+        (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
-}  # fmt: skip
+}
 # For lack of memory.
-_MAY_FAIL = ("quire_linear", "quire_rope_write", "quire_attend", "quire_stack", "quire_experts", "quire_mixture",
-             "quire_recurrent", "quire_short_conv", "quire_choose")  # fmt: skip
+_MAY_FAIL = (
+    "quire_linear",
+    "quire_rope_write",
+    "quire_attend",
+    "quire_stack",
+    "quire_experts",
+    "quire_mixture",
+    "quire_recurrent",
+    "quire_short_conv",
+    "quire_choose",
+)
 
 
 def _check(code: int, function: object, arguments: object) -> None:

@@ -48,8 +48,9 @@ def _empty(native: Native, form: str, rows: int, columns: int) -> PackedMatrix:
     return PackedMatrix(native, form, (rows, columns), memory, desc)
 
 
-def pack_blocks(native: Native, form: str, rows: int, columns: int, data: Tensor,
-                order: Tensor | None = None) -> PackedMatrix:  # fmt: skip
+def pack_blocks(
+    native: Native, form: str, rows: int, columns: int, data: Tensor, order: Tensor | None = None
+) -> PackedMatrix:
     """From a GGUF tensor's own bytes, [bytes] uint8, of the same form; `order` [rows] int64: which row each is."""
     packed = _empty(native, form, rows, columns)
     place = None if order is None else order.data_ptr()
@@ -57,8 +58,7 @@ def pack_blocks(native: Native, form: str, rows: int, columns: int, data: Tensor
     return packed
 
 
-def pack_floats(native: Native, form: str, rows: int, columns: int,
-                read: Callable[[int, int], Tensor]) -> PackedMatrix:  # fmt: skip
+def pack_floats(native: Native, form: str, rows: int, columns: int, read: Callable[[int, int], Tensor]) -> PackedMatrix:
     """From floats, [count, columns] for each `read(first, count)`, rounded to the form on the way."""
     packed = _empty(native, form, rows, columns)
     lanes, library = native.lanes, native.library
@@ -84,8 +84,15 @@ class PackedLinear:
         self._descs = (Matrix * len(parts))(*(part.desc for part in parts))
         self.desc = LinearDesc(self._descs, len(parts), None if bias is None else bias.data_ptr())
 
-    def __call__(self, x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0, silu_mul: bool = False,
-                 residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        silu_mul: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """x [tokens, in_features] float32 -> [tokens, out_features]: norm of x, product, sum with `residual`. With
         `silu_mul` x is [tokens, 2 * in_features], and silu(first half) * second half is what is multiplied."""
         x = x.contiguous()
@@ -93,9 +100,16 @@ class PackedLinear:
         out = torch.empty(len(x), self.out_features)
         native = self.native
         native.library.quire_linear(
-            native.context, byref(self.desc), x.data_ptr(), len(x), _place(norm_weight), eps, silu_mul,
-            _place(residual), out.data_ptr(),
-        )  # fmt: skip
+            native.context,
+            byref(self.desc),
+            x.data_ptr(),
+            len(x),
+            _place(norm_weight),
+            eps,
+            silu_mul,
+            _place(residual),
+            out.data_ptr(),
+        )
         return out
 
 

@@ -30,11 +30,20 @@ class MixturePlan:
         routing = self.routing
         assert self.fits(routing)
         return MixtureDesc(
-            self.experts.desc, self.router.desc, None if self.choice_bias is None else self.choice_bias.data_ptr(),
-            _desc(self.shared_up), _desc(self.shared_down), _desc(self.shared_gate), routing.top_k,
-            routing.num_groups, routing.top_groups, routing.group_members, routing.score == "sigmoid",
-            routing.normalise, routing.scale,
-        )  # fmt: skip
+            self.experts.desc,
+            self.router.desc,
+            None if self.choice_bias is None else self.choice_bias.data_ptr(),
+            _desc(self.shared_up),
+            _desc(self.shared_down),
+            _desc(self.shared_gate),
+            routing.top_k,
+            routing.num_groups,
+            routing.top_groups,
+            routing.group_members,
+            routing.score == "sigmoid",
+            routing.normalise,
+            routing.scale,
+        )
 
     @staticmethod
     def fits(routing: Routing) -> bool:

@@ -68,9 +68,18 @@ class NativeOps:
     def plan_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Angles:
         return Angles(positions, frequencies, scale)
 
-    def qk_norm_rope_write(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-                           angles: Angles, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-                           num_heads: int) -> Tensor:  # fmt: skip
+    def qk_norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        angles: Angles,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        num_heads: int,
+    ) -> Tensor:
         """As the reference; `qkv` is worked on in place, unless it is a part of something wider."""
         qkv = qkv.contiguous()
         assert angles.positions is not None and angles.frequencies is not None
@@ -85,16 +94,35 @@ class NativeOps:
         group = GroupDesc(slots=slots.data_ptr())
         step = StepDesc(None, positions.data_ptr(), None, len(qkv), 0, _pointer(group))
         self._library.quire_rope_write(
-            self._context, byref(step), qkv.data_ptr(), _place(q_weight), _place(k_weight), eps,
-            angles.frequencies.data_ptr(), angles.scale, num_heads, kv_heads, head_dim, k_cache.data_ptr(),
+            self._context,
+            byref(step),
+            qkv.data_ptr(),
+            _place(q_weight),
+            _place(k_weight),
+            eps,
+            angles.frequencies.data_ptr(),
+            angles.scale,
+            num_heads,
+            kv_heads,
+            head_dim,
+            k_cache.data_ptr(),
             v_cache.data_ptr(),
-        )  # fmt: skip
+        )
         return qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
 
     @staticmethod
-    def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int],
-                       page_tokens: int, window: int | None, dtype: torch.dtype, *, row_index: Tensor | None = None,
-                       early: bool = False) -> NativePlan:  # fmt: skip
+    def plan_attention(
+        page_table: Tensor,
+        positions: Tensor,
+        counts: list[int],
+        len_bounds: list[int],
+        page_tokens: int,
+        window: int | None,
+        dtype: torch.dtype,
+        *,
+        row_index: Tensor | None = None,
+        early: bool = False,
+    ) -> NativePlan:
         if row_index is not None:
             page_table = page_table.index_select(0, row_index)
         page_table, positions = page_table.contiguous(), positions.contiguous()
@@ -108,8 +136,16 @@ class NativeOps:
         )
         return NativePlan(page_table, positions, query_starts, group, step, counts, len_bounds)
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan, scale: float,
-                        softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: NativePlan,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         _, num_heads, head_dim = q.shape
         kv_heads = k_cache.shape[2]
         planes = (k_cache, v_cache) if sinks is None else (k_cache, v_cache, sinks)
@@ -119,14 +155,32 @@ class NativeOps:
         q = q.contiguous()
         out = torch.empty(len(q), num_heads * head_dim)
         self._library.quire_attend(
-            self._context, byref(plan.step), q.data_ptr(), num_heads, kv_heads, head_dim, k_cache.data_ptr(),
-            v_cache.data_ptr(), scale, softcap or 0.0, _place(sinks), out.data_ptr(),
-        )  # fmt: skip
+            self._context,
+            byref(plan.step),
+            q.data_ptr(),
+            num_heads,
+            kv_heads,
+            head_dim,
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            scale,
+            softcap or 0.0,
+            _place(sinks),
+            out.data_ptr(),
+        )
         return out
 
     @staticmethod
-    def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
-                     slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+    def latent_write(
+        q: Tensor,
+        entry: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        angles: Angles,
+        cache: Tensor,
+        slots: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
         """The reference's, which wants tables."""
         assert angles.positions is not None and angles.frequencies is not None
         tables = angle_tables(angles.positions, angles.frequencies, angles.scale, q.dtype)
@@ -139,14 +193,20 @@ class NativeOps:
         return reference_latent.latent_attention(q_latent, q_rope, cache, slow, scale)
 
     @staticmethod
-    def run_experts(x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor,
-                    residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    def run_experts(
+        x: Tensor,
+        experts: ExpertWeights | PackedExperts,
+        chosen: Tensor,
+        weights: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(experts, PackedExperts):
             return run_packed_experts(x, experts, chosen, weights, residual)
         return reference_experts.run_experts(x, experts, chosen, weights, residual)
 
-    def choose(self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor,
-               mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def choose(
+        self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """A token for each row of `logits` [samples, vocab]: the largest of logit * inv_temperature + noise of (key,
         position), or the largest logit where `inv_temperature` [samples] is 0. `mask`: packed bits of what is allowed,
         int32 [samples, ceil(vocab / 32)]. Returns ids [samples] int64 and bad flags [samples] bool."""
@@ -156,18 +216,32 @@ class NativeOps:
         tokens = torch.empty(num_samples, dtype=torch.int64)
         bad = torch.empty(num_samples, dtype=torch.bool)
         self._library.quire_choose(
-            self._context, logits.data_ptr(), vocab_size, num_samples, vocab_size, key.data_ptr(),
-            positions.data_ptr(), inv_temperature.data_ptr(), _place(mask), 0 if mask is None else mask.shape[1],
-            tokens.data_ptr(), bad.data_ptr(),
-        )  # fmt: skip
+            self._context,
+            logits.data_ptr(),
+            vocab_size,
+            num_samples,
+            vocab_size,
+            key.data_ptr(),
+            positions.data_ptr(),
+            inv_temperature.data_ptr(),
+            _place(mask),
+            0 if mask is None else mask.shape[1],
+            tokens.data_ptr(),
+            bad.data_ptr(),
+        )
         return tokens, bad
 
 
 def _reference_plan(plan: NativePlan, dtype: torch.dtype) -> reference_attention.ReferencePlan:
     return reference_attention.plan_attention(
-        plan.page_table, plan.positions, plan.counts, plan.len_bounds, plan.group.page_tokens,
-        plan.group.window or None, dtype,
-    )  # fmt: skip
+        plan.page_table,
+        plan.positions,
+        plan.counts,
+        plan.len_bounds,
+        plan.group.page_tokens,
+        plan.group.window or None,
+        dtype,
+    )
 
 
 def _is_plain(*tensors: Tensor) -> bool:

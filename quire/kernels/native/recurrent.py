@@ -51,43 +51,67 @@ class NativeRecurrent:
             starts = torch.tensor([[0, *accumulate(counts[:-1])], counts], dtype=torch.int64)
         return NativeRecurrentPlan(slots.contiguous(), positions.contiguous(), starts, counts)
 
-    def gated_delta_net(self, x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                        plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
+    def gated_delta_net(
+        self, x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: NativeRecurrentPlan
+    ) -> Tensor:
         if not _is_plain(weights, x, state):
             return self._torch_ops.gated_delta_net(x, weights, shape, state, self._plan_in_torch(plan))
         mixed, gate, beta, a = x.split((shape.channels, shape.values, shape.num_heads, shape.num_heads), dim=1)
         return self._run(_delta_desc(weights, shape), mixed, gate, beta, a, shape, state, plan)
 
-    def channel_delta_net(self, x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                          state: Tensor, plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
+    def channel_delta_net(
+        self,
+        x: Tensor,
+        forget: Tensor,
+        gate: Tensor,
+        weights: DeltaWeights,
+        shape: RecurrentShape,
+        state: Tensor,
+        plan: NativeRecurrentPlan,
+    ) -> Tensor:
         if not _is_plain(weights, x, forget, gate, state):
             in_torch = self._plan_in_torch(plan)
             return self._torch_ops.channel_delta_net(x, forget, gate, weights, shape, state, in_torch)
         mixed, beta = x.split((shape.channels, shape.num_heads), dim=1)
         return self._run(_delta_desc(weights, shape, by_channel=True), mixed, gate, beta, forget, shape, state, plan)
 
-    def mamba2(self, x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
-               plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
+    def mamba2(
+        self, x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: NativeRecurrentPlan
+    ) -> Tensor:
         if not _is_plain(weights, x, state):
             return self._torch_ops.mamba2(x, weights, shape, state, self._plan_in_torch(plan))
         gate, mixed, dt = x.split((shape.values, shape.channels, shape.num_heads), dim=1)
         desc = RecurrentDesc(
             *map(_place, (weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip)),
-            _place(weights.norm), *_sizes(shape), weights.norm_groups, weights.eps, weights.dt_low, weights.dt_high,
-            1.0, weights.gate_first, False,
-        )  # fmt: skip
+            _place(weights.norm),
+            *_sizes(shape),
+            weights.norm_groups,
+            weights.eps,
+            weights.dt_low,
+            weights.dt_high,
+            1.0,
+            weights.gate_first,
+            False,
+        )
         return self._run(desc, mixed, gate, None, dt, shape, state, plan)
 
-    def short_conv(self, x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
-                   plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
+    def short_conv(
+        self, x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: NativeRecurrentPlan
+    ) -> Tensor:
         if not _is_plain(weights, x, state):
             return self._torch_ops.short_conv(x, weights, shape, state, self._plan_in_torch(plan))
         assert x.shape == (len(plan.positions), 3 * shape.channels)
         out = x.new_empty(len(x), shape.channels)
         self._library.quire_short_conv(
-            self._context, _place(weights.conv), _place(weights.bias), shape.channels, shape.conv_len,
-            byref(_rows(state, plan)), byref(_columns(x)), out.data_ptr(),
-        )  # fmt: skip
+            self._context,
+            _place(weights.conv),
+            _place(weights.bias),
+            shape.channels,
+            shape.conv_len,
+            byref(_rows(state, plan)),
+            byref(_columns(x)),
+            out.data_ptr(),
+        )
         return out
 
     def _plan_in_torch(self, plan: NativeRecurrentPlan) -> Any:
@@ -95,17 +119,32 @@ class NativeRecurrent:
             plan.in_torch = self._torch_ops.plan_recurrent(plan.slots, plan.positions, plan.counts)
         return plan.in_torch
 
-    def _run(self, desc: RecurrentDesc, mixed: Tensor, gate: Tensor, beta: Tensor | None, decay: Tensor,
-             shape: RecurrentShape, state: Tensor, plan: NativeRecurrentPlan) -> Tensor:  # fmt: skip
+    def _run(
+        self,
+        desc: RecurrentDesc,
+        mixed: Tensor,
+        gate: Tensor,
+        beta: Tensor | None,
+        decay: Tensor,
+        shape: RecurrentShape,
+        state: Tensor,
+        plan: NativeRecurrentPlan,
+    ) -> Tensor:
         num_tokens = len(plan.positions)
         assert mixed.shape == (num_tokens, shape.channels) and gate.shape == (num_tokens, shape.values)
         assert decay.shape == (num_tokens, shape.keys if desc.by_channel else shape.num_heads)
         assert shape.num_heads % shape.num_groups == 0 and shape.values % desc.norm_groups == 0
         out = mixed.new_empty(num_tokens, shape.values)
         self._library.quire_recurrent(
-            self._context, byref(desc), byref(_rows(state, plan)), byref(_columns(mixed)), byref(_columns(gate)),
-            byref(_columns(beta)), byref(_columns(decay)), out.data_ptr(),
-        )  # fmt: skip
+            self._context,
+            byref(desc),
+            byref(_rows(state, plan)),
+            byref(_columns(mixed)),
+            byref(_columns(gate)),
+            byref(_columns(beta)),
+            byref(_columns(decay)),
+            out.data_ptr(),
+        )
         return out
 
 
@@ -119,9 +158,21 @@ def _is_plain(weights: DeltaWeights | MambaWeights | ConvWeights, *inputs: Tenso
 
 def _delta_desc(weights: DeltaWeights, shape: RecurrentShape, by_channel: bool = False) -> RecurrentDesc:
     return RecurrentDesc(
-        _place(weights.conv), None, _place(weights.a_log), _place(weights.dt_bias), None, _place(weights.norm),
-        *_sizes(shape), 1, weights.eps, 0.0, 0.0, shape.beta_top, False, by_channel,
-    )  # fmt: skip
+        _place(weights.conv),
+        None,
+        _place(weights.a_log),
+        _place(weights.dt_bias),
+        None,
+        _place(weights.norm),
+        *_sizes(shape),
+        1,
+        weights.eps,
+        0.0,
+        0.0,
+        shape.beta_top,
+        False,
+        by_channel,
+    )
 
 
 def _sizes(shape: RecurrentShape) -> tuple[int, ...]:
@@ -131,9 +182,15 @@ def _sizes(shape: RecurrentShape) -> tuple[int, ...]:
 def _rows(state: Tensor, plan: NativeRecurrentPlan) -> RowsDesc:
     firsts, counts = (None, None) if plan.starts is None else plan.starts
     return RowsDesc(
-        state.data_ptr(), state.stride(0), plan.slots.data_ptr(), plan.positions.data_ptr(), _place(firsts),
-        _place(counts), len(plan.slots), len(plan.positions),
-    )  # fmt: skip
+        state.data_ptr(),
+        state.stride(0),
+        plan.slots.data_ptr(),
+        plan.positions.data_ptr(),
+        _place(firsts),
+        _place(counts),
+        len(plan.slots),
+        len(plan.positions),
+    )
 
 
 def _columns(x: Tensor | None) -> Columns:

@@ -96,22 +96,51 @@ class Stack:
         layers = (_describe(*pair) for pair in zip(plan.layers, self._mixtures, strict=True))
         self._layers = (LayerDesc * len(plan.layers))(*layers)
         self._desc = StackDesc(
-            plan.embedding.desc, self._layers, len(plan.layers), _norm(plan.norm), plan.frequencies.data_ptr(),
-            plan.rope_scales.data_ptr(), len(plan.rope_scales), self._width, plan.num_heads, plan.num_kv_heads,
-            plan.head_dim, plan.inner_width, ACTIVATIONS[plan.activation], plan.has_gate, plan.takes_mean,
-            plan.is_parallel, plan.is_wide, plan.eps, plan.attention_scale, plan.softcap or 0.0, plan.embedding_scale,
+            plan.embedding.desc,
+            self._layers,
+            len(plan.layers),
+            _norm(plan.norm),
+            plan.frequencies.data_ptr(),
+            plan.rope_scales.data_ptr(),
+            len(plan.rope_scales),
+            self._width,
+            plan.num_heads,
+            plan.num_kv_heads,
+            plan.head_dim,
+            plan.inner_width,
+            ACTIVATIONS[plan.activation],
+            plan.has_gate,
+            plan.takes_mean,
+            plan.is_parallel,
+            plan.is_wide,
+            plan.eps,
+            plan.attention_scale,
+            plan.softcap or 0.0,
+            plan.embedding_scale,
             plan.residual_scale,
-        )  # fmt: skip
+        )
 
-    def run(self, tokens: Tensor, positions: Tensor, query_starts: Tensor, groups: Sequence[GroupInputs],
-            wanted: Tensor | None = None) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        query_starts: Tensor,
+        groups: Sequence[GroupInputs],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """tokens, positions [tokens] int64, query_starts [rows + 1] int32 -> normed hidden states of those `wanted`
         (ascending; None: all), [n, width]. Keys and values of all tokens are left in the groups' caches."""
         descs = (GroupDesc * len(groups))(*(_group(group) for group in groups))
         step = StepDesc(
-            tokens.data_ptr(), positions.data_ptr(), query_starts.data_ptr(), len(tokens), len(query_starts) - 1,
-            descs, _place(wanted), -1 if wanted is None else len(wanted),
-        )  # fmt: skip
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            query_starts.data_ptr(),
+            len(tokens),
+            len(query_starts) - 1,
+            descs,
+            _place(wanted),
+            -1 if wanted is None else len(wanted),
+        )
         out = torch.empty(len(tokens) if wanted is None else len(wanted), self._width)
         self.native.library.quire_stack(self.native.context, byref(self._desc), byref(step), out.data_ptr())
         return out
@@ -120,10 +149,22 @@ class Stack:
 def _describe(layer: LayerPlan, mixture: MixtureDesc | None) -> LayerDesc:
     up, down = (LinearDesc() if linear is None else linear.desc for linear in (layer.up, layer.down))
     return LayerDesc(
-        _norm(layer.before_attention), _norm(layer.after_attention), _norm(layer.before_mlp), _norm(layer.after_mlp),
-        layer.qkv.desc, layer.out.desc, up, down, _place(layer.q_norm), _place(layer.k_norm), _place(layer.sinks),
-        None if mixture is None else pointer(mixture), layer.group, layer.cache_index, layer.rope,
-    )  # fmt: skip
+        _norm(layer.before_attention),
+        _norm(layer.after_attention),
+        _norm(layer.before_mlp),
+        _norm(layer.after_mlp),
+        layer.qkv.desc,
+        layer.out.desc,
+        up,
+        down,
+        _place(layer.q_norm),
+        _place(layer.k_norm),
+        _place(layer.sinks),
+        None if mixture is None else pointer(mixture),
+        layer.group,
+        layer.cache_index,
+        layer.rope,
+    )
 
 
 def _norm(norm: NormPlan | None) -> NormDesc:
@@ -133,9 +174,14 @@ def _norm(norm: NormPlan | None) -> NormDesc:
 def _group(inputs: GroupInputs) -> GroupDesc:
     cache = inputs.cache
     return GroupDesc(
-        inputs.page_table.data_ptr(), inputs.page_table.stride(0), inputs.slots.data_ptr(), cache.data_ptr(),
-        cache.stride(1), inputs.page_tokens, inputs.window or 0,
-    )  # fmt: skip
+        inputs.page_table.data_ptr(),
+        inputs.page_table.stride(0),
+        inputs.slots.data_ptr(),
+        cache.data_ptr(),
+        cache.stride(1),
+        inputs.page_tokens,
+        inputs.window or 0,
+    )
 
 
 def _place(tensor: Tensor | None) -> int | None:

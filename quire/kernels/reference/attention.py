@@ -47,8 +47,15 @@ class ReferencePlan:
     catch_ups: list[CatchUpRow] = field(default_factory=list)
 
 
-def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
-                   window: int | None, dtype: torch.dtype) -> ReferencePlan:  # fmt: skip
+def plan_attention(
+    page_table: Tensor,
+    positions: Tensor,
+    counts: list[int],
+    len_bounds: list[int],
+    page_tokens: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> ReferencePlan:
     """Work out what every layer with this page table and window shares in one step.
 
     `page_table` [rows, max_pages] int32, `positions` [tokens] int64; `counts` and `len_bounds` are per row, on the
@@ -69,8 +76,15 @@ def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len
     return plan
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan, scale: float,
-                    softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: ReferencePlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend each token to its row's cached keys. q is [tokens, heads, head_dim], the caches are
     [pages, page_tokens, kv_heads, head_dim] and already hold this step's entries; values may be shorter than keys.
     `sinks` [heads]: a score that every token also gives to nothing at all. Returns [tokens, heads * value_dim].
@@ -159,8 +173,9 @@ def _split_by_len(rows: list[int], len_bounds: list[int]) -> list[list[int]]:
     return batches if len(batches) > 1 else [rows]
 
 
-def _plan_singles(geometry: _Geometry, rows: list[int], firsts: list[int], len_bounds: list[int],
-                  whole_step: bool) -> SingleRows:  # fmt: skip
+def _plan_singles(
+    geometry: _Geometry, rows: list[int], firsts: list[int], len_bounds: list[int], whole_step: bool
+) -> SingleRows:
     table, positions, token_index = geometry.page_table, geometry.positions, None
     if not whole_step:
         row_index, token_index = torch.tensor([rows, [firsts[row] for row in rows]], device=table.device)
@@ -193,8 +208,15 @@ def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
     return cache.index_select(0, pages).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
 
 
-def _attend_singles(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: SingleRows, scale: float,
-                    softcap: float | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+def _attend_singles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: SingleRows,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     num_rows, kv_heads = rows.num_rows, k_cache.shape[2]
     k = _gather(k_cache, rows.pages, num_rows)
     v = _gather(v_cache, rows.pages, num_rows)
@@ -205,8 +227,15 @@ def _attend_singles(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: SingleRow
     return _attend(grouped, k, v, rows.mask, scale, softcap, sinks).reshape(num_rows, -1)
 
 
-def _attend_catch_up(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: CatchUpRow, scale: float,
-                     softcap: float | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+def _attend_catch_up(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: CatchUpRow,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     count, kv_heads, head_dim = row.count, k_cache.shape[2], q.shape[-1]
     # The query heads that share a kv head become a batch over one and the same keys (a stride of 0, no copy).
     grouped = q.view(count, kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, count, head_dim]
@@ -221,8 +250,9 @@ def _attend_catch_up(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: CatchUpRo
     return out.permute(2, 1, 0, 3).reshape(count, -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
-            sinks: Tensor | None) -> Tensor:  # fmt: skip
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Softmax attention, [batch, heads, queries, head_dim]; without a mask it is causal over equally many keys. `sinks`
     broadcasts against the scores, which have one column a key."""
     if softcap is None and sinks is None:

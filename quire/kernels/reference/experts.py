@@ -14,9 +14,16 @@ from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing, 
 from quire.kernels.reference.small_ops import rms_norm
 
 
-def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing,
-               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def norm_route(
+    stream: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    routing: Routing,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
     as `route`. `router` is [logits, width]."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
@@ -30,8 +37,9 @@ def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routi
     return functional.linear(x, router, bias)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing,
-          expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [tokens, logits], bias and expert_scale [experts] -> the chosen experts [tokens, top_k] int64, best first,
     and their weights [tokens, top_k] float32; behind them the shared ones, where there are such."""
     logits, gate = logits.float().split((routing.num_experts, int(routing.shared_gated)), 1)
@@ -62,8 +70,9 @@ def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
     return allowed.unsqueeze(-1).expand_as(groups).reshape(ranks.shape)
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor,
-                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+def run_experts(
+    x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """x [tokens, width] through its chosen experts, weighted and added up, plus `residual`; `chosen` and `weights` are
     [tokens, top_k]. Returns [tokens, width]."""
     top_k = chosen.shape[1]

@@ -15,8 +15,16 @@ from quire.kernels.reference.attention import ReferencePlan, gather_rows, paged_
 from quire.kernels.reference.small_ops import rms_norm, rope
 
 
-def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
-                 slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+def latent_write(
+    q: Tensor,
+    entry: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    cache: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+) -> Tensor:
     """Norm the latent of each token's `entry` [tokens, rank + rope_dim], turn its key, put both at `slots` of the cache
     [pages, page_tokens, 1, rank + rope_dim]; returns the turned part of the queries `q` [tokens, heads, head_dim], the
     last of each head: [tokens, heads, rope_dim]. `interleaved`: rope turns neighbours, not halves, of what comes in.
@@ -46,8 +54,9 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Refe
     return out.view(num_tokens, num_heads, rank).transpose(0, 1)
 
 
-def expanded_attention(q: Tensor, key_weight: Tensor, value_weight: Tensor, cache: Tensor, plan: ReferencePlan,
-                       scale: float) -> Tensor:  # fmt: skip
+def expanded_attention(
+    q: Tensor, key_weight: Tensor, value_weight: Tensor, cache: Tensor, plan: ReferencePlan, scale: float
+) -> Tensor:
     """Not absorbed: q [tokens, heads, nope_dim + rope_dim]; key_weight [heads, nope_dim, rank] and value_weight [heads,
     value_dim, rank] work keys and values out of the cache's latents. Returns [tokens, heads * value_dim]."""
     rank = key_weight.shape[-1]

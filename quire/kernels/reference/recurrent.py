@@ -54,8 +54,9 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Recur
 # Layers: everything between the input projection and the output projection
 
 
-def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                    plan: RecurrentPlan) -> Tensor:  # fmt: skip
+def gated_delta_net(
+    x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: RecurrentPlan
+) -> Tensor:
     """x [tokens, channels + values + 2 heads]: queries, keys and values for the convolution, the output's gate, and
     per head what beta and the decay come from. `state` [slots, slot_elements] is updated. Returns [tokens, values]."""
     mixed, gate, beta, a = x.split((shape.channels, shape.values, shape.num_heads, shape.num_heads), dim=1)
@@ -63,15 +64,27 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
     q, k, v = _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1)
     q, k = (_l2_norm(part.unflatten(1, (shape.num_groups, shape.key_dim))) for part in (q, k))
     decay = -_wide(weights.a_log).exp() * functional.softplus(_wide(a) + _wide(weights.dt_bias))  # [tokens, heads]
-    heads = RecurrentInputs(q * shape.key_dim**-0.5, k, v.unflatten(1, (shape.num_heads, -1)), decay.unsqueeze(2),
-                            _wide(beta).sigmoid() * shape.beta_top)  # fmt: skip
+    heads = RecurrentInputs(
+        q * shape.key_dim**-0.5,
+        k,
+        v.unflatten(1, (shape.num_heads, -1)),
+        decay.unsqueeze(2),
+        _wide(beta).sigmoid() * shape.beta_top,
+    )
     out = recurrence(heads, shape, state, plan)  # [tokens, heads, value_dim]
     out = functional.rms_norm(out, (shape.value_dim,), _wide(weights.norm), weights.eps)
     return (out.flatten(1) * functional.silu(_wide(gate))).to(x.dtype)
 
 
-def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: RecurrentPlan) -> Tensor:  # fmt: skip
+def channel_delta_net(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: RecurrentPlan,
+) -> Tensor:
     """Kimi Delta Attention. x [tokens, channels + heads]: queries, keys and values for the convolution, then per head
     what beta comes from; `forget` [tokens, keys]: what each channel's decay comes from; `gate` [tokens, values]: the
     output's. Every head has a key and a query of its own. `state` [slots, slot_elements] is updated. Returns [tokens,
@@ -82,8 +95,9 @@ def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWei
     q, k, v = (part.unflatten(1, by_head) for part in _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1))
     decay = functional.softplus(_wide(forget) + _wide(weights.dt_bias)).unflatten(1, by_head)
     decay = -_wide(weights.a_log).exp().unsqueeze(1) * decay  # [tokens, heads, key_dim]
-    heads = RecurrentInputs(_l2_norm(q) * shape.key_dim**-0.5, _l2_norm(k), v, decay,
-                            _wide(beta).sigmoid() * shape.beta_top)  # fmt: skip
+    heads = RecurrentInputs(
+        _l2_norm(q) * shape.key_dim**-0.5, _l2_norm(k), v, decay, _wide(beta).sigmoid() * shape.beta_top
+    )
     out = recurrence(heads, shape, state, plan)  # [tokens, heads, value_dim]
     out = functional.rms_norm(out, (shape.value_dim,), _wide(weights.norm), weights.eps)
     return (out.flatten(1) * _wide(gate).sigmoid()).to(x.dtype)
@@ -120,8 +134,14 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
     return causal_conv(gate * value, weights.conv, weights.bias, shape, state, plan).mul_(out_gate)
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shape: RecurrentShape | ConvShape, state: Tensor,
-                plan: RecurrentPlan) -> Tensor:  # fmt: skip
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: RecurrentShape | ConvShape,
+    state: Tensor,
+    plan: RecurrentPlan,
+) -> Tensor:
     """Each channel convolved with its own last inputs, [tokens, channels]; the rings in `state` move on."""
     rings = shape.rings(state)
     taps = weight[:, 0].t().to(x.dtype)  # [conv_len, channels], the token itself last

@@ -49,8 +49,17 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
-                       k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int) -> Tensor:  # fmt: skip
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    angles: Angles,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+) -> Tensor:
     """What lies between the merged projection and attention: norm queries and keys (unless the weights are None), turn
     them, put keys and values into the cache; returns the queries [tokens, heads, head_dim].
 

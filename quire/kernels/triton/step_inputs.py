@@ -17,9 +17,21 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 
 
 @triton.jit
-def _gather_kernel(rows_ptr, row_tokens_ptr, computed_ptr, keys_ptr, scales_ptr, tokens_ptr, positions_ptr,
-                   seq_lens_ptr, lengths_ptr, out_keys_ptr, out_scales_ptr, row_tokens_stride,
-                   PDL: tl.constexpr):  # fmt: skip
+def _gather_kernel(
+    rows_ptr,
+    row_tokens_ptr,
+    computed_ptr,
+    keys_ptr,
+    scales_ptr,
+    tokens_ptr,
+    positions_ptr,
+    seq_lens_ptr,
+    lengths_ptr,
+    out_keys_ptr,
+    out_scales_ptr,
+    row_tokens_stride,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     place = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -69,9 +81,20 @@ def gather_rows(rows: Tensor, row_tokens: Tensor, computed: Tensor, keys: Tensor
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
     out_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     _gather_kernel[(num_rows,)](
-        rows, row_tokens, computed, keys, scales, tokens, positions, seq_lens, lengths, out_keys, out_scales,
-        row_tokens.stride(0), **launch_options(device, num_warps=1),
-    )  # fmt: skip
+        rows,
+        row_tokens,
+        computed,
+        keys,
+        scales,
+        tokens,
+        positions,
+        seq_lens,
+        lengths,
+        out_keys,
+        out_scales,
+        row_tokens.stride(0),
+        **launch_options(device, num_warps=1),
+    )
     return RowInputs(tokens, positions, seq_lens, lengths, out_keys, out_scales)
 
 

@@ -52,9 +52,12 @@ def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
     route = reference_for(norm_route=reference_route, captured=True)
     return [
         Row("router", lambda ops: try_router(ops, shape, device), route),
-        Row("FP8 experts" if shape.scaled else "experts", lambda ops: try_experts(ops, shape, device),
-            None if shape.scaled else reference_for("run_experts")),
-    ]  # fmt: skip
+        Row(
+            "FP8 experts" if shape.scaled else "experts",
+            lambda ops: try_experts(ops, shape, device),
+            None if shape.scaled else reference_for("run_experts"),
+        ),
+    ]
 
 
 def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
@@ -146,6 +149,11 @@ def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.dev
     gate_up, gate_up_scale = scale(make(2 * inner, width, scale=width**-0.5))
     down, down_scale = scale(make(width, inner, scale=inner**-0.5))
     return ExpertWeights(
-        gate_up, down, make(2 * inner) if shape.gate_up_bias else None, make(width) if shape.down_bias else None,
-        shape.activation, gate_up_scale, down_scale,
-    )  # fmt: skip
+        gate_up,
+        down,
+        make(2 * inner) if shape.gate_up_bias else None,
+        make(width) if shape.down_bias else None,
+        shape.activation,
+        gate_up_scale,
+        down_scale,
+    )

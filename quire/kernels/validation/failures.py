@@ -41,8 +41,14 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
 
 
-def give_way(name: str, why: str, *, refuse: bool, instead: str = "plain torch does its work, more slowly",
-             hint: str = "Leave strict_kernels and FP8 out, or see `quire doctor`.") -> None:  # fmt: skip
+def give_way(
+    name: str,
+    why: str,
+    *,
+    refuse: bool,
+    instead: str = "plain torch does its work, more slowly",
+    hint: str = "Leave strict_kernels and FP8 out, or see `quire doctor`.",
+) -> None:
     """The line on a kernel that can't be used; or, if nothing else may step in, the refusal."""
     line = f"The {name} kernel can't be used here ({why})"
     if refuse:

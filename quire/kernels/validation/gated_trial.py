@@ -41,8 +41,9 @@ class GatedTrialShape:
     curve: Curve = "silu"
 
 
-def settle_gated(ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool,
-                 findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_gated(
+    ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
+) -> Ops:
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -77,8 +78,7 @@ def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
         compare(_run(ops, x, weight, shape.curve, norm), partial(_plain, ops, normed, weight, shape.curve), shape.dtype)
 
 
-def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device,
-               timer: Timer = device_seconds) -> bool | None:  # fmt: skip
+def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer = device_seconds) -> bool | None:
     """Than the plain path, for a step of prompts, on a card that is warm; None: there was no memory to find out."""
     if device.type == "meta":  # a rehearsal: perhaps it will be
         return True

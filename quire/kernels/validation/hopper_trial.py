@@ -23,8 +23,15 @@ def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
     return ops.captures and device.type != "cpu" and torch.cuda.get_device_capability(device.index)[0] == 9
 
 
-def settle_row(ops: Ops, name: str, exchange: Callable[[], Ops], attempt: Callable[[Ops], None], *,
-               strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_row(
+    ops: Ops,
+    name: str,
+    exchange: Callable[[], Ops],
+    attempt: Callable[[Ops], None],
+    *,
+    strict: bool,
+    findings: Findings | None = None,
+) -> Ops:
     """The table with the kernel that `exchange` puts in, if `attempt` finds nothing wrong with it (it raises if it
     does); else as it is, and a line says so. `strict`: refuse instead."""
     import triton

@@ -63,8 +63,9 @@ ONE_REQUEST: Sequence[Rows] = (
 )  # what the first one needs
 
 
-def settle_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool,
-                  findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_latent(
+    ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
+) -> Ops:
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -183,6 +184,7 @@ class _Step:
 
     def _run(self, ops: Ops, cache: Tensor, **how: Tensor) -> Tensor:
         shape, rows = self.shape, self.rows
-        plan = ops.plan_attention(self.table, self.positions, list(rows.counts), list(rows.lens), shape.page_tokens,
-                                  None, cache.dtype, **how)  # fmt: skip
+        plan = ops.plan_attention(
+            self.table, self.positions, list(rows.counts), list(rows.lens), shape.page_tokens, None, cache.dtype, **how
+        )
         return ops.latent_attention(self.q_latent, self.q_rope, cache, plan, shape.rank**-0.5)

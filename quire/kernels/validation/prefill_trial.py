@@ -20,8 +20,9 @@ from quire.kernels.validation.trials import NUM_TOKENS, TrialShape, is_fp8, try_
 NAME = "prompt attention for Hopper"
 
 
-def settle_prompts(ops: Ops, shapes: Iterable[TrialShape], device: torch.device, *, strict: bool,
-                   findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_prompts(
+    ops: Ops, shapes: Iterable[TrialShape], device: torch.device, *, strict: bool, findings: Findings | None = None
+) -> Ops:
     """The table as it is, or without that kernel; see `trial_hopper.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops

@@ -29,8 +29,15 @@ LONE: Steps = ((130,), (65,))
 ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no more
 
 
-def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
-                     strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_delta_net(
+    ops: Ops,
+    shape: RecurrentShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strict: bool,
+    findings: Findings | None = None,
+) -> Ops:
     """The table as it is, or with that kernel; see `trial_hopper.settle_row`. It takes the place of Triton's scan and
     of no other: the deterministic mode has reasons for its own."""
     if not runs_on_hopper(ops, device):
@@ -53,8 +60,15 @@ def settle_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device
     return settle_row(ops, NAME, exchange, attempt, strict=strict, findings=findings)
 
 
-def settle_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, *,
-                         strict: bool, findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_channel_delta(
+    ops: Ops,
+    shape: RecurrentShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strict: bool,
+    findings: Findings | None = None,
+) -> Ops:
     """As `settle_delta_net`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -76,8 +90,9 @@ def settle_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, de
     return settle_row(ops, CHANNEL_NAME, exchange, attempt, strict=strict, findings=findings)
 
 
-def settle_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool,
-                 findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_mamba(
+    ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
+) -> Ops:
     """As `settle_delta_net`."""
     if not runs_on_hopper(ops, device):
         return ops
@@ -146,21 +161,24 @@ def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device:
     )
 
 
-def try_delta_net(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
-                  steps: Steps = MIXED) -> None:  # fmt: skip
+def try_delta_net(
+    ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
+) -> None:
     """What comes out of these steps, and what they leave behind. Raises."""
     weights, wide = _delta_weights(shape, shape.num_heads, dtype, device)
     inputs = shape.channels + shape.values + 2 * shape.num_heads
     _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
 
 
-def try_channel_delta(ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device,
-                      steps: Steps = MIXED) -> None:  # fmt: skip
+def try_channel_delta(
+    ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
+) -> None:
     """As `try_delta_net`."""
     weights, wide = _delta_weights(shape, shape.keys, dtype, device)
     inputs = shape.channels + shape.num_heads + shape.keys + shape.values
-    _follow(ops, lambda table: of_one_tensor(table.channel_delta_net), weights, wide, inputs, shape, dtype, device,
-            steps)  # fmt: skip
+    _follow(
+        ops, lambda table: of_one_tensor(table.channel_delta_net), weights, wide, inputs, shape, dtype, device, steps
+    )
 
 
 def of_one_tensor(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -178,11 +196,17 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
     state, dtype = shape.state, shape.dtype
     heads = state.num_heads
     weights = MambaWeights(
-        _taps(state, dtype, device), (0.5 * _draw(device, state.channels)).to(dtype) if shape.conv_bias else None,
-        _draw(device, heads) - 1.0, _draw(device, heads), _draw(device, heads),
-        (_draw(device, state.values) + 1.0).to(dtype) if shape.norm else None, 1e-6, shape.norm_groups,
-        *shape.dt_limits, shape.gate_first,
-    )  # fmt: skip
+        _taps(state, dtype, device),
+        (0.5 * _draw(device, state.channels)).to(dtype) if shape.conv_bias else None,
+        _draw(device, heads) - 1.0,
+        _draw(device, heads),
+        _draw(device, heads),
+        (_draw(device, state.values) + 1.0).to(dtype) if shape.norm else None,
+        1e-6,
+        shape.norm_groups,
+        *shape.dt_limits,
+        shape.gate_first,
+    )
     bias = None if weights.conv_bias is None else weights.conv_bias.float()
     norm = None if weights.norm is None else weights.norm.float()
     wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=norm)
@@ -190,17 +214,26 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
     _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
 
 
-def try_short_conv(ops: Ops, shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device,
-                   steps: Steps = MIXED) -> None:  # fmt: skip
+def try_short_conv(
+    ops: Ops, shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
+) -> None:
     """As `try_delta_net`."""
     weights = ConvWeights(_taps(shape, dtype, device), _draw(device, shape.channels).to(dtype) if has_bias else None)
     wide = ConvWeights(weights.conv.float(), None if weights.bias is None else weights.bias.float())
     _follow(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
 
 
-def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, wide: Any, num_inputs: int,
-            shape: RecurrentShape | ConvShape, dtype: torch.dtype, device: torch.device,
-            steps: Steps) -> None:  # fmt: skip
+def _follow(
+    ops: Ops,
+    op: Callable[[Ops], Callable[..., Tensor]],
+    weights: Any,
+    wide: Any,
+    num_inputs: int,
+    shape: RecurrentShape | ConvShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: Steps,
+) -> None:
     """Side by side with the reference in float32 (`wide`: its weights), step after step."""
     num_rows = len(steps[0])
     slots = torch.randperm(num_rows, device=device)
@@ -218,17 +251,28 @@ def _follow(ops: Ops, op: Callable[[Ops], Callable[..., Tensor]], weights: Any, 
         compare(part(state), partial(part, exact), dtype)
 
 
-def _exact(op: Callable[[Ops], Callable[..., Tensor]], x: Tensor, weights: Any, shape: Any, state: Tensor,
-           rows: tuple[Tensor, Tensor, list[int]]) -> Tensor:  # fmt: skip
+def _exact(
+    op: Callable[[Ops], Callable[..., Tensor]],
+    x: Tensor,
+    weights: Any,
+    shape: Any,
+    state: Tensor,
+    rows: tuple[Tensor, Tensor, list[int]],
+) -> Tensor:
     return op(REFERENCE)(x.float(), weights, shape, state, REFERENCE.plan_recurrent(*rows))
 
 
-def _delta_weights(shape: RecurrentShape, num_decays: int, dtype: torch.dtype,
-                   device: torch.device) -> tuple[DeltaWeights, DeltaWeights]:  # fmt: skip
+def _delta_weights(
+    shape: RecurrentShape, num_decays: int, dtype: torch.dtype, device: torch.device
+) -> tuple[DeltaWeights, DeltaWeights]:
     """And the same in float32."""
-    weights = DeltaWeights(_taps(shape, dtype, device), _draw(device, shape.num_heads) - 1.0,
-                           _draw(device, num_decays), (_draw(device, shape.value_dim) + 1.0).to(dtype),
-                           1e-6)  # fmt: skip
+    weights = DeltaWeights(
+        _taps(shape, dtype, device),
+        _draw(device, shape.num_heads) - 1.0,
+        _draw(device, num_decays),
+        (_draw(device, shape.value_dim) + 1.0).to(dtype),
+        1e-6,
+    )
     return weights, replace(weights, conv=weights.conv.float(), norm=weights.norm.float())
 
 

@@ -157,8 +157,9 @@ def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
             compare(got, partial(_plain_product, product, x, weight, bias, norm, stream), dtype)
 
 
-def _plain_product(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
-                   residual: Tensor | None) -> Tensor:  # fmt: skip
+def _plain_product(
+    product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None
+) -> Tensor:
     normed = x if norm is None else REFERENCE.rms_norm(x, norm, 1e-6)
     out = functional.linear(normed, weight, bias)
     out = out if product.gate is None else REFERENCE.gate_mul(out, product.gate)
@@ -287,8 +288,9 @@ def finish_writes(device: torch.device) -> None:
 Result = Tensor | tuple[Tensor, ...]
 
 
-def compare(got: Result, expected: Result | Callable[[], Result], dtype: torch.dtype,
-            limit: float | None = None) -> None:  # fmt: skip
+def compare(
+    got: Result, expected: Result | Callable[[], Result], dtype: torch.dtype, limit: float | None = None
+) -> None:
     """`expected`: what the reference makes of it, or how to ask. Nobody does in a rehearsal, where kernels are only
     noted."""
     parts = got if isinstance(got, tuple) else (got,)

@@ -69,8 +69,9 @@ class Blocks:
         matrices: list[PackedMatrix] = linear.weight  # type: ignore[assignment]
         linear.packed = PackedLinear(matrices, linear.bias)  # type: ignore[assignment]
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
-              residual: Tensor | None) -> Tensor:  # fmt: skip
+    def apply(
+        self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
+    ) -> Tensor:
         packed: PackedLinear = linear.packed  # type: ignore[assignment]
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         out = packed(x, norm_weight=weight, eps=eps, residual=residual if gate is None else None)

@@ -31,8 +31,9 @@ class Dense:
     def finish(self, linear: Linear) -> None:
         linear.whole = whole_rows(linear.weight)
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
-              residual: Tensor | None) -> Tensor:  # fmt: skip
+    def apply(
+        self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
+    ) -> Tensor:
         fused = self.ops.fused_linear
         if fused is not None and fused.wins(len(x), linear.weight, gate):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

@@ -35,8 +35,9 @@ class Fp16Packed:
         linear.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
         del linear.weight, linear.bias
 
-    def apply(self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None,
-              residual: Tensor | None) -> Tensor:  # fmt: skip
+    def apply(
+        self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
+    ) -> Tensor:
         out = torch.ops.quantized.linear_dynamic_fp16(normed(self.ops, x, norm), linear.packed)
         return finished(self.ops, out, gate, residual)
 

@@ -51,27 +51,39 @@ class Fp8:
         del linear.weight
         linear.register_buffer("weight", weight)  # [out_features, in_features], both rounded up
 
-    def apply(self, linear: Linear, x: Activation, norm: RMSNorm | None, gate: Curve | None,
-              residual: Tensor | None) -> Activation:  # fmt: skip
+    def apply(
+        self, linear: Linear, x: Activation, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
+    ) -> Activation:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if linear.weight.shape != (linear.out_features, linear.in_features):
             return self._apply_padded(linear, x, weight, eps, gate, residual)
         if not isinstance(x, Scaled):
             if len(x) == 1:
                 return self._skinny.skinny_linear(
-                    x, linear.weight, linear.bias, norm_weight=weight, eps=eps, gate=gate, residual=residual,
+                    x,
+                    linear.weight,
+                    linear.bias,
+                    norm_weight=weight,
+                    eps=eps,
+                    gate=gate,
+                    residual=residual,
                     weight_scale=linear.weight_scale,
-                )  # fmt: skip
+                )
             x = Scaled(*self._fp8.quantize_rows(x, norm_weight=weight, eps=eps), x.dtype)
-        out = self._fp8.scaled_product(
-            x.values, x.scale, linear.weight, linear.weight_scale, linear.bias, x.dtype
-        )  # fmt: skip
+        out = self._fp8.scaled_product(x.values, x.scale, linear.weight, linear.weight_scale, linear.bias, x.dtype)
         if gate is not None:
             return Scaled(*self._fp8.quantize_rows(out, gate=gate), x.dtype)
         return out if residual is None else residual.add_(out)
 
-    def _apply_padded(self, linear: Linear, x: Activation, norm_weight: Tensor | None, eps: float, gate: Curve | None,
-                      residual: Tensor | None) -> Tensor:  # fmt: skip
+    def _apply_padded(
+        self,
+        linear: Linear,
+        x: Activation,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         """An odd number of outputs, a vocabulary say, or of inputs: nothing behind the product is fused."""
         if not isinstance(x, Scaled):
             x = Scaled(*self._fp8.quantize_rows(x, norm_weight=norm_weight, eps=eps), x.dtype)

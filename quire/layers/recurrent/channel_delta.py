@@ -26,8 +26,18 @@ class ChannelDeltaNet(nn.Module):
     dt_bias: Tensor
     gated_norm: Tensor
 
-    def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int, *,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        width: int,
+        shape: RecurrentShape,
+        cache_index: int,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.norm = norm
         self.shape = shape

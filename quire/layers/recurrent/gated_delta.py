@@ -64,9 +64,20 @@ class GatedDeltaNet(nn.Module):
     dt_bias: Tensor
     gated_norm: Tensor
 
-    def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int, *,
-                 layout: DeltaLayout, dtype: torch.dtype, ops: Ops, scheme: Scheme,
-                 gated_eps: float | None = None):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        width: int,
+        shape: RecurrentShape,
+        cache_index: int,
+        *,
+        layout: DeltaLayout,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        gated_eps: float | None = None,
+    ):
         """`gated_eps`: of the norm before the output's gate; None: as of `norm`."""
         super().__init__()
         self.norm = norm
@@ -127,8 +138,11 @@ def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | N
     if not layout.tiled:
         return None, None, None
     groups = shape.num_groups
-    return (Untiled(groups, shape.value_dim), Untiled(groups, 1),
-            Untiled(groups, shape.value_dim, start=2 * shape.keys))  # fmt: skip
+    return (
+        Untiled(groups, shape.value_dim),
+        Untiled(groups, 1),
+        Untiled(groups, shape.value_dim, start=2 * shape.keys),
+    )
 
 
 def ungroup(num_groups: int, sizes: tuple[int, ...]) -> Reorder:

@@ -40,8 +40,19 @@ class Mamba2(nn.Module):
     skip: Tensor
     gated_norm: Tensor | None
 
-    def __init__(self, prefix: str, norm: RMSNorm, width: int, shape: RecurrentShape, cache_index: int,
-                 options: MambaOptions, *, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        width: int,
+        shape: RecurrentShape,
+        cache_index: int,
+        options: MambaOptions,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.norm = norm
         self.shape = shape
@@ -64,7 +75,17 @@ class Mamba2(nn.Module):
         """stream [tokens, width] -> the stream with this layer's share added"""
         x = self.project(stream, norm=self.norm)
         options = self.options
-        weights = MambaWeights(self.conv, self.conv_bias, self.a_log, self.dt_bias, self.skip, self.gated_norm,
-                               options.eps, options.norm_groups, *options.dt_limits, options.gate_first)  # fmt: skip
+        weights = MambaWeights(
+            self.conv,
+            self.conv_bias,
+            self.a_log,
+            self.dt_bias,
+            self.skip,
+            self.gated_norm,
+            options.eps,
+            options.norm_groups,
+            *options.dt_limits,
+            options.gate_first,
+        )
         out = self.ops.mamba2(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
         return self.out(out, residual=stream)

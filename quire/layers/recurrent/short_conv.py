@@ -22,8 +22,18 @@ class ShortConv(nn.Module):
     conv: Tensor
     conv_bias: Tensor | None
 
-    def __init__(self, prefix: str, norm: RMSNorm, shape: ConvShape, cache_index: int, *, bias: bool,
-                 dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        shape: ConvShape,
+        cache_index: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         """`bias`: of the convolution and of both projections."""
         super().__init__()
         self.norm = norm

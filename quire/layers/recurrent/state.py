@@ -33,5 +33,6 @@ def plan_recurrent(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Recu
 def state_spec(group: str, layers: tuple[int, ...], slot_elements: int, page_tokens: int) -> CacheSpec:
     """The state of these layers, always in float32: it is a sum over all tokens so far."""
     every = max(SNAPSHOT_TOKENS // page_tokens, 1) * page_tokens  # a snapshot belongs to a page's end
-    return CacheSpec(group, "state", layers, (slot_elements,), "float32", page_tokens=page_tokens,
-                     snapshot_tokens=every)  # fmt: skip
+    return CacheSpec(
+        group, "state", layers, (slot_elements,), "float32", page_tokens=page_tokens, snapshot_tokens=every
+    )

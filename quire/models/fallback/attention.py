@@ -40,8 +40,17 @@ class Rehearsal:
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         if num_heads % num_kv_heads:
             what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
@@ -51,7 +60,7 @@ class Rehearsal:
             raise unsupported(_type_of(module), "a layer of it attends more than once")
         self.layers[layer] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
-        )  # fmt: skip
+        )
         return q.new_empty(q.shape[0], q.shape[2], num_heads, v.shape[-1])
 
 
@@ -62,8 +71,17 @@ class PagedStep:
     plans: dict[int, tuple[AttentionPlan, int]]  # layer -> its group's plan, its place in the group
     ops: Ops
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-               window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """q [rows, heads, n, head_dim] and so on -> [rows, n, heads, v_dim]"""
         plan, place = self.plans[_layer_index(module)]
         k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
@@ -76,10 +94,19 @@ class PagedStep:
         return out.view(num_rows, count, num_heads, width)[..., :v_dim].contiguous()  # some models take views of it
 
 
-def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
-                    scaling: float | None = None, softcap: float | None = None, sliding_window: int | None = None,
-                    s_aux: Tensor | None = None, quire: Rehearsal | PagedStep | None = None,
-                    **others: Any) -> tuple[Tensor, None]:  # fmt: skip
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    quire: Rehearsal | PagedStep | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """Registered with transformers under the name `ATTENTION`. `quire` is what `run_body` of
     `fallback_build` was called with."""
     if quire is None:
@@ -108,5 +135,6 @@ def widen(x: Tensor, width: int) -> Tensor:
 
 
 def unsupported(model_type: str, why: str) -> QuireError:
-    return QuireError("unsupported_model", f"{model_type} can't run through transformers here: {why}.",
-                      supported_types(model_type))  # fmt: skip
+    return QuireError(
+        "unsupported_model", f"{model_type} can't run through transformers here: {why}.", supported_types(model_type)
+    )

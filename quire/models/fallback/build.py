@@ -86,8 +86,13 @@ def body_of(causal: Any) -> Any:
     return causal._modules.get(body_name(causal), causal)
 
 
-def run_body(base: Any, tokens: Tensor, positions: Tensor, quire: Rehearsal | PagedStep | None,
-             states: StateRehearsal | RowStates | None = None) -> Tensor:  # fmt: skip
+def run_body(
+    base: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    quire: Rehearsal | PagedStep | None,
+    states: StateRehearsal | RowStates | None = None,
+) -> Tensor:
     """tokens and positions [rows, n] -> hidden states [rows, n, width]. `states`: for models that keep some."""
     taken = parameters_of(base.__class__)
     # Whether they use a cache they are given, none of them asks `use_cache`; some make one of their own then.
@@ -115,8 +120,10 @@ def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> l
     for layer, dim in sorted(dims.items()):
         by_dim.setdefault(dim, []).append(layer)
     name = str(dtype).removeprefix("torch.")
-    return [CacheSpec(f"index-{n}", "paged", tuple(layers), (1, dim), name, planes=1, page_tokens=page_tokens)
-            for n, (dim, layers) in enumerate(by_dim.items())]  # fmt: skip
+    return [
+        CacheSpec(f"index-{n}", "paged", tuple(layers), (1, dim), name, planes=1, page_tokens=page_tokens)
+        for n, (dim, layers) in enumerate(by_dim.items())
+    ]
 
 
 def cache_specs(shapes: dict[int, LayerShape], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:

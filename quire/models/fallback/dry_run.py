@@ -129,8 +129,9 @@ def _rehearse_own(hf: Any) -> Kept | None:
     return Kept(_with_windows(attention.layers, causal, hf), {OWN_LAYER: found[1]}, own=found[0])
 
 
-def _rehearse_body(body: Any, exchanged: bool, cache: type[StateRehearsal] | None, count: int = 2,
-                   num_rows: int = 1) -> tuple[Rehearsal, StateRehearsal]:  # fmt: skip
+def _rehearse_body(
+    body: Any, exchanged: bool, cache: type[StateRehearsal] | None, count: int = 2, num_rows: int = 1
+) -> tuple[Rehearsal, StateRehearsal]:
     """What tokens call on their way through a body whose weights are on meta: our attention, if its own is exchanged
     for it, and a cache, if it is given one. On meta as well; or with numbers, if it looks at them."""
     try:

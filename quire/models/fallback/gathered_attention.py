@@ -25,8 +25,9 @@ Places = Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place th
 class GatheredRow(RowStates):
     """What the layers have kept of one row so far: states (see `RowStates`), and keys and values."""
 
-    def __init__(self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor], places: Places,
-                 index_places: Places):  # fmt: skip
+    def __init__(
+        self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor], places: Places, index_places: Places
+    ):
         super().__init__(slots, step, caches)
         self._places = places
         self._index_places = index_places

@@ -68,8 +68,17 @@ class FallbackModel(nn.Module):
     eager_only = True  # until `verify` has seen that its decode steps can be captured,
     decodes_only = True  # which no other step is, nor rehearsed: that would hold up others for seconds
 
-    def __init__(self, config: FallbackConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: FallbackConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         if not isinstance(scheme, (Dense, Fp16Packed)):
             what = f"{config.model_type} runs through transformers, where weights are not quantized."
@@ -334,8 +343,16 @@ def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int)
         groups[spec.group] = PagedInputs(table, slots)
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device) * count
     lens = torch.full((num_rows,), stop, dtype=torch.int32, device=rows.device)
-    return Step(rows[:, start:stop].reshape(-1), positions, starts, lens, starts[1:].long() - 1, groups,
-                [count] * num_rows, [stop] * num_rows)  # fmt: skip
+    return Step(
+        rows[:, start:stop].reshape(-1),
+        positions,
+        starts,
+        lens,
+        starts[1:].long() - 1,
+        groups,
+        [count] * num_rows,
+        [stop] * num_rows,
+    )
 
 
 def _max_positions(hf: Any, default: int) -> int:

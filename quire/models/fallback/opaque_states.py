@@ -80,14 +80,18 @@ class OwnRows(RowStates):
 
     def take_back(self, body: nn.Module, output: Any) -> None:
         form = self._form
-        kept = [x.movedim(dim, 0) for x, dim in zip(form.tensors(body, output), form.row_dims, strict=True)
-                if dim is not None]  # fmt: skip
+        kept = [
+            x.movedim(dim, 0)
+            for x, dim in zip(form.tensors(body, output), form.row_dims, strict=True)
+            if dim is not None
+        ]
         self._layer, self._states = LAYER, {_key(index): x for index, x in enumerate(kept)}
         _forget(body, form.attributes)
 
 
-def find_own(body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any],
-             rehearsed: torch.dtype) -> tuple[OwnForm, LayerStates] | None:  # fmt: skip
+def find_own(
+    body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any], rehearsed: torch.dtype
+) -> tuple[OwnForm, LayerStates] | None:
     """What a body keeps by itself, and where. `taken`: names that it can be called with; `probe`: calls it, with so
     many rows and tokens, and returns its output. None: it keeps nothing, or what grows with the tokens."""
     unset = [(path, name) for path, module in body.named_modules() for name, x in vars(module).items() if x is None]

@@ -103,14 +103,21 @@ class StateRehearsal(_PassingCache):
 
     get_recurrent_state = get_conv_state
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0,
-                          conv_kernel_size: int | None = None, **others: Any) -> Tensor:  # fmt: skip
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **others: Any,
+    ) -> Tensor:
         kept = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         self._note(layer_idx, ("conv", state_idx), (*conv_states.shape[1:-1], kept), conv_states.dtype)
         return functional.pad(conv_states, (max(kept - conv_states.shape[-1], 0), 0))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
-                               **others: Any) -> Tensor:  # fmt: skip
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any
+    ) -> Tensor:
         self._note(layer_idx, ("recurrent", state_idx), tuple(recurrent_states.shape[1:]), recurrent_states.dtype)
         return recurrent_states
 
@@ -171,8 +178,9 @@ class RowStates(_PassingCache):
         states["conv", state_idx] = seen[..., -old.shape[-1] :]
         return seen
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
-                               **others: Any) -> Tensor:  # fmt: skip
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any
+    ) -> Tensor:
         self.states_of(layer_idx)["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -234,8 +242,10 @@ class StateSlots:
         sizes: dict[int, list[int]] = {}
         for layer, states in sorted(layers.items()):
             sizes.setdefault(sum(state.elements for state in states.values()), []).append(layer)
-        specs = [state_spec(f"state-{index}", tuple(of_size), size, page_tokens)
-                 for index, (size, of_size) in enumerate(sizes.items())]  # fmt: skip
+        specs = [
+            state_spec(f"state-{index}", tuple(of_size), size, page_tokens)
+            for index, (size, of_size) in enumerate(sizes.items())
+        ]
         return cls(layers, dtype, specs, place_layers(specs))
 
     @property
@@ -279,8 +289,9 @@ def _slots(step: Step, spec: CacheSpec) -> Tensor:
 # Rows of equal length together
 
 
-def split_rows(step: Step, goes_on: bool, apart: bool, most: int, begin_apart: bool = False,
-               most_rows: int = MANY) -> Iterator[tuple[Step, Tensor | None]]:  # fmt: skip
+def split_rows(
+    step: Step, goes_on: bool, apart: bool, most: int, begin_apart: bool = False, most_rows: int = MANY
+) -> Iterator[tuple[Step, Tensor | None]]:
     """Rows of a step that have as many tokens as each other, as a step of their own, and where in the whole their
     tokens stand; None: they are the whole. A recurrent layer of other people's making knows batches and no ragged
     rows: all that decode are a batch, and most prompts are batches of one. Unless a model `goes_on` behind what it has
@@ -331,6 +342,12 @@ def _take(step: Step, rows: list[int], span: range, left: int, of_rows: Tensor, 
             groups[name] = PagedInputs(inputs.page_table[of_rows], inputs.slots[of_tokens])
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=of_rows.device) * len(span)
     return Step(
-        step.tokens[of_tokens], step.positions[of_tokens], starts, step.seq_lens[of_rows] - left,
-        starts[1:].long() - 1, groups, [len(span)] * len(rows), [step.len_bounds[row] - left for row in rows],
-    )  # fmt: skip
+        step.tokens[of_tokens],
+        step.positions[of_tokens],
+        starts,
+        step.seq_lens[of_rows] - left,
+        starts[1:].long() - 1,
+        groups,
+        [len(span)] * len(rows),
+        [step.len_bounds[row] - left for row in rows],
+    )

@@ -98,8 +98,13 @@ class OwnNames:
         absent = next((pattern for pattern in join.patterns if pattern not in found), None)
         if absent is not None:
             raise bad_weights(f"{self.where} holds {sample}, but no {absent} beside it")
-        missing = [_NUMBER.sub(f".{entry}.", name, 1) for names in found.values() for name in [names[min(names)]]
-                   for entry in entries if entry not in names]  # fmt: skip
+        missing = [
+            _NUMBER.sub(f".{entry}.", name, 1)
+            for names in found.values()
+            for name in [names[min(names)]]
+            for entry in entries
+            if entry not in names
+        ]
         if missing:
             raise lacks(self.where, missing)
         places, start, columns = [], 0, shapes[sample][1:]

@@ -30,8 +30,17 @@ from quire.models.families.hybrid import (
 from quire.models.families.mamba2 import MambaFields, Mixers
 from quire.models.loading.fields import flag, number, whole
 
-FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
-                     "mamba_conv_bias", "mamba_proj_bias", "hidden_act", expand="mamba_expand")  # fmt: skip
+FIELDS = MambaFields(
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "hidden_act",
+    expand="mamba_expand",
+)
 LAYER_TYPES: dict[str, BlockKind] = {
     "linear_attention": "recurrent",
     "mamba": "recurrent",
@@ -79,8 +88,17 @@ class BambaConfig:
 
 
 class BambaModel(HybridModel):
-    def __init__(self, config: BambaConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: BambaConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
@@ -93,15 +111,30 @@ class BambaModel(HybridModel):
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             if shape.blocks[place] != "plain":
                 return mixers.make(place, layer, norm, cache_index)
-            return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=config.mlp_bias,
-                            dtype=dtype, scheme=scheme)  # fmt: skip
+            return GatedMLP(
+                f"{layer}.feed_forward",
+                norm,
+                shape.width,
+                config.inner_width,
+                bias=config.mlp_bias,
+                dtype=dtype,
+                scheme=scheme,
+            )
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
         names = Names("model.embed_tokens", "model.final_layernorm")
         super().__init__(
-            shape, names, make_block, rope, block_activations(shape, 3 * config.inner_width), dtype=dtype,
-            cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            names,
+            make_block,
+            rope,
+            block_activations(shape, 3 * config.inner_width),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> BambaConfig:

@@ -34,18 +34,38 @@ from quire.models.loading.fields import above_zero, check_layer_types, check_sil
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
-_V3 = {"q_lora_rank": 1536, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-       "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}  # fmt: skip
+_V3 = {
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": _V3,
     "kimi_k2": _V3,  # its files name the class of DeepSeek V3, under a type of their own
-    "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
-                      "routed_scaling_factor": 1.8},
-    "minicpm3": {"q_lora_rank": 768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_interleave": False,
-                 "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "max_position_embeddings": 32768},
+    "glm4_moe_lite": {
+        "q_lora_rank": 768,
+        "n_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+    },
+    "minicpm3": {
+        "q_lora_rank": 768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_interleave": False,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "max_position_embeddings": 32768,
+    },
     "youtu": {"q_lora_rank": 1536, "tie_word_embeddings": True},
-}  # fmt: skip
+}
 WITHOUT_EXPERTS = ("minicpm3", "youtu")
 
 
@@ -122,8 +142,17 @@ class DeepSeekLayer(nn.Module):
 
 
 class DeepSeekModel(nn.Module):
-    def __init__(self, config: DeepSeekConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.config = config
         self.needless = config.needless

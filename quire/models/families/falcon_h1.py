@@ -36,8 +36,18 @@ from quire.models.families.mamba2 import MambaFields
 from quire.models.loading.fields import flag, number, whole
 from quire.types import QuireError
 
-FIELDS = MambaFields("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
-                     "mamba_conv_bias", "mamba_proj_bias", "hidden_act", "mamba_expand", "mamba_d_ssm")  # fmt: skip
+FIELDS = MambaFields(
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "hidden_act",
+    "mamba_expand",
+    "mamba_d_ssm",
+)
 DEFAULTS = {"mamba_d_ssm": 1024, "mamba_n_groups": 1, "mamba_d_state": 256, "num_key_value_heads": 8}
 LAYER_TYPES: dict[str, BlockKind] = {"hybrid": "parallel"}
 
@@ -123,8 +133,9 @@ class Beside(nn.Module):
         self.attention = attention
         self.mamba = mamba
 
-    def forward(self, stream: Tensor, angles: Angles, attention: AttentionPlan,
-                recurrent: RecurrentLayersPlan) -> Tensor:  # fmt: skip
+    def forward(
+        self, stream: Tensor, angles: Angles, attention: AttentionPlan, recurrent: RecurrentLayersPlan
+    ) -> Tensor:
         """stream [tokens, width] -> the stream with both shares added, of the tokens that attend"""
         attended = self.attention.attend(stream, angles, attention)  # first: the other may take the stream's memory
         stream = attention.pick(self.mamba(stream, recurrent))
@@ -132,8 +143,17 @@ class Beside(nn.Module):
 
 
 class FalconH1Model(HybridModel):
-    def __init__(self, config: FalconH1Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: FalconH1Config,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape, by = config.shape, config.multipliers
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
@@ -143,26 +163,59 @@ class FalconH1Model(HybridModel):
             name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             if shape.blocks[place] == "plain":
-                block = GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=config.mlp_bias,
-                                 dtype=dtype, scheme=scheme)  # fmt: skip
+                block = GatedMLP(
+                    f"{layer}.feed_forward",
+                    norm,
+                    shape.width,
+                    config.inner_width,
+                    bias=config.mlp_bias,
+                    dtype=dtype,
+                    scheme=scheme,
+                )
                 set_forms(block.gate_up, (scale_by(by.gate), None))
                 set_forms(block.down, (scale_by(by.down),))
                 return block
             bias = config.attention_bias
-            attending = Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=bias, out_bias=bias,
-                                  qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
-            mamba = Mamba2(f"{layer}.mamba", norm, shape.width, recurrent, cache_index, config.options, dtype=dtype,
-                           ops=ops, scheme=scheme)  # fmt: skip
+            attending = Attention(
+                f"{layer}.self_attn",
+                norm,
+                attention,
+                cache_index,
+                qkv_bias=bias,
+                out_bias=bias,
+                qk_norm=None,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
+            mamba = Mamba2(
+                f"{layer}.mamba",
+                norm,
+                shape.width,
+                recurrent,
+                cache_index,
+                config.options,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
             _scale_mixers(attending, mamba, recurrent, by)
             return Beside(attending, mamba)
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
         attended = attention.num_heads * attention.head_dim  # waits while the other half is worked out
         super().__init__(
-            shape, Names("model.embed_tokens", "model.final_layernorm"), make_block, rope,
-            block_activations(shape, 3 * config.inner_width) + attended, dtype=dtype, cache_dtype=cache_dtype,
-            page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            Names("model.embed_tokens", "model.final_layernorm"),
+            make_block,
+            rope,
+            block_activations(shape, 3 * config.inner_width) + attended,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FalconH1Config:

@@ -110,9 +110,22 @@ class Gemma4Config:
 
 
 class Gemma4Attention(nn.Module):
-    def __init__(self, prefix: str, norm: RMSNorm, shape: AttentionShape, cache_index: int, *, owns_kv: bool,
-                 k_is_v: bool, bias: bool, eps: float, dtype: torch.dtype, ops: Ops, scheme: Scheme,
-                 join: Join):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        shape: AttentionShape,
+        cache_index: int,
+        *,
+        owns_kv: bool,
+        k_is_v: bool,
+        bias: bool,
+        eps: float,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        join: Join,
+    ):
         super().__init__()
         self.norm = norm
         self.shape = shape
@@ -139,9 +152,16 @@ class Gemma4Attention(nn.Module):
             v = projected[:, -self.shape.num_kv_heads * head_dim :].unflatten(1, (-1, head_dim))
             v.copy_(functional.rms_norm(v, (head_dim,), None, self.eps))
             q = self.ops.qk_norm_rope_write(
-                projected, self.q_weight, self.k_weight, self.eps, angles, k_cache, v_cache, plan.slots,
+                projected,
+                self.q_weight,
+                self.k_weight,
+                self.eps,
+                angles,
+                k_cache,
+                v_cache,
+                plan.slots,
                 self.shape.num_heads,
-            )  # fmt: skip
+            )
         else:
             assert tables.cos is not None and tables.sin is not None
             q = functional.rms_norm(projected.view(len(stream), -1, head_dim), (head_dim,), self.q_weight, self.eps)
@@ -153,8 +173,16 @@ class Gemma4Attention(nn.Module):
 class LayerInput(nn.Module):
     """What a layer adds of its own input: stream + norm(up(act(down(stream)) * input))."""
 
-    def __init__(self, prefix: str, width: int, input_width: int, activation: str, norm: RMSNorm, dtype: torch.dtype,
-                 scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        width: int,
+        input_width: int,
+        activation: str,
+        norm: RMSNorm,
+        dtype: torch.dtype,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.down = Linear(width, [(f"{prefix}.per_layer_input_gate", input_width)], dtype=dtype, scheme=scheme)
         self.up = Linear(input_width, [(f"{prefix}.per_layer_projection", width)], dtype=dtype, scheme=scheme)
@@ -169,8 +197,9 @@ class LayerInput(nn.Module):
 class Gemma4Layer(nn.Module):
     scalar: Tensor
 
-    def __init__(self, index: int, cache_index: int, config: Gemma4Config, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme):  # fmt: skip
+    def __init__(
+        self, index: int, cache_index: int, config: Gemma4Config, dtype: torch.dtype, ops: Ops, scheme: Scheme
+    ):
         super().__init__()
         prefix, layer = f"model.layers.{index}", config.layers[index]
 
@@ -178,31 +207,60 @@ class Gemma4Layer(nn.Module):
             return RMSNorm(f"{prefix}.{name}", config.width, config.eps, dtype, ops)
 
         self.attention = Gemma4Attention(
-            f"{prefix}.self_attn", norm("input_layernorm"),
-            AttentionShape(config.width, config.num_heads, layer.num_kv_heads, layer.head_dim), cache_index,
-            owns_kv=layer.source == index, k_is_v=layer.k_is_v, bias=config.attention_bias, eps=config.eps, dtype=dtype,
-            ops=ops, scheme=scheme, join=Join(norm("post_attention_layernorm")),
-        )  # fmt: skip
+            f"{prefix}.self_attn",
+            norm("input_layernorm"),
+            AttentionShape(config.width, config.num_heads, layer.num_kv_heads, layer.head_dim),
+            cache_index,
+            owns_kv=layer.source == index,
+            k_is_v=layer.k_is_v,
+            bias=config.attention_bias,
+            eps=config.eps,
+            dtype=dtype,
+            ops=ops,
+            scheme=scheme,
+            join=Join(norm("post_attention_layernorm")),
+        )
         experts, last = config.experts, norm("post_feedforward_layernorm")
         mlp = GatedMLP(
-            f"{prefix}.mlp", norm("pre_feedforward_layernorm"), config.width, layer.inner_width, bias=False,
-            dtype=dtype, scheme=scheme, activation=config.activation,
+            f"{prefix}.mlp",
+            norm("pre_feedforward_layernorm"),
+            config.width,
+            layer.inner_width,
+            bias=False,
+            dtype=dtype,
+            scheme=scheme,
+            activation=config.activation,
             join=Join(last if experts is None else norm("post_feedforward_layernorm_1")),
-        )  # fmt: skip
+        )
         self.mlp: nn.Module = mlp
         if experts is not None:
             self.mlp = MLPAndExperts(
-                prefix, mlp, experts, norm("pre_feedforward_layernorm_2"), norm("post_feedforward_layernorm_2"), last,
-                dtype=dtype, ops=ops, scheme=scheme,
-            )  # fmt: skip
+                prefix,
+                mlp,
+                experts,
+                norm("pre_feedforward_layernorm_2"),
+                norm("post_feedforward_layernorm_2"),
+                last,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
         self.input = None
         if config.input_width:
-            self.input = LayerInput(prefix, config.width, config.input_width, config.activation,
-                                    norm("post_per_layer_input_norm"), dtype, scheme)  # fmt: skip
+            self.input = LayerInput(
+                prefix,
+                config.width,
+                config.input_width,
+                config.activation,
+                norm("post_per_layer_input_norm"),
+                dtype,
+                scheme,
+            )
         self.scalar = Weight.whole(f"{prefix}.layer_scalar", (1,), dtype)
 
-    def forward(self, stream: Tensor, given: Tensor | None, angles: Angles, tables: Angles,
-                plan: AttentionPlan) -> Tensor:  # fmt: skip
+    def forward(
+        self, stream: Tensor, given: Tensor | None, angles: Angles, tables: Angles, plan: AttentionPlan
+    ) -> Tensor:
         stream = self.mlp(self.attention(stream, angles, tables, plan))
         if self.input is not None and given is not None:
             stream = self.input(stream, given)
@@ -219,9 +277,7 @@ class LayerInputs(nn.Module):
         self.embedding = Embedding(
             "model.embed_tokens_per_layer", config.input_vocab, rows, dtype, math.sqrt(config.input_width), scheme
         )
-        self.project = Linear(
-            config.width, [("model.per_layer_model_projection", rows)], dtype=dtype, scheme=scheme
-        )  # fmt: skip
+        self.project = Linear(config.width, [("model.per_layer_model_projection", rows)], dtype=dtype, scheme=scheme)
         self.norm = RMSNorm("model.per_layer_projection_norm", config.input_width, config.eps, dtype, ops)
         self.scale = config.width**-0.5
 
@@ -233,8 +289,17 @@ class LayerInputs(nn.Module):
 
 
 class Gemma4Model(nn.Module):
-    def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: Gemma4Config,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.config = config
         self.ops = ops
@@ -253,16 +318,23 @@ class Gemma4Model(nn.Module):
         )
         self.specs = _cache_specs(config, cache_dtype, page_tokens)
         places = {layer: place for spec in self.specs for place, layer in enumerate(spec.layers)}
-        self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.width, dtype,
-                                   math.sqrt(config.width), scheme)  # fmt: skip
+        self.embedding = Embedding(
+            "model.embed_tokens", config.vocab_size, config.width, dtype, math.sqrt(config.width), scheme
+        )
         self.inputs = LayerInputs(config, dtype, ops, scheme) if config.input_width else None
         self.layers = nn.ModuleList(
             Gemma4Layer(index, places[layer.source], config, dtype, ops, scheme)
             for index, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm("model.norm", config.width, config.eps, dtype, ops)
-        self.head = Head("model.embed_tokens" if config.tied else "lm_head", config.vocab_size, config.width, dtype,
-                         scheme, softcap=config.logit_softcap)  # fmt: skip
+        self.head = Head(
+            "model.embed_tokens" if config.tied else "lm_head",
+            config.vocab_size,
+            config.width,
+            dtype,
+            scheme,
+            softcap=config.logit_softcap,
+        )
         sizes = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: Rope(rope, sizes[kind], dtype, device, ops) for kind, rope in config.ropes.items()}
 
@@ -273,8 +345,10 @@ class Gemma4Model(nn.Module):
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         angles = {kind: rope.angles(step.positions) for kind, rope in self.ropes.items()}
-        tables = {kind: angle_tables(step.positions, rope.frequencies, rope.scale, self.dtype)
-                  for kind, rope in self.ropes.items()}  # fmt: skip
+        tables = {
+            kind: angle_tables(step.positions, rope.frequencies, rope.scale, self.dtype)
+            for kind, rope in self.ropes.items()
+        }
         stream = self.embedding(step.tokens)
         inputs = None if self.inputs is None else self.inputs(step.tokens, stream)
         for index, (layer, its) in enumerate(zip(self.layers, self.config.layers, strict=True)):
@@ -301,15 +375,16 @@ def _layers(config: Mapping[str, Any], kinds: list[str]) -> tuple[LayerConfig, .
     for index, kind in enumerate(kinds):
         its: Mapping[str, Any] = overrides.get(str(index), overrides.get(index)) or {}
         if kind == "full_attention" and not its:
-            its = {"head_dim": whole(config, "global_head_dim", 512),
-                   "num_key_value_heads": config.get("num_global_key_value_heads") if k_is_v else None}  # fmt: skip
+            its = {
+                "head_dim": whole(config, "global_head_dim", 512),
+                "num_key_value_heads": config.get("num_global_key_value_heads") if k_is_v else None,
+            }
         num_kv_heads, its_dim = whole(its, "num_key_value_heads", kv_heads), whole(its, "head_dim", head_dim)
         check_heads(heads, num_kv_heads, its_dim)
         shared = index >= first_shared
         source = next(i for i in reversed(range(first_shared)) if kinds[i] == kind) if shared else index
         width = 2 * inner_width if shared and wide else inner_width
-        found.append(LayerConfig(kind, its_dim, num_kv_heads, width, source,
-                                 k_is_v and kind == "full_attention"))  # fmt: skip
+        found.append(LayerConfig(kind, its_dim, num_kv_heads, width, source, k_is_v and kind == "full_attention"))
     return tuple(found)
 
 

@@ -35,8 +35,19 @@ class MLPAndExperts(nn.Module):
     router_norm: Tensor  # [width]
     expert_scale: Tensor  # [experts]: what an expert's share is multiplied with
 
-    def __init__(self, layer: str, mlp: GatedMLP, shape: MoEShape, norm: RMSNorm, after_experts: RMSNorm,
-                 last: RMSNorm, *, dtype: torch.dtype, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        layer: str,
+        mlp: GatedMLP,
+        shape: MoEShape,
+        norm: RMSNorm,
+        after_experts: RMSNorm,
+        last: RMSNorm,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         """`mlp` norms what it adds; `norm` and `after_experts` stand around the experts, `last` after both."""
         super().__init__()
         self.mlp = mlp

@@ -60,8 +60,17 @@ class GptOssConfig:
 
 
 class GptOssModel(DenseModel):
-    def __init__(self, config: GptOssConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: GptOssConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module:
             prefix = f"model.layers.{index}.mlp"
             experts = stacked_experts(f"{prefix}.experts", config.shape, dtype, scheme)
@@ -69,9 +78,15 @@ class GptOssModel(DenseModel):
             return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, join=join)
 
         super().__init__(
-            config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
-            scheme=scheme, feed_forward=feed_forward,
-        )  # fmt: skip
+            config.dense,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            device=device,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+            feed_forward=feed_forward,
+        )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
 
     @staticmethod

@@ -88,8 +88,17 @@ class GraniteHybridConfig:
 
 
 class GraniteHybridModel(HybridModel):
-    def __init__(self, config: GraniteHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: GraniteHybridConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
@@ -117,9 +126,17 @@ class GraniteHybridModel(HybridModel):
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
         inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
         super().__init__(
-            shape, Names("model.embed_tokens", "model.norm"), make_block, rope, block_activations(shape, inner),
-            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            Names("model.embed_tokens", "model.norm"),
+            make_block,
+            rope,
+            block_activations(shape, inner),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> GraniteHybridConfig:

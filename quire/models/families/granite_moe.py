@@ -36,8 +36,17 @@ class _Flat:
         return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
 
 
-def granite_mixture(layer: str, names: ExpertNames, norm: Norm | None, shape: MoEShape, scale: Scale | None, *,
-                    dtype: torch.dtype, ops: Ops, scheme: Scheme) -> MoE:  # fmt: skip
+def granite_mixture(
+    layer: str,
+    names: ExpertNames,
+    norm: Norm | None,
+    shape: MoEShape,
+    scale: Scale | None,
+    *,
+    dtype: torch.dtype,
+    ops: Ops,
+    scheme: Scheme,
+) -> MoE:
     """`names`: of the mixture, below the layer."""
     apart = (names.stacked("gate"), names.stacked("up"))
     experts = Experts.from_two(*names.of_two(), shape, dtype, scheme, _Flat(scale), apart)
@@ -47,8 +56,9 @@ def granite_mixture(layer: str, names: ExpertNames, norm: Norm | None, shape: Mo
     return MoE(names, norm, shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, shared=shared)
 
 
-def granite_shared(layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None,
-                   dtype: torch.dtype, scheme: Scheme) -> GatedMLP:  # fmt: skip
+def granite_shared(
+    layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None, dtype: torch.dtype, scheme: Scheme
+) -> GatedMLP:
     prefix = f"{layer}.shared_mlp"
     block = GatedMLP(prefix, norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme, names=SHARED_NAMES)
     also_called(block.gate_up, *(f"{prefix}.{name}" for name in ALSO_CALLED))

@@ -50,10 +50,18 @@ class HybridShape:
     logit_scale: float = 1.0
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, norm_eps: float, max_positions: int,
-             attention: AttentionShape | LatentShape | None, recurrent: RecurrentShape | ConvShape,
-             blocks: tuple[BlockKind, ...], embedding_scale: float = 1.0,
-             logit_scale: float = 1.0) -> HybridShape:  # fmt: skip
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        norm_eps: float,
+        max_positions: int,
+        attention: AttentionShape | LatentShape | None,
+        recurrent: RecurrentShape | ConvShape,
+        blocks: tuple[BlockKind, ...],
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
+    ) -> HybridShape:
         """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
         none."""
         if all(kind == "plain" for kind in blocks):
@@ -83,9 +91,21 @@ class Names:
 
 
 class HybridModel(nn.Module):
-    def __init__(self, shape: HybridShape, names: Names, make_block: Callable[[int, int], nn.Module],
-                 rope: Rope | None, activation_elements: int, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 page_tokens: int, ops: Ops, scheme: Scheme, norm_offset: float = 0.0):  # fmt: skip
+    def __init__(
+        self,
+        shape: HybridShape,
+        names: Names,
+        make_block: Callable[[int, int], nn.Module],
+        rope: Rope | None,
+        activation_elements: int,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+        norm_offset: float = 0.0,
+    ):
         """`make_block(place, cache_index)`: the block at this place, and where in its cache group it stands (0 for one
         that keeps nothing). `norm_offset`: what the checkpoint leaves out of the last norm's weight."""
         super().__init__()
@@ -160,8 +180,9 @@ def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> li
     return specs
 
 
-def _paged_spec(attention: AttentionShape | LatentShape, layers: tuple[int, ...], dtype: torch.dtype,
-                page_tokens: int) -> CacheSpec:  # fmt: skip
+def _paged_spec(
+    attention: AttentionShape | LatentShape, layers: tuple[int, ...], dtype: torch.dtype, page_tokens: int
+) -> CacheSpec:
     if isinstance(attention, LatentShape):
         return latent_spec(attention, "absorbed", layers, dtype, page_tokens)
     entry, name = (attention.num_kv_heads, attention.head_dim), str(dtype).removeprefix("torch.")
@@ -196,8 +217,9 @@ def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
         raise QuireError("bad_config", what, "Check config.json.")
 
 
-def mixers_with_mlps(config: Mapping[str, Any], known: Mapping[str, BlockKind],
-                     usual: Callable[[int], str]) -> tuple[BlockKind, ...]:  # fmt: skip
+def mixers_with_mlps(
+    config: Mapping[str, Any], known: Mapping[str, BlockKind], usual: Callable[[int], str]
+) -> tuple[BlockKind, ...]:
     """A mixer, as `layer_types` says or else `usual(layer)`, and a feed-forward block for every layer."""
     num_layers = whole(config, "num_hidden_layers", 32)
     kinds = config.get("layer_types")

@@ -98,8 +98,17 @@ class KimiLinearConfig:
 
 
 class KimiLinearModel(HybridModel):
-    def __init__(self, config: KimiLinearConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: KimiLinearConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape, moe = config.shape, config.moe
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, LatentShape) and isinstance(recurrent, RecurrentShape)
@@ -109,18 +118,34 @@ class KimiLinearModel(HybridModel):
             name = "post_attention_layernorm" if place % 2 else "input_layernorm"
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             if shape.blocks[place] == "recurrent":
-                return ChannelDeltaNet(f"{layer}.self_attn", norm, shape.width, recurrent, cache_index, dtype=dtype,
-                                       ops=ops, scheme=scheme)  # fmt: skip
+                return ChannelDeltaNet(
+                    f"{layer}.self_attn", norm, shape.width, recurrent, cache_index, dtype=dtype, ops=ops, scheme=scheme
+                )
             if shape.blocks[place] == "attention":
-                return LatentAttention(f"{layer}.self_attn", norm, attention, cache_index, form="absorbed",
-                                       dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                return LatentAttention(
+                    f"{layer}.self_attn",
+                    norm,
+                    attention,
+                    cache_index,
+                    form="absorbed",
+                    dtype=dtype,
+                    ops=ops,
+                    scheme=scheme,
+                )
             mixture = f"{layer}.block_sparse_moe"
             if place // 2 in config.sparse_layers:
-                names = ExpertNames(mixture, gate="w1", up="w3", down="w2", shared="shared_experts",
-                                    shared_matrices=("gate_proj", "up_proj", "down_proj"))  # fmt: skip
+                names = ExpertNames(
+                    mixture,
+                    gate="w1",
+                    up="w3",
+                    down="w2",
+                    shared="shared_experts",
+                    shared_matrices=("gate_proj", "up_proj", "down_proj"),
+                )
                 return MoE(names, norm, moe, dtype=dtype, ops=ops, scheme=scheme)
-            mlp = GatedMLP(f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype,
-                           scheme=scheme)  # fmt: skip
+            mlp = GatedMLP(
+                f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
+            )
             # transformers saves these, too, under the name of what the other layers have.
             also_called(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
             also_called(mlp.down, f"{mixture}.down_proj")
@@ -128,10 +153,17 @@ class KimiLinearModel(HybridModel):
 
         inner = max(3 * config.inner_width, moe_activations(moe), channel_activations(recurrent))
         super().__init__(
-            shape, Names("model.embed_tokens", "model.norm"), make_block,
-            Rope(RopeConfig("none"), attention.rope_dim, dtype, device, ops), block_activations(shape, inner),
-            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            Names("model.embed_tokens", "model.norm"),
+            make_block,
+            Rope(RopeConfig("none"), attention.rope_dim, dtype, device, ops),
+            block_activations(shape, inner),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
         self.needless = config.needless
 
     @staticmethod
@@ -146,8 +178,10 @@ def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
         linear = {}
     if not isinstance(linear, Mapping):
         raise QuireError("bad_config", f"linear_attn_config={linear!r} must be an object.", "Check config.json.")
-    renamed = {**{ours: config.get(theirs) for theirs, ours in IN_OTHERS_WORDS.items()},
-               **{ours: linear.get(theirs) for theirs, ours in OF_LINEAR.items()}}  # fmt: skip
+    renamed = {
+        **{ours: config.get(theirs) for theirs, ours in IN_OTHERS_WORDS.items()},
+        **{ours: linear.get(theirs) for theirs, ours in OF_LINEAR.items()},
+    }
     given = {**config, **{key: value for key, value in renamed.items() if value is not None}}
     if given.get("layer_types") is None:
         given["layer_types"] = _listed_layers(linear, whole({**DEFAULTS, **given}, "num_hidden_layers"))

@@ -84,8 +84,17 @@ class Lfm2Config:
 
 
 class Lfm2Model(HybridModel):
-    def __init__(self, config: Lfm2Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: Lfm2Config,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
@@ -93,8 +102,16 @@ class Lfm2Model(HybridModel):
         def feed_forward(layer: str, index: int, norm: RMSNorm) -> nn.Module:
             if config.moe is not None and index >= config.num_dense:
                 return MoE(EXPERT_NAMES.below(layer), norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
-            return GatedMLP(f"{layer}.feed_forward", norm, shape.width, config.inner_width, bias=False, dtype=dtype,
-                            scheme=scheme, names=MLP_NAMES)  # fmt: skip
+            return GatedMLP(
+                f"{layer}.feed_forward",
+                norm,
+                shape.width,
+                config.inner_width,
+                bias=False,
+                dtype=dtype,
+                scheme=scheme,
+                names=MLP_NAMES,
+            )
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
@@ -102,24 +119,54 @@ class Lfm2Model(HybridModel):
             norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             match shape.blocks[place]:
                 case "recurrent":
-                    return ShortConv(f"{layer}.conv", norm, config.conv, cache_index, bias=config.conv_bias,
-                                     dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                    return ShortConv(
+                        f"{layer}.conv",
+                        norm,
+                        config.conv,
+                        cache_index,
+                        bias=config.conv_bias,
+                        dtype=dtype,
+                        ops=ops,
+                        scheme=scheme,
+                    )
                 case "attention":
-                    heads = QKNorm(f"{layer}.self_attn", attention.head_dim, shape.norm_eps, dtype,
-                                   names=("q_layernorm", "k_layernorm"))  # fmt: skip
-                    return Attention(f"{layer}.self_attn", norm, attention, cache_index, qkv_bias=False,
-                                     out_bias=False, qk_norm=heads, dtype=dtype, ops=ops, scheme=scheme,
-                                     names=ATTENTION_NAMES)  # fmt: skip
+                    heads = QKNorm(
+                        f"{layer}.self_attn",
+                        attention.head_dim,
+                        shape.norm_eps,
+                        dtype,
+                        names=("q_layernorm", "k_layernorm"),
+                    )
+                    return Attention(
+                        f"{layer}.self_attn",
+                        norm,
+                        attention,
+                        cache_index,
+                        qkv_bias=False,
+                        out_bias=False,
+                        qk_norm=heads,
+                        dtype=dtype,
+                        ops=ops,
+                        scheme=scheme,
+                        names=ATTENTION_NAMES,
+                    )
                 case _:
                     return feed_forward(layer, place // 2, norm)
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
         inner = max(3 * config.inner_width, 0 if config.moe is None else moe_activations(config.moe))
         super().__init__(
-            shape, Names("model.embed_tokens", "model.embedding_norm"), make_block, rope,
-            block_activations(shape, inner), dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops,
+            shape,
+            Names("model.embed_tokens", "model.embedding_norm"),
+            make_block,
+            rope,
+            block_activations(shape, inner),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
             scheme=scheme,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Lfm2Config:

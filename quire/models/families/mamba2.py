@@ -92,16 +92,44 @@ class Mixers:
         shape, dtype, ops, scheme = self.shape, self.dtype, self.ops, self.scheme
         if shape.blocks[place] == "recurrent":
             assert isinstance(shape.recurrent, RecurrentShape)
-            return Mamba2(f"{layer}.mamba", norm, shape.width, shape.recurrent, cache_index, self.options, dtype=dtype,
-                          ops=ops, scheme=scheme)  # fmt: skip
+            return Mamba2(
+                f"{layer}.mamba",
+                norm,
+                shape.width,
+                shape.recurrent,
+                cache_index,
+                self.options,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
         assert isinstance(shape.attention, AttentionShape)
         bias = self.attention_bias
-        return Attention(f"{layer}.self_attn", norm, shape.attention, cache_index, qkv_bias=bias, out_bias=bias,
-                         qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+        return Attention(
+            f"{layer}.self_attn",
+            norm,
+            shape.attention,
+            cache_index,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=None,
+            dtype=dtype,
+            ops=ops,
+            scheme=scheme,
+        )
 
 
-FIELDS = MambaFields("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias",
-                     "hidden_act", expand="expand")  # fmt: skip
+FIELDS = MambaFields(
+    "num_heads",
+    "head_dim",
+    "n_groups",
+    "state_size",
+    "conv_kernel",
+    "use_conv_bias",
+    "use_bias",
+    "hidden_act",
+    expand="expand",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +155,17 @@ class Mamba2Config:
 
 
 class Mamba2Model(HybridModel):
-    def __init__(self, config: Mamba2Config, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: Mamba2Config,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         recurrent = shape.recurrent
         assert isinstance(recurrent, RecurrentShape)
@@ -136,13 +173,30 @@ class Mamba2Model(HybridModel):
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"backbone.layers.{place}"
             norm = RMSNorm(f"{layer}.norm", shape.width, shape.norm_eps, dtype, ops)
-            return Mamba2(f"{layer}.mixer", norm, shape.width, recurrent, cache_index, config.options, dtype=dtype,
-                          ops=ops, scheme=scheme)  # fmt: skip
+            return Mamba2(
+                f"{layer}.mixer",
+                norm,
+                shape.width,
+                recurrent,
+                cache_index,
+                config.options,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
 
         super().__init__(
-            shape, Names("backbone.embeddings", "backbone.norm_f"), make_block, None, block_activations(shape, 0),
-            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            Names("backbone.embeddings", "backbone.norm_f"),
+            make_block,
+            None,
+            block_activations(shape, 0),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Mamba2Config:

@@ -55,8 +55,17 @@ class MoEConfig:
 
 
 class MoEModel(DenseModel):
-    def __init__(self, config: MoEConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         scale = scale_by(config.residual_scale)
 
         def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
@@ -69,9 +78,15 @@ class MoEModel(DenseModel):
             return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
 
         super().__init__(
-            config.dense, dtype=dtype, cache_dtype=cache_dtype, device=device, page_tokens=page_tokens, ops=ops,
-            scheme=scheme, feed_forward=feed_forward,
-        )  # fmt: skip
+            config.dense,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            device=device,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+            feed_forward=feed_forward,
+        )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
         self.needless = config.needless
         if scale is not None:

@@ -271,10 +271,15 @@ def shared_beside_routed(config: Fields) -> MoEShape:
         raise QuireError("unsupported_model", what, "Supported is noaux_tc.")
     groups = whole(config, "n_group", 1)
     routing = replace(
-        _routing(config), score="sigmoid", normalise=flag(config, "norm_topk_prob", True),
-        scale=number(config, "routed_scaling_factor", 1.0), num_groups=groups,
-        top_groups=whole(config, "topk_group", 1), group_members=2 if groups > 1 else 1, exact=True,
-    )  # fmt: skip
+        _routing(config),
+        score="sigmoid",
+        normalise=flag(config, "norm_topk_prob", True),
+        scale=number(config, "routed_scaling_factor", 1.0),
+        num_groups=groups,
+        top_groups=whole(config, "topk_group", 1),
+        group_members=2 if groups > 1 else 1,
+        exact=True,
+    )
     inner = whole(config, "moe_intermediate_size")
     shared = inner * (config.get("n_shared_experts") or 0)
     return MoEShape(whole(config, "hidden_size"), inner, routing, shared_width=shared, choice_bias=True)
@@ -336,22 +341,38 @@ class MoEFamily:
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
 _QWEN = ExpertNames("mlp")
 _DEEPSEEK = ExpertNames("mlp", shared="shared_experts")
-_ERNIE = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-          "moe_layer_end_index": -1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
+_ERNIE = {
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _GRANITE_SWA = {**_GRANITE, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _AFMOE = {"head_dim": 128, "sliding_window": 1024, "num_dense_layers": 1, "num_experts": 64, "num_experts_per_tok": 6}
 _COHERE2 = {"num_experts": 8, "num_experts_per_tok": 2}
 _FLEX_OLMO = {"num_experts": 7, "num_experts_per_tok": 5}
-_HY_V3 = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "first_k_dense_replace": 1,
-          "num_nextn_predict_layers": 1}  # fmt: skip
+_HY_V3 = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 11158840.0,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
 _MELLUM = {
-    "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "norm_topk_prob": True,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "sliding_window": 1024,
+    "norm_topk_prob": True,
     "rope_parameters": {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 10000.0}},
-}  # fmt: skip
+}
 _GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
-_ARIA = ExpertNames("mlp", router="router", two=("experts.fc1.weight", "experts.fc2.weight"), in_columns=True,
-                    shared="shared_experts")  # fmt: skip
+_ARIA = ExpertNames(
+    "mlp", router="router", two=("experts.fc1.weight", "experts.fc2.weight"), in_columns=True, shared="shared_experts"
+)
 MOE = {
     "afmoe": MoEFamily(
         _afmoe,

@@ -34,8 +34,16 @@ from quire.models.families.mamba2 import MambaFields
 from quire.models.loading.fields import check_layer_types, flag, number, whole
 from quire.types import QuireError
 
-FIELDS = MambaFields("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias",
-                     "use_bias", "mamba_hidden_act")  # fmt: skip
+FIELDS = MambaFields(
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+    "use_conv_bias",
+    "use_bias",
+    "mamba_hidden_act",
+)
 STEP = 1e30  # a sigmoid this steep is 0 below 0 and 1 above
 MLP_NAMES = MLPNames(("up_proj",), "down_proj")
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -107,8 +115,17 @@ class SquaredExperts(nn.Module):
     router: Tensor
     choice_bias: Tensor
 
-    def __init__(self, prefix: str, norm: RMSNorm, config: NemotronHConfig, moe: NemotronMoE, *, dtype: torch.dtype,
-                 ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        prefix: str,
+        norm: RMSNorm,
+        config: NemotronHConfig,
+        moe: NemotronMoE,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         super().__init__()
         self.norm = norm
         self.ops = ops
@@ -118,8 +135,17 @@ class SquaredExperts(nn.Module):
         self.router = Weight.whole(f"{prefix}.{names.router}.weight", (num, width), dtype)
         self.choice_bias = Weight.whole(f"{prefix}.{names.choice_bias}", (num,), torch.float32)
         self.experts = Experts.from_names(names, moe.experts, dtype, scheme)
-        self.shared = PlainMLP(f"{prefix}.shared_experts", None, width, moe.shared_width, bias=config.mlp_bias,
-                               dtype=dtype, scheme=scheme, activation="relu2", names=MLP_NAMES)  # fmt: skip
+        self.shared = PlainMLP(
+            f"{prefix}.shared_experts",
+            None,
+            width,
+            moe.shared_width,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            scheme=scheme,
+            activation="relu2",
+            names=MLP_NAMES,
+        )
         self.narrow = self.widen = None
         if moe.experts.width != width:
             narrow, widen = [(f"{prefix}.fc1_latent_proj", moe.experts.width)], [(f"{prefix}.fc2_latent_proj", width)]
@@ -138,8 +164,17 @@ class SquaredExperts(nn.Module):
 
 
 class NemotronHModel(HybridModel):
-    def __init__(self, config: NemotronHConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: NemotronHConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
@@ -149,17 +184,45 @@ class NemotronHModel(HybridModel):
             norm = RMSNorm(f"backbone.layers.{place}.norm", shape.width, shape.norm_eps, dtype, ops)
             match shape.blocks[place]:
                 case "recurrent":
-                    return Mamba2(prefix, norm, shape.width, recurrent, cache_index, config.options, dtype=dtype,
-                                  ops=ops, scheme=scheme)  # fmt: skip
+                    return Mamba2(
+                        prefix,
+                        norm,
+                        shape.width,
+                        recurrent,
+                        cache_index,
+                        config.options,
+                        dtype=dtype,
+                        ops=ops,
+                        scheme=scheme,
+                    )
                 case "attention":
-                    return Attention(prefix, norm, attention, cache_index, qkv_bias=False, out_bias=False,
-                                     qk_norm=None, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                    return Attention(
+                        prefix,
+                        norm,
+                        attention,
+                        cache_index,
+                        qkv_bias=False,
+                        out_bias=False,
+                        qk_norm=None,
+                        dtype=dtype,
+                        ops=ops,
+                        scheme=scheme,
+                    )
                 case _ if place in config.moe_layers:
                     assert config.moe is not None
                     return SquaredExperts(prefix, norm, config, config.moe, dtype=dtype, ops=ops, scheme=scheme)
                 case _:
-                    return PlainMLP(prefix, norm, shape.width, config.inner_width, bias=config.mlp_bias, dtype=dtype,
-                                    scheme=scheme, activation=config.activation, names=MLP_NAMES)  # fmt: skip
+                    return PlainMLP(
+                        prefix,
+                        norm,
+                        shape.width,
+                        config.inner_width,
+                        bias=config.mlp_bias,
+                        dtype=dtype,
+                        scheme=scheme,
+                        activation=config.activation,
+                        names=MLP_NAMES,
+                    )
 
         # Positions come from the recurrent layers: nothing turns.
         rope = Rope(RopeConfig("none"), attention.head_dim, dtype, device, ops)
@@ -168,9 +231,17 @@ class NemotronHModel(HybridModel):
         if config.moe is not None:
             inner = max(inner, moe_activations(config.moe.experts) + 2 * config.moe.shared_width + 2 * shape.width)
         super().__init__(
-            shape, names, make_block, rope, block_activations(shape, inner), dtype=dtype, cache_dtype=cache_dtype,
-            page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            names,
+            make_block,
+            rope,
+            block_activations(shape, inner),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> NemotronHConfig:

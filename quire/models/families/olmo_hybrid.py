@@ -72,8 +72,17 @@ class OlmoHybridConfig:
 
 
 class OlmoHybridModel(HybridModel):
-    def __init__(self, config: OlmoHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: OlmoHybridConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape, bias = config.shape, config.attention_bias
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
@@ -86,29 +95,63 @@ class OlmoHybridModel(HybridModel):
             return made
 
         def feed_forward(layer: str, before: RMSNorm | None, join: Join | None) -> GatedMLP:
-            return GatedMLP(f"{layer}.mlp", before, shape.width, config.inner_width, bias=False, dtype=dtype,
-                            scheme=scheme, join=join)  # fmt: skip
+            return GatedMLP(
+                f"{layer}.mlp",
+                before,
+                shape.width,
+                config.inner_width,
+                bias=False,
+                dtype=dtype,
+                scheme=scheme,
+                join=join,
+            )
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             if shape.blocks[place - place % 2] == "recurrent":
                 if place % 2:
                     return feed_forward(layer, norm(layer, "post_attention_layernorm"), None)
-                return GatedDeltaNet(f"{layer}.linear_attn", norm(layer, "input_layernorm"), shape.width, recurrent,
-                                     cache_index, layout=DeltaLayout(apart=True), dtype=dtype, ops=ops, scheme=scheme,
-                                     gated_eps=GATED_EPS)  # fmt: skip
+                return GatedDeltaNet(
+                    f"{layer}.linear_attn",
+                    norm(layer, "input_layernorm"),
+                    shape.width,
+                    recurrent,
+                    cache_index,
+                    layout=DeltaLayout(apart=True),
+                    dtype=dtype,
+                    ops=ops,
+                    scheme=scheme,
+                    gated_eps=GATED_EPS,
+                )
             if place % 2:
                 return feed_forward(layer, None, Join(norm(layer, "post_feedforward_layernorm")))
             heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, dtype, ops)
-            return Attention(f"{layer}.self_attn", None, attention, cache_index, qkv_bias=bias, out_bias=bias,
-                             qk_norm=heads, dtype=dtype, ops=ops, scheme=scheme,
-                             join=Join(norm(layer, "post_attention_layernorm")))  # fmt: skip
+            return Attention(
+                f"{layer}.self_attn",
+                None,
+                attention,
+                cache_index,
+                qkv_bias=bias,
+                out_bias=bias,
+                qk_norm=heads,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+                join=Join(norm(layer, "post_attention_layernorm")),
+            )
 
         super().__init__(
-            shape, Names("model.embed_tokens", "model.norm"), make_block,
-            Rope(config.rope, attention.head_dim, dtype, device, ops), block_activations(shape, 3 * config.inner_width),
-            dtype=dtype, cache_dtype=cache_dtype, page_tokens=page_tokens, ops=ops, scheme=scheme,
-        )  # fmt: skip
+            shape,
+            Names("model.embed_tokens", "model.norm"),
+            make_block,
+            Rope(config.rope, attention.head_dim, dtype, device, ops),
+            block_activations(shape, 3 * config.inner_width),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> OlmoHybridConfig:

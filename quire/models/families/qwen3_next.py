@@ -98,8 +98,17 @@ class QwenHybridConfig:
 
 
 class QwenHybridModel(HybridModel):
-    def __init__(self, config: QwenHybridConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype,
-                 device: torch.device, page_tokens: int, ops: Ops, scheme: Scheme):  # fmt: skip
+    def __init__(
+        self,
+        config: QwenHybridConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+    ):
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
@@ -115,25 +124,51 @@ class QwenHybridModel(HybridModel):
                     names = ExpertNames(f"{layer}.mlp")
                     experts = _experts(names, config.moe, dtype, scheme, count_merged(config.moe, ops))
                     return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
-                return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype,
-                                scheme=scheme)  # fmt: skip
+                return GatedMLP(
+                    f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
+                )
             first_norm = norm(f"{layer}.input_layernorm")
             if shape.blocks[place] == "attention":
                 return GatedAttention(
-                    f"{layer}.self_attn", first_norm, attention, cache_index, bias=config.attention_bias, dtype=dtype,
-                    ops=ops, scheme=scheme, norm_offset=config.norm_offset,
-                )  # fmt: skip
-            return GatedDeltaNet(f"{layer}.linear_attn", first_norm, shape.width, recurrent, cache_index,
-                                 layout=config.layout, dtype=dtype, ops=ops, scheme=scheme)  # fmt: skip
+                    f"{layer}.self_attn",
+                    first_norm,
+                    attention,
+                    cache_index,
+                    bias=config.attention_bias,
+                    dtype=dtype,
+                    ops=ops,
+                    scheme=scheme,
+                    norm_offset=config.norm_offset,
+                )
+            return GatedDeltaNet(
+                f"{layer}.linear_attn",
+                first_norm,
+                shape.width,
+                recurrent,
+                cache_index,
+                layout=config.layout,
+                dtype=dtype,
+                ops=ops,
+                scheme=scheme,
+            )
 
         still = attention.head_dim - config.turning
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
         names = Names(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
         inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
         super().__init__(
-            shape, names, make_block, rope, block_activations(shape, inner), dtype=dtype, cache_dtype=cache_dtype,
-            page_tokens=page_tokens, ops=ops, scheme=scheme, norm_offset=config.norm_offset,
-        )  # fmt: skip
+            shape,
+            names,
+            make_block,
+            rope,
+            block_activations(shape, inner),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+            norm_offset=config.norm_offset,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> QwenHybridConfig:

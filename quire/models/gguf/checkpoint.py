@@ -145,8 +145,9 @@ def _read(file: GGUFFile, style: GGUFStyle, key: str, default: int | None = None
     return need(file, key) if default is None else get(file, key, default)
 
 
-def _layers(file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int,
-            window: int | None) -> tuple[int | None, list[str]]:  # fmt: skip
+def _layers(
+    file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int, window: int | None
+) -> tuple[int | None, list[str]]:
     """How many heads of keys and values there are, and of which type each layer is."""
     kind = "full_attention" if window is None else "sliding_attention"
     windows = None if window is None else get_layers(file, "attention.sliding_window_pattern")

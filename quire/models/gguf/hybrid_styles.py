@@ -35,14 +35,17 @@ def _recurrent_names(mixer: str) -> dict[str, str]:
 
 _MAMBA_SHAPES = {"ssm_a": (-1,), "ssm_d": (-1,), "ssm_norm": (-1,)}
 GRANITE_BLOCKS = {
-    **{f"ffn_{matrix}{end}": f"shared_mlp.{called}" for end in ("", "_shexp")
-       for matrix, called in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))},
+    **{
+        f"ffn_{matrix}{end}": f"shared_mlp.{called}"
+        for end in ("", "_shexp")
+        for matrix, called in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
+    },
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
     "ffn_up_exps": "block_sparse_moe.experts.up_proj",
     "ffn_gate_up_exps": "block_sparse_moe.input_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
-}  # fmt: skip
+}
 _GRANITE = {**_mamba_names("mamba"), **GRANITE_BLOCKS}
 _FALCON = {
     **_mamba_names("mamba"),

@@ -32,8 +32,17 @@ NATIVE_OP_BY_OP = ("mixture", "mixture with sinks", "hybrid")
 ON_CUDA = ("dense", "mixture", "mixture with sinks", "hybrid")
 
 
-def fixed_ops(model_type: str, *, fits_native: bool, in_blocks: bool, device_type: str, dtype: str, quant: str,
-              kernels: str, kv_dtype: str = "auto") -> Ops:  # fmt: skip
+def fixed_ops(
+    model_type: str,
+    *,
+    fits_native: bool,
+    in_blocks: bool,
+    device_type: str,
+    dtype: str,
+    quant: str,
+    kernels: str,
+    kv_dtype: str = "auto",
+) -> Ops:
     """`fits_native`: the native library runs all layers in one call; `in_blocks`: it keeps the weights, and runs the
     model op by op."""
     ops, kind = select_fixed_ops(device_type, kernels), kind_of(model_type)

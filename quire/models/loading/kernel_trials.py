@@ -119,9 +119,18 @@ class Trials:
             return None
         shape, spec = layer.shape, next(spec for spec in self.model.specs if spec.kind == "paged")
         return LatentTrialShape(
-            shape.num_heads, shape.rank, shape.rope_dim, spec.page_tokens, self.dtype, getattr(torch, spec.dtype),
-            self.max_len, shape.nope_dim, shape.q_rank, shape.interleaved, shape.value_dim,
-        )  # fmt: skip
+            shape.num_heads,
+            shape.rank,
+            shape.rope_dim,
+            spec.page_tokens,
+            self.dtype,
+            getattr(torch, spec.dtype),
+            self.max_len,
+            shape.nope_dim,
+            shape.q_rank,
+            shape.interleaved,
+            shape.value_dim,
+        )
 
     def delta_net(self) -> GatedDeltaNet | None:
         return self._first(GatedDeltaNet)
@@ -186,8 +195,14 @@ class Trials:
                 norm = getattr(block, "norm", None)
                 norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
                 if isinstance(linear.scheme, Dense):
-                    return Product(linear.in_features, linear.out_features, self.dtype, norm_dtype,
-                                   linear.bias is not None, gate=block.curve)  # fmt: skip
+                    return Product(
+                        linear.in_features,
+                        linear.out_features,
+                        self.dtype,
+                        norm_dtype,
+                        linear.bias is not None,
+                        gate=block.curve,
+                    )
         for block in self._modules():
             out, join = getattr(block, "out", None), getattr(block, "join", None)
             if isinstance(out, Linear) and isinstance(out.scheme, Dense):
@@ -218,18 +233,33 @@ class Trials:
         """Of a layer in transformers' own code."""
         layer = self.model.layer_shapes[spec.layers[0]]
         return TrialShape(
-            num_heads=layer.num_heads, num_kv_heads=spec.shape[0], head_dim=spec.shape[1],
-            page_tokens=spec.page_tokens, window=spec.window, qk_norm=False, dtype=self.dtype,
-            cache_dtype=getattr(torch, spec.dtype), max_len=self.max_len, softcap=layer.softcap, sinks=layer.sinks,
-        )  # fmt: skip
+            num_heads=layer.num_heads,
+            num_kv_heads=spec.shape[0],
+            head_dim=spec.shape[1],
+            page_tokens=spec.page_tokens,
+            window=spec.window,
+            qk_norm=False,
+            dtype=self.dtype,
+            cache_dtype=getattr(torch, spec.dtype),
+            max_len=self.max_len,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+        )
 
     def mamba(self) -> MambaTrialShape | None:
         layer = self._first(Mamba2)
         if layer is None:
             return None
         options = layer.options
-        return MambaTrialShape(layer.shape, options.norm_groups, options.conv_bias, options.dt_limits, self.dtype,
-                               options.norm, options.gate_first)  # fmt: skip
+        return MambaTrialShape(
+            layer.shape,
+            options.norm_groups,
+            options.conv_bias,
+            options.dt_limits,
+            self.dtype,
+            options.norm,
+            options.gate_first,
+        )
 
     def _mixture(self) -> ExpertsTrialShape | None:
         for block in self._modules():
@@ -270,8 +300,9 @@ def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tens
     return out if gate is None else REFERENCE.gate_mul(out, gate)
 
 
-def settle_kernels(ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool,
-                   findings: Findings | None = None) -> Ops:  # fmt: skip
+def settle_kernels(
+    ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool, findings: Findings | None = None
+) -> Ops:
     """The table that the model is to be built with. In the deterministic mode no other kernel may step in, be it right
     or quick."""
     device, findings = trials.device, findings or Findings()

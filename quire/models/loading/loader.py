@@ -55,19 +55,40 @@ class LoadedModel:
     )  # the model's own sampling, by SamplingParams name
 
 
-def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model_len: int | None, page_tokens: int,
-               random_weights: bool = False, quant: str = "none", kv_dtype: str = "auto", kernels: str = "auto",
-               strict_kernels: bool = False, deterministic: bool = False, findings: Findings | None = None,
-               progress: Progress | None = None) -> LoadedModel:  # fmt: skip
+def load_model(
+    files: ModelFiles,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None,
+    page_tokens: int,
+    random_weights: bool = False,
+    quant: str = "none",
+    kv_dtype: str = "auto",
+    kernels: str = "auto",
+    strict_kernels: bool = False,
+    deterministic: bool = False,
+    findings: Findings | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
     """Read, check, build and fill. Anything wrong with the files is a QuireError that says so. `findings`: of an
     earlier start, or to be filled by this one."""
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     model, config = settle_model(
-        hf_config, dtype=dtype, device=device, at=device, max_model_len=max_model_len, page_tokens=page_tokens,
-        quant=quant, kv_dtype=kv_dtype, kernels=kernels, strict_kernels=strict_kernels, deterministic=deterministic,
+        hf_config,
+        dtype=dtype,
+        device=device,
+        at=device,
+        max_model_len=max_model_len,
+        page_tokens=page_tokens,
+        quant=quant,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+        strict_kernels=strict_kernels,
+        deterministic=deterministic,
         findings=findings,
-    )  # fmt: skip
+    )
     in_blocks = keeps_blocks(model, dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
@@ -100,10 +121,21 @@ def load_model(files: ModelFiles, *, dtype: str, device: torch.device, max_model
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
 
 
-def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, at: torch.device,
-                 max_model_len: int | None, page_tokens: int, quant: str, kv_dtype: str, kernels: str,
-                 strict_kernels: bool, deterministic: bool,
-                 findings: Findings | None = None) -> tuple[Any, Any]:  # fmt: skip
+def settle_model(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: str,
+    device: torch.device,
+    at: torch.device,
+    max_model_len: int | None,
+    page_tokens: int,
+    quant: str,
+    kv_dtype: str,
+    kernels: str,
+    strict_kernels: bool,
+    deterministic: bool,
+    findings: Findings | None = None,
+) -> tuple[Any, Any]:
     """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
     tables are, the device; or meta, for who only wants to know what would be launched there (`ahead.rehearsal`)."""
     if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
@@ -113,11 +145,20 @@ def settle_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devi
         ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
     else:
         ops = select_ops(device.type, kernels, strict_kernels)
-    build = partial(build_model, {**hf_config, "served_len": max_model_len}, dtype=dtype, device=device, at=at,
-                    page_tokens=page_tokens, quant=quant, kv_dtype=kv_dtype)  # fmt: skip
+    build = partial(
+        build_model,
+        {**hf_config, "served_len": max_model_len},
+        dtype=dtype,
+        device=device,
+        at=at,
+        page_tokens=page_tokens,
+        quant=quant,
+        kv_dtype=kv_dtype,
+    )
     model, config = build(ops=ops)
-    trials = Trials(model, DTYPES[resolve_dtype(dtype, device, hf_config)], at,
-                    _resolve_len(max_model_len, model.max_positions))  # fmt: skip
+    trials = Trials(
+        model, DTYPES[resolve_dtype(dtype, device, hf_config)], at, _resolve_len(max_model_len, model.max_positions)
+    )
     tried = settle_kernels(
         ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic, findings=findings
     )
@@ -136,8 +177,9 @@ def keeps_blocks(model: Any, dtype: str, hf_config: Mapping[str, Any]) -> bool:
     return bool(types) and any(weight.packing is not None for _, _, weight in iter_weights(model))
 
 
-def list_notes(model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str, smaller: bool,
-               in_blocks: bool) -> list[str]:  # fmt: skip
+def list_notes(
+    model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str, smaller: bool, in_blocks: bool
+) -> list[str]:
     """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so;
     `in_blocks`: nothing is decoded."""
     notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
@@ -157,9 +199,17 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
 
 
-def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.device, page_tokens: int,
-                quant: str = "none", kv_dtype: str = "auto", ops: Ops | None = None,
-                at: torch.device | None = None) -> tuple[Any, Any]:  # fmt: skip
+def build_model(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: str,
+    device: torch.device,
+    page_tokens: int,
+    quant: str = "none",
+    kv_dtype: str = "auto",
+    ops: Ops | None = None,
+    at: torch.device | None = None,
+) -> tuple[Any, Any]:
     """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
     tables of angles are, by default there, too."""
     read_quantization(hf_config)  # or refuse what can't be decoded while loading
@@ -172,8 +222,15 @@ def build_model(hf_config: Mapping[str, Any], *, dtype: str, device: torch.devic
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
     with _in_one_line(model_type):
-        model = family(config, dtype=compute_dtype, cache_dtype=cache_dtype, device=at or device,
-                       page_tokens=page_tokens, ops=ops, scheme=scheme)  # fmt: skip
+        model = family(
+            config,
+            dtype=compute_dtype,
+            cache_dtype=cache_dtype,
+            device=at or device,
+            page_tokens=page_tokens,
+            ops=ops,
+            scheme=scheme,
+        )
     check_quantized(model, quant)
     return model, config
 
@@ -220,8 +277,9 @@ def _fits_native(family: Any, config: Any) -> bool:
     return bool(getattr(family, "fits_native", lambda config: False)(config))
 
 
-def _choose_scheme(dtype: str, device: torch.device, ops: Ops, quant: str,
-                   hf_config: Mapping[str, Any]) -> tuple[torch.dtype, Scheme]:  # fmt: skip
+def _choose_scheme(
+    dtype: str, device: torch.device, ops: Ops, quant: str, hf_config: Mapping[str, Any]
+) -> tuple[torch.dtype, Scheme]:
     """What to compute in, and how linears keep their weights."""
     types = _tensor_types(dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
@@ -255,15 +313,22 @@ def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device
     return torch.float8_e4m3fn
 
 
-def _deterministic_ops(hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str, kv_dtype: str,
-                       kernels: str) -> Ops:  # fmt: skip
+def _deterministic_ops(
+    hf_config: Mapping[str, Any], device: torch.device, dtype: str, quant: str, kv_dtype: str, kernels: str
+) -> Ops:
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
     return fixed_ops(
-        model_type, fits_native=_fits_native(family, config), device_type=device.type, dtype=dtype, quant=quant,
-        in_blocks=_runs_natively(family, config, quant, dtype, hf_config), kernels=kernels, kv_dtype=kv_dtype,
-    )  # fmt: skip
+        model_type,
+        fits_native=_fits_native(family, config),
+        device_type=device.type,
+        dtype=dtype,
+        quant=quant,
+        in_blocks=_runs_natively(family, config, quant, dtype, hf_config),
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+    )
 
 
 def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:
@@ -279,8 +344,9 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: generation_config[key] for key in _SAMPLING_KEYS if generation_config.get(key) is not None}
 
 
-def read_eos_ids(generation_config: Mapping[str, Any], hf_config: Mapping[str, Any],
-                 vocab_size: int) -> tuple[int, ...]:  # fmt: skip
+def read_eos_ids(
+    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any], vocab_size: int
+) -> tuple[int, ...]:
     """generation_config.json knows best (chat models often end a turn in several ways), else config.json. What no token
     can be would never end a sequence."""
     for name, config in (("generation_config.json", generation_config), ("config.json", hf_config)):

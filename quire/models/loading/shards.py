@@ -20,9 +20,16 @@ CPU = torch.device("cpu")
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Of activations and caches, which are not rounded by what a file says.
 USELESS = (
-    "activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale",
-    "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
+    "activation_scale",
+    "input_scale",
+    "input_scale_ub",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+)
 
 
 class SafetensorsCheckpoint:

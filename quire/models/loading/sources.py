@@ -163,8 +163,11 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     missing = [name for name in wanted if name not in found]
     beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
     needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
-    unexpected = [name for name in found if name not in wanted and not name.startswith(beginnings)
-                  and not any(fits(name) for fits in needless)]  # fmt: skip
+    unexpected = [
+        name
+        for name in found
+        if name not in wanted and not name.startswith(beginnings) and not any(fits(name) for fits in needless)
+    ]
     unexpected = [name for name in unexpected if not _adds_nothing(checkpoint, name, wanted)]
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:

@@ -34,9 +34,16 @@ from quire.models.packed.floats import Block, find_floats
 from quire.types import QuireError
 
 FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
-)  # fmt: skip
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
 BITS = (2, 4, 8)
 
 
@@ -107,9 +114,12 @@ def _read_group(group: Any) -> Group:
     ):
         raise _bad_config("block_structure", block, "two whole numbers above 0")
     return Group(
-        tuple(targets), whole_number(weights, "num_bits", 8), read_group_size(weights, -1),
-        weights.get("symmetric", True) is not False, None if block is None else (block[0], block[1]),
-    )  # fmt: skip
+        tuple(targets),
+        whole_number(weights, "num_bits", 8),
+        read_group_size(weights, -1),
+        weights.get("symmetric", True) is not False,
+        None if block is None else (block[0], block[1]),
+    )
 
 
 def _bad_config(key: str, value: Any, wanted: str) -> QuireError:
@@ -158,8 +168,7 @@ def _words(prefix: str, entries: Entries, group: Group) -> GroupedMatrix:
         of_column = read_order(names[3], stored, groups) if has_order else size
         return Grouped(numbers, stored.rows(names[1], first, count), zeros, of_column)
 
-    kind = grouped_kind(f"packed INT{bits}", bits, None if has_order else size, columns,
-                        has_zeros=not group.is_even)  # fmt: skip
+    kind = grouped_kind(f"packed INT{bits}", bits, None if has_order else size, columns, has_zeros=not group.is_even)
     uses = [name for name in (*names, f"{prefix}.weight_shape") if name in entries]
     return GroupedMatrix((rows, columns), tuple(uses), kind, take)
 

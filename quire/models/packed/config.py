@@ -40,8 +40,10 @@ def read_quantization(hf_config: Mapping[str, Any]) -> Quantization | None:
     found = METHODS.get(method) if isinstance(said, dict) and isinstance(method, str) else None
     if found is None:
         known = ", ".join(sorted(METHODS))
-        raise unsupported(f"This checkpoint is quantized ({method!s:.80}), which is not supported",
-                          f"Use the original checkpoint, a GGUF file, or one of {known}.")  # fmt: skip
+        raise unsupported(
+            f"This checkpoint is quantized ({method!s:.80}), which is not supported",
+            f"Use the original checkpoint, a GGUF file, or one of {known}.",
+        )
     called, make = found
     return Quantization(called, make(said))
 

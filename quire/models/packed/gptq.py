@@ -49,9 +49,13 @@ def find_gptq(config: Mapping[str, Any]) -> Find:
     form = AUTO_ROUND.get(str(config.get("packing_format")), form)
     if form not in FORMATS:
         raise unsupported(f"This checkpoint is in GPTQ's form {form!r}, which is not supported")
-    read = GptqConfig(whole_number(config, "bits", 4), read_group_size(config, 128),
-                      not config.get("desc_act", False), config.get("sym", True) is not False,
-                      FORMATS[form])  # fmt: skip
+    read = GptqConfig(
+        whole_number(config, "bits", 4),
+        read_group_size(config, 128),
+        not config.get("desc_act", False),
+        config.get("sym", True) is not False,
+        FORMATS[form],
+    )
 
     def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
         prefixes = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]

@@ -80,15 +80,51 @@ def sink_weight(sinks_ptr, heads, mask, best):
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
-    table_ptr, positions_ptr, token_index_ptr, row_index_ptr, sinks_ptr,
-    q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MERGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
-    FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    counter_ptr,
+    table_ptr,
+    positions_ptr,
+    token_index_ptr,
+    row_index_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    score_scale,
+    softcap,
+    v_scale,
+    window,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MERGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACKED: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """PACKED: the caches are FP8, two numbers to a 16-bit word, and strides count words. A head has DIM elements and is
     computed as D, see `padded_dim`; where they are the same nothing is masked."""
     let_next_start(PDL)
@@ -189,8 +225,9 @@ def _decode_kernel(
             if SINKS:
                 total += sink_weight(sinks_ptr, heads, group < GROUP, best)
             out = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
-            tl.store(out_base + heads[:, None] * DIM + dims[None, :], out.to(out_ptr.dtype.element_ty),
-                     mask=real & is_there)  # fmt: skip
+            tl.store(
+                out_base + heads[:, None] * DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=real & is_there
+            )
         elif NUM_SPLITS > 1:
             # Partial results of (row, kv head): [NUM_SPLITS, GROUP_STORED, DIM], and their maxima and sums.
             cell = (index * num_kv_heads + kv_head) * NUM_SPLITS
@@ -219,8 +256,12 @@ def _decode_kernel(
                     whole = there[:, :, None]
                     if D > DIM:
                         whole = whole & (dims < DIM)[None, None, :]
-                    parts = tl.load(partial_ptr + cells[:, :, None] * DIM + dims[None, None, :], mask=whole, other=0.0,
-                                    cache_modifier=".cg")  # fmt: skip
+                    parts = tl.load(
+                        partial_ptr + cells[:, :, None] * DIM + dims[None, None, :],
+                        mask=whole,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                     new_top = tl.maximum(top, tl.max(parts_best, 0))
                     factor = tl.exp2(parts_best - new_top[None, :])
                     fade = tl.exp2(top - new_top)
@@ -234,8 +275,11 @@ def _decode_kernel(
                 real_small = (small < GROUP)[:, None]
                 if D > DIM:
                     real_small = real_small & (dims < DIM)[None, :]
-                tl.store(out_base + small_heads[:, None] * DIM + dims[None, :], merged.to(out_ptr.dtype.element_ty),
-                         mask=real_small)  # fmt: skip
+                tl.store(
+                    out_base + small_heads[:, None] * DIM + dims[None, :],
+                    merged.to(out_ptr.dtype.element_ty),
+                    mask=real_small,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +301,9 @@ class DecodeWorkspace:
     counters: Tensor  # [rows * kv_heads] int32, all zero between launches
 
     @classmethod
-    def create(cls, num_rows: int, num_kv_heads: int, group: int, head_dim: int, num_splits: int,
-               device: torch.device) -> DecodeWorkspace | None:  # fmt: skip
+    def create(
+        cls, num_rows: int, num_kv_heads: int, group: int, head_dim: int, num_splits: int, device: torch.device
+    ) -> DecodeWorkspace | None:
         if num_splits == 1:
             return None
         shape = (num_rows, num_kv_heads, num_splits, triton.next_power_of_2(group))
@@ -273,8 +318,9 @@ def padded_dim(head_dim: int, packed: bool = False) -> int:
     return max(32 if packed else 16, triton.next_power_of_2(head_dim))
 
 
-def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int,
-         device: torch.device) -> DecodeTuning:  # fmt: skip
+def tune(
+    num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int, device: torch.device
+) -> DecodeTuning:
     """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length. All follows
     from the number of splits: as many kernels are compiled as there are powers of two, and ahead, with as many rows."""
     block = 64 if padded_dim(head_dim) * element_size <= 256 else 32
@@ -289,12 +335,27 @@ def tune(num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, elemen
     return DecodeTuning(block, num_splits, MIN_SPAN, num_warps, num_stages)
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,
-                     tuning: DecodeTuning, workspace: DecodeWorkspace | None, *, softcap: float | None = None,
-                     window: int | None = None, token_index: Tensor | None = None, row_index: Tensor | None = None,
-                     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
-                     num_rows: int | None = None, early: bool = False,
-                     sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    scale: float,
+    tuning: DecodeTuning,
+    workspace: DecodeWorkspace | None,
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    token_index: Tensor | None = None,
+    row_index: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    num_rows: int | None = None,
+    early: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
     None; below 0: nothing is computed) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for
     a row of nothing: zeros.
@@ -318,18 +379,49 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Te
     score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
     space = workspace
     _decode_kernel[(num_kv_heads, tuning.num_splits, rows)](
-        q, k_cache, v_cache, out,
-        space and space.partial, space and space.best, space and space.total, space and space.counters,
-        page_table, positions, token_index, row_index, sinks,
-        q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
-        GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), GROUP_STORED=triton.next_power_of_2(group),
-        DIM=head_dim, D=padded, PAGE=k_cache.shape[1], BLOCK=tuning.block, NUM_SPLITS=tuning.num_splits,
-        MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block), MERGE=merge,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        HAS_TOKENS=token_index is not None, HAS_ROWS=row_index is not None,
-        PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache), COMPUTE=compute,
-        EARLY=early, PACKED=packed, FAST=not INTERPRETED,
+        q,
+        k_cache,
+        v_cache,
+        out,
+        space and space.partial,
+        space and space.best,
+        space and space.total,
+        space and space.counters,
+        page_table,
+        positions,
+        token_index,
+        row_index,
+        sinks,
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        score_scale,
+        0.0 if softcap is None else softcap * log2e,
+        v_scale,
+        window or 0,
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        GROUP_STORED=triton.next_power_of_2(group),
+        DIM=head_dim,
+        D=padded,
+        PAGE=k_cache.shape[1],
+        BLOCK=tuning.block,
+        NUM_SPLITS=tuning.num_splits,
+        MIN_BLOCKS=triton.cdiv(tuning.min_span, tuning.block),
+        MERGE=merge,
+        SOFTCAP=softcap is not None,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        HAS_TOKENS=token_index is not None,
+        HAS_ROWS=row_index is not None,
+        PRECISION=dot_precision(q.dtype),
+        INDEX=index_type(k_cache),
+        COMPUTE=compute,
+        EARLY=early,
+        PACKED=packed,
+        FAST=not INTERPRETED,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
-    )  # fmt: skip
+    )
     return out

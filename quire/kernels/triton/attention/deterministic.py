@@ -62,9 +62,24 @@ def _join(best, total, acc, other_best, other_total, other):
 
 
 @triton.jit
-def _store_out(out_ptr, best, total, acc, sinks_ptr, first_token, num_tokens, lanes, kv_head, num_kv_heads, v_scale,
-               GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
-               SINKS: tl.constexpr):  # fmt: skip
+def _store_out(
+    out_ptr,
+    best,
+    total,
+    acc,
+    sinks_ptr,
+    first_token,
+    num_tokens,
+    lanes,
+    kv_head,
+    num_kv_heads,
+    v_scale,
+    GROUP: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    SINKS: tl.constexpr,
+):
     offset = lanes // GROUP_STORED
     member = lanes % GROUP_STORED
     dims = tl.arange(0, D)
@@ -79,13 +94,43 @@ def _store_out(out_ptr, best, total, acc, sinks_ptr, first_token, num_tokens, la
 
 @triton.jit(do_not_specialize=["num_lanes"])  # one kernel for whatever a step consists of
 def _fixed_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, stats_ptr, table_ptr, positions_ptr, tiles_ptr, sinks_ptr,
-    q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window, num_lanes,
-    GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
-    TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    table_ptr,
+    positions_ptr,
+    tiles_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    score_scale,
+    softcap,
+    v_scale,
+    window,
+    num_lanes,
+    GROUP: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: all spans of one tile for one kv head, or of a tile that has slots every num_programs(2)-th, each
     left in its slot. A head has DIM elements and is computed as D; a slot has room for `num_lanes` queries."""
     let_next_start(PDL)
@@ -107,8 +152,11 @@ def _fixed_attention_kernel(
         in_head = dims < DIM
         live = (offset < num_tokens) & (member < GROUP)
         heads = kv_head * GROUP + member
-        q = tl.load(q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * DIM + dims[None, :],
-                    mask=live[:, None] & in_head[None, :], other=0.0).to(COMPUTE)  # fmt: skip
+        q = tl.load(
+            q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * DIM + dims[None, :],
+            mask=live[:, None] & in_head[None, :],
+            other=0.0,
+        ).to(COMPUTE)
         query_positions = first_position + offset
         table_row = table_ptr + row * table_stride
         whole_best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -158,17 +206,49 @@ def _fixed_attention_kernel(
                 tl.store(stats_ptr + 2 * cell + num_lanes + lanes, total, mask=kept)
                 tl.store(sums_ptr + (cell + lanes)[:, None] * D + dims[None, :], acc, mask=kept[:, None])
         if is_whole:
-            _store_out(out_ptr, whole_best, whole_total, whole, sinks_ptr, first_token, num_tokens, lanes, kv_head,
-                       num_kv_heads, v_scale, GROUP, GROUP_STORED, DIM, D, SINKS)  # fmt: skip
+            _store_out(
+                out_ptr,
+                whole_best,
+                whole_total,
+                whole,
+                sinks_ptr,
+                first_token,
+                num_tokens,
+                lanes,
+                kv_head,
+                num_kv_heads,
+                v_scale,
+                GROUP,
+                GROUP_STORED,
+                DIM,
+                D,
+                SINKS,
+            )
 
 
 @triton.jit(do_not_specialize=["num_lanes"])
 def _join_spans_kernel(
-    out_ptr, sums_ptr, stats_ptr, positions_ptr, tiles_ptr, sinks_ptr, v_scale, window, num_lanes,
-    GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE_FIELDS: tl.constexpr,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    positions_ptr,
+    tiles_ptr,
+    sinks_ptr,
+    v_scale,
+    window,
+    num_lanes,
+    GROUP: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: ROWS queries of one tile that has slots, for one kv head."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
@@ -190,8 +270,24 @@ def _join_spans_kernel(
             other_total = tl.load(stats_ptr + 2 * cell + num_lanes + lanes)
             other = tl.load(sums_ptr + (cell + lanes)[:, None] * D + dims[None, :])
             best, total, acc = _join(best, total, acc, other_best, other_total, other)
-        _store_out(out_ptr, best, total, acc, sinks_ptr, first_token, num_tokens, lanes, kv_head, num_kv_heads,
-                   v_scale, GROUP, GROUP_STORED, DIM, D, SINKS)  # fmt: skip
+        _store_out(
+            out_ptr,
+            best,
+            total,
+            acc,
+            sinks_ptr,
+            first_token,
+            num_tokens,
+            lanes,
+            kv_head,
+            num_kv_heads,
+            v_scale,
+            GROUP,
+            GROUP_STORED,
+            DIM,
+            D,
+            SINKS,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +327,26 @@ class Partials:
         return cls(lanes, sums, stats)
 
 
-def attend_tiles(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, scale: float,
-                 tuning: FixedTuning, tiles: Tensor, num_tiles: int, num_shares: int, partials: Partials, *,
-                 out: Tensor, softcap: float | None = None, window: int | None = None, sinks: Tensor | None = None,
-                 k_scale: float = 1.0, v_scale: float = 1.0) -> None:  # fmt: skip
+def attend_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    scale: float,
+    tuning: FixedTuning,
+    tiles: Tensor,
+    num_tiles: int,
+    num_shares: int,
+    partials: Partials,
+    *,
+    out: Tensor,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Attend the tokens named by `tiles` (int32, flat) into `out` [tokens, heads * head_dim]. `num_shares`: programs
     for a tile that has slots among the `partials`."""
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
@@ -254,17 +366,49 @@ def attend_tiles(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor
     }
     sums, stats, lanes = partials.sums, partials.stats, partials.lanes
     _fixed_attention_kernel[(num_kv_heads, num_tiles, num_shares)](
-        q, k_cache, v_cache, out, sums, stats, page_table, positions, tiles, sinks,
-        q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0, lanes,
-        PAGE=k_cache.shape[1], BLOCK_Q=tuning.block_q, SOFTCAP=softcap is not None, PRECISION=dot_precision(q.dtype),
-        INDEX=index_type(k_cache), COMPUTE=compute_type(q, k_cache), **shared,
+        q,
+        k_cache,
+        v_cache,
+        out,
+        sums,
+        stats,
+        page_table,
+        positions,
+        tiles,
+        sinks,
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        score_scale,
+        0.0 if softcap is None else softcap * log2e,
+        v_scale,
+        window or 0,
+        lanes,
+        PAGE=k_cache.shape[1],
+        BLOCK_Q=tuning.block_q,
+        SOFTCAP=softcap is not None,
+        PRECISION=dot_precision(q.dtype),
+        INDEX=index_type(k_cache),
+        COMPUTE=compute_type(q, k_cache),
+        **shared,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
-    )  # fmt: skip
+    )
     if not len(sums):
         return
     rows = min(MERGE_LANES, lanes)
     _join_spans_kernel[(num_kv_heads, num_tiles, lanes // rows)](
-        out, sums, stats, positions, tiles, sinks, v_scale, window or 0, lanes, ROWS=rows, **shared,
+        out,
+        sums,
+        stats,
+        positions,
+        tiles,
+        sinks,
+        v_scale,
+        window or 0,
+        lanes,
+        ROWS=rows,
+        **shared,
         **launch_options(q.device, num_warps=1),
-    )  # fmt: skip
+    )

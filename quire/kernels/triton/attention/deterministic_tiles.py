@@ -74,9 +74,16 @@ class _Shape:
         return Partials.create(num_slots, self.num_kv_heads, lanes, self.head_dim, self.device)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
-                    softcap: float | None = None, sinks: Tensor | None = None,
-                    scales: Scales | None = None) -> Tensor:  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
     """As `attention.paged_attention`, with the same plans."""
     if plan.prepared is None:
         shape = _Shape.of(q, k_cache)
@@ -90,10 +97,24 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
     # A captured step may have tokens that nobody attends for; what they leave in the cache must be finite all the same.
     out = (q.new_empty if plan.work is None else q.new_zeros)(num_tokens, num_heads * head_dim)
     attend_tiles(
-        q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.tuning, work.tiles, work.num_tiles,
-        work.num_shares, work.partials, out=out, softcap=softcap, window=plan.window, sinks=sinks, k_scale=scales.k,
+        q,
+        k_cache,
+        v_cache,
+        plan.page_table,
+        plan.positions,
+        scale,
+        work.tuning,
+        work.tiles,
+        work.num_tiles,
+        work.num_shares,
+        work.partials,
+        out=out,
+        softcap=softcap,
+        window=plan.window,
+        sinks=sinks,
+        k_scale=scales.k,
         v_scale=scales.v,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -121,15 +142,22 @@ def _singles(plan: TritonPlan, shape: _Shape) -> TileWork:
 def _listed(plan: TritonPlan, shape: _Shape) -> TileWork:
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     max_slots = shape.max_slots(shape.tuning.block_q)
-    fields, num_slots = list_tiles(plan.counts, plan.len_bounds, plan.window, shape.tile_tokens, max_slots,
-                                   shape.num_shares)  # fmt: skip
+    fields, num_slots = list_tiles(
+        plan.counts, plan.len_bounds, plan.window, shape.tile_tokens, max_slots, shape.num_shares
+    )
     num_shares = shape.num_shares(len(fields), _spans(max(plan.len_bounds), plan.window)) if num_slots else 1
     tiles = upload_ints([fields.reshape(-1)], shape.device)[0]
     return TileWork(shape.tuning, tiles, len(fields), num_shares, shape.partials(num_slots, shape.tuning.block_q))
 
 
-def list_tiles(counts: list[int], len_bounds: list[int], window: int | None, tile_tokens: int, max_slots: int,
-               num_shares: Callable[[int, int], int]) -> tuple[np.ndarray, int]:  # fmt: skip
+def list_tiles(
+    counts: list[int],
+    len_bounds: list[int],
+    window: int | None,
+    tile_tokens: int,
+    max_slots: int,
+    num_shares: Callable[[int, int], int],
+) -> tuple[np.ndarray, int]:
     """The fields of every tile, [tiles, TILE_FIELDS] int32, heaviest first, and how many slots they have together. They
     are given slots only where there are too few of them to keep the card busy."""
     tiles = prefill.list_tiles([row for row, count in enumerate(counts) if count], counts, len_bounds, tile_tokens)

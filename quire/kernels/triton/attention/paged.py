@@ -78,18 +78,35 @@ class TritonPlan:
     latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
 
 
-def plan_attention(page_table: Tensor, positions: Tensor, counts: list[int], len_bounds: list[int], page_tokens: int,
-                   window: int | None, dtype: torch.dtype, row_index: Tensor | None = None, early: bool = False,
-                   work: Any = None, hopper: bool = True) -> TritonPlan:  # fmt: skip
+def plan_attention(
+    page_table: Tensor,
+    positions: Tensor,
+    counts: list[int],
+    len_bounds: list[int],
+    page_tokens: int,
+    window: int | None,
+    dtype: torch.dtype,
+    row_index: Tensor | None = None,
+    early: bool = False,
+    work: Any = None,
+    hopper: bool = True,
+) -> TritonPlan:
     """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
     permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
     whenever its owner fills `work`, a `CapturedWork`. Without `hopper` prompts do without Hopper's own kernel."""
     return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, hopper, work)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float,
-                    softcap: float | None = None, sinks: Tensor | None = None,
-                    scales: Scales | None = None) -> Tensor:  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
     """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
     if plan.prepared is None:
         plain = softcap is None and sinks is None
@@ -108,9 +125,18 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
                 k_cache, v_cache, plan.page_table, scratch.rows, scratch.columns, keys, values, scales.k, scales.v
             )
         prefill_hopper.prefill_attention(
-            q, keys, values, pages, plan.positions, work.items, work.num_programs, scale, partials=work.partials,
-            window=plan.window, out=out,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            pages,
+            plan.positions,
+            work.items,
+            work.num_programs,
+            scale,
+            partials=work.partials,
+            window=plan.window,
+            out=out,
+        )
         if work.num_merges and work.partials is not None and work.merges is not None:
             num_kv_heads = k_cache.shape[2]
             prefill_shares.merge_shares(
@@ -118,17 +144,43 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPla
             )
     elif work.tiles is not None and work.prefill_tuning is not None:
         prefill.prefill_attention(
-            q, k_cache, v_cache, plan.page_table, plan.positions, work.tiles, work.num_tiles, scale,
-            work.prefill_tuning, softcap=softcap, window=plan.window, k_scale=scales.k, v_scale=scales.v, out=out,
+            q,
+            k_cache,
+            v_cache,
+            plan.page_table,
+            plan.positions,
+            work.tiles,
+            work.num_tiles,
+            scale,
+            work.prefill_tuning,
+            softcap=softcap,
+            window=plan.window,
+            k_scale=scales.k,
+            v_scale=scales.v,
+            out=out,
             sinks=sinks,
-        )  # fmt: skip
+        )
     if work.decode_tuning is not None:
         decode.decode_attention(
-            q, k_cache, v_cache, plan.page_table, plan.positions, scale, work.decode_tuning, work.workspace,
-            softcap=softcap, window=plan.window, token_index=work.token_index, row_index=work.row_index,
-            k_scale=scales.k, v_scale=scales.v, out=out,
-            num_rows=None if work.token_index is None else work.token_index.shape[0], early=plan.early, sinks=sinks,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            plan.page_table,
+            plan.positions,
+            scale,
+            work.decode_tuning,
+            work.workspace,
+            softcap=softcap,
+            window=plan.window,
+            token_index=work.token_index,
+            row_index=work.row_index,
+            k_scale=scales.k,
+            v_scale=scales.v,
+            out=out,
+            num_rows=None if work.token_index is None else work.token_index.shape[0],
+            early=plan.early,
+            sinks=sinks,
+        )
     return out
 
 

@@ -28,11 +28,33 @@ TILE_FIELDS = 4  # row, first token, tokens, how many keys the last of them may 
 
 @triton.jit
 def _attend_blocks(
-    q, acc, best, total, query_positions, begin, end, key_len,
-    k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-    DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+    q,
+    acc,
+    best,
+    total,
+    query_positions,
+    begin,
+    end,
+    key_len,
+    k_ptr,
+    v_ptr,
+    table_row,
+    kv_offset,
+    page_stride,
+    slot_stride,
+    score_scale,
+    softcap,
+    window,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+):
     """Carry the running softmax over keys begin : end. MASKED: some of them some queries may not see."""
     dims = tl.arange(0, D)
     for start in tl.range(begin, end, BLOCK):
@@ -87,12 +109,39 @@ def _attend_blocks(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, tiles_ptr, sinks_ptr,
-    q_stride, table_stride, page_stride, slot_stride, head_stride, score_scale, softcap, v_scale, window,
-    GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    positions_ptr,
+    tiles_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    score_scale,
+    softcap,
+    v_scale,
+    window,
+    GROUP: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A head has DIM elements and is computed as D, see `decode.padded_dim`."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
@@ -114,8 +163,9 @@ def _prefill_kernel(
     real = live[:, None]
     if D > DIM:
         real = real & (dims < DIM)[None, :]
-    q = tl.load(q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * DIM + dims[None, :],
-                mask=real, other=0.0).to(COMPUTE)  # fmt: skip
+    q = tl.load(
+        q_ptr + (first_token + offset)[:, None] * q_stride + heads[:, None] * DIM + dims[None, :], mask=real, other=0.0
+    ).to(COMPUTE)
     query_positions = first_position + offset
 
     begin = 0
@@ -131,13 +181,61 @@ def _prefill_kernel(
     table_row = table_ptr + row * table_stride
     kv_offset = kv_head * head_stride
     acc, best, total = _attend_blocks(
-        q, acc, best, total, query_positions, begin, whole, key_len,
-        k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-        DIM, D, PAGE, BLOCK, SOFTCAP, WINDOW, False, PRECISION, INDEX)  # fmt: skip
+        q,
+        acc,
+        best,
+        total,
+        query_positions,
+        begin,
+        whole,
+        key_len,
+        k_ptr,
+        v_ptr,
+        table_row,
+        kv_offset,
+        page_stride,
+        slot_stride,
+        score_scale,
+        softcap,
+        window,
+        DIM,
+        D,
+        PAGE,
+        BLOCK,
+        SOFTCAP,
+        WINDOW,
+        False,
+        PRECISION,
+        INDEX,
+    )
     acc, best, total = _attend_blocks(
-        q, acc, best, total, query_positions, whole, key_len, key_len,
-        k_ptr, v_ptr, table_row, kv_offset, page_stride, slot_stride, score_scale, softcap, window,
-        DIM, D, PAGE, BLOCK, SOFTCAP, WINDOW, True, PRECISION, INDEX)  # fmt: skip
+        q,
+        acc,
+        best,
+        total,
+        query_positions,
+        whole,
+        key_len,
+        key_len,
+        k_ptr,
+        v_ptr,
+        table_row,
+        kv_offset,
+        page_stride,
+        slot_stride,
+        score_scale,
+        softcap,
+        window,
+        DIM,
+        D,
+        PAGE,
+        BLOCK,
+        SOFTCAP,
+        WINDOW,
+        True,
+        PRECISION,
+        INDEX,
+    )
     if SINKS:
         total += sink_weight(sinks_ptr, heads, live, best)
     out = acc * (v_scale / total)[:, None]
@@ -183,11 +281,24 @@ def first_tokens(counts: list[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
-def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor,
-                      tiles: Tensor, num_tiles: int, scale: float, tuning: PrefillTuning, *,
-                      softcap: float | None = None, window: int | None = None, k_scale: float = 1.0,
-                      v_scale: float = 1.0, out: Tensor | None = None,
-                      sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    num_tiles: int,
+    scale: float,
+    tuning: PrefillTuning,
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend the tokens named by `tiles` (int32, flat, from `list_tiles`); as `decode_attention`."""
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -196,13 +307,37 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
     log2e = 1.4426950408889634
     score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
     _prefill_kernel[(num_kv_heads, num_tiles)](
-        q, k_cache, v_cache, out, page_table, positions, tiles, sinks,
-        q.stride(0), page_table.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        score_scale, 0.0 if softcap is None else softcap * log2e, v_scale, window or 0,
-        GROUP=group, GROUP_STORED=triton.next_power_of_2(group), DIM=head_dim, D=padded_dim(head_dim),
-        PAGE=k_cache.shape[1], BLOCK_Q=tuning.block_q, BLOCK=tuning.block, SOFTCAP=softcap is not None,
-        WINDOW=window is not None, SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), INDEX=index_type(k_cache),
-        COMPUTE=compute_type(q, k_cache), TILE_FIELDS=TILE_FIELDS,
+        q,
+        k_cache,
+        v_cache,
+        out,
+        page_table,
+        positions,
+        tiles,
+        sinks,
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        score_scale,
+        0.0 if softcap is None else softcap * log2e,
+        v_scale,
+        window or 0,
+        GROUP=group,
+        GROUP_STORED=triton.next_power_of_2(group),
+        DIM=head_dim,
+        D=padded_dim(head_dim),
+        PAGE=k_cache.shape[1],
+        BLOCK_Q=tuning.block_q,
+        BLOCK=tuning.block,
+        SOFTCAP=softcap is not None,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        PRECISION=dot_precision(q.dtype),
+        INDEX=index_type(k_cache),
+        COMPUTE=compute_type(q, k_cache),
+        TILE_FIELDS=TILE_FIELDS,
         **launch_options(q.device, tuning.num_warps, tuning.num_stages),
-    )  # fmt: skip
+    )
     return out

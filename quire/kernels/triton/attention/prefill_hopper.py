@@ -46,8 +46,14 @@ def _record(records, turn, turns, RECORD: gl.constexpr):
     """kv head, row, first token, tokens, share and number of shares of the item of that turn; past the end, of the last
     one. A program without any looks at what follows its empty list, another's record or zeros, and does nothing."""
     record = records + gl.maximum(gl.minimum(turn, turns - 1), 0) * RECORD
-    return (gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
-            gl.load(record + 5))  # fmt: skip
+    return (
+        gl.load(record),
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+    )
 
 
 @gluon.jit
@@ -63,10 +69,29 @@ def _span(first_position, num_tokens, share, num_shares, window, WINDOW: gl.cons
 
 
 @gluon.jit
-def _load_blocks(k_desc, v_desc, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, table_ptr,
-                 table_stride, items_ptr, positions_ptr, num_kv_heads, window, PAGE: gl.constexpr,
-                 WINDOW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-                 RECORD: gl.constexpr):  # fmt: skip
+def _load_blocks(
+    k_desc,
+    v_desc,
+    k_low,
+    k_high,
+    v_low,
+    v_high,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    table_ptr,
+    table_stride,
+    items_ptr,
+    positions_ptr,
+    num_kv_heads,
+    window,
+    PAGE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    RECORD: gl.constexpr,
+):
     """The copying warp: key blocks and value blocks in turn, each into two halves, on into the next item."""
     PAGES: gl.constexpr = BLOCK // PAGE
     done = 0
@@ -112,8 +137,18 @@ def _load_blocks(k_desc, v_desc, k_low, k_high, v_low, v_high, k_full, k_empty, 
 
 
 @gluon.jit
-def _fetch_queries(q_low, q_high, q_ptr, q_stride, kv_head, first_token, num_tokens, HALF_INDEX: gl.constexpr,
-                   GROUP: gl.constexpr, GROUP_STORED: gl.constexpr):  # fmt: skip
+def _fetch_queries(
+    q_low,
+    q_high,
+    q_ptr,
+    q_stride,
+    kv_head,
+    first_token,
+    num_tokens,
+    HALF_INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUP_STORED: gl.constexpr,
+):
     """Begin copying an item's 64 queries of this half."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lanes = HALF_INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOADED))
@@ -130,8 +165,19 @@ def _fetch_queries(q_low, q_high, q_ptr, q_stride, kv_head, first_token, num_tok
 
 
 @gluon.jit
-def _softmax_block(scores, best, total, positions, start, first_position, score_scale, window, WINDOW: gl.constexpr,
-                   BLOCK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _softmax_block(
+    scores,
+    best,
+    total,
+    positions,
+    start,
+    first_position,
+    score_scale,
+    window,
+    WINDOW: gl.constexpr,
+    BLOCK: gl.constexpr,
+    MMA: gl.constexpr,
+):
     """Mask where needed; the block's weights, the running maximum and sum, and what fades the sums so far."""
     if WINDOW or start + BLOCK - 1 > first_position:
         keys = start + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
@@ -148,10 +194,35 @@ def _softmax_block(scores, best, total, positions, start, first_position, score_
 
 
 @gluon.jit
-def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr, q_stride,
-                 out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads, score_scale, window,
-                 HALF_INDEX: gl.constexpr, GROUP: gl.constexpr, GROUP_STORED: gl.constexpr, WINDOW: gl.constexpr,
-                 BLOCK: gl.constexpr, STAGES: gl.constexpr, RECORD: gl.constexpr):  # fmt: skip
+def _attend_half(
+    q_low,
+    q_high,
+    k_low,
+    k_high,
+    v_low,
+    v_high,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    q_ptr,
+    q_stride,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    items_ptr,
+    positions_ptr,
+    num_kv_heads,
+    score_scale,
+    window,
+    HALF_INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUP_STORED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    RECORD: gl.constexpr,
+):
     """Four warps: 64 of the tile's 128 queries."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     MMA_OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -165,8 +236,18 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
     done = 0
     kv_head, _row, first_token, num_tokens, share, num_shares = _record(records, 0, turns, RECORD)
     first_position = gl.load(positions_ptr + first_token).to(gl.int32)
-    _fetch_queries(q_low.index(0), q_high.index(0), q_ptr, q_stride, kv_head, first_token, num_tokens, HALF_INDEX,
-                   GROUP, GROUP_STORED)  # fmt: skip
+    _fetch_queries(
+        q_low.index(0),
+        q_high.index(0),
+        q_ptr,
+        q_stride,
+        kv_head,
+        first_token,
+        num_tokens,
+        HALF_INDEX,
+        GROUP,
+        GROUP_STORED,
+    )
     next_kv_head, _row, next_first_token, next_num_tokens, next_share, next_num_shares = _record(
         records, 1, turns, RECORD
     )
@@ -177,8 +258,18 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
         # The next item's queries, its position, and where the one after it stands: all there when their turn comes.
         if turn + 1 < turns:
             other = (turn + 1) % 2
-            _fetch_queries(q_low.index(other), q_high.index(other), q_ptr, q_stride, next_kv_head, next_first_token,
-                           next_num_tokens, HALF_INDEX, GROUP, GROUP_STORED)  # fmt: skip
+            _fetch_queries(
+                q_low.index(other),
+                q_high.index(other),
+                q_ptr,
+                q_stride,
+                next_kv_head,
+                next_first_token,
+                next_num_tokens,
+                HALF_INDEX,
+                GROUP,
+                GROUP_STORED,
+            )
         next_position = gl.load(positions_ptr + next_first_token).to(gl.int32)
         later_kv_head, _row, later_first_token, later_num_tokens, later_share, later_num_shares = _record(
             records, turn + 2, turns, RECORD
@@ -198,8 +289,9 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
         scores = warpgroup_mma(high, k_high.index(stage).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        weights, best, total, fade = _softmax_block(scores, best, total, positions, first_block * BLOCK, first_position,
-                                                    score_scale, window, WINDOW, BLOCK, MMA)  # fmt: skip
+        weights, best, total, fade = _softmax_block(
+            scores, best, total, positions, first_block * BLOCK, first_position, score_scale, window, WINDOW, BLOCK, MMA
+        )
         p = gl.convert_layout(weights.to(dtype), A)
         for i in range(1, num_blocks):
             at = done + i
@@ -213,8 +305,18 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
             scores = warpgroup_mma_wait(2, deps=[scores])
             mbarrier.arrive(k_empty.index(at % STAGES), count=1)
             weights, best, total, fade = _softmax_block(
-                scores, best, total, positions, (first_block + i) * BLOCK, first_position, score_scale, window, WINDOW,
-                BLOCK, MMA)  # fmt: skip
+                scores,
+                best,
+                total,
+                positions,
+                (first_block + i) * BLOCK,
+                first_position,
+                score_scale,
+                window,
+                WINDOW,
+                BLOCK,
+                MMA,
+            )
             # Nobody waits here, this phase is over; but the assembler can't move the next wait across it, up before the
             # softmax, where it would stand idle while its own product is under way.
             mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
@@ -267,11 +369,29 @@ def _attend_half(q_low, q_high, k_low, k_high, v_low, v_high, k_full, k_empty, v
 
 @gluon.jit
 def _prefill_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, sums_ptr, stats_ptr, table_ptr, positions_ptr, items_ptr,
-    q_stride, table_stride, score_scale, window, num_kv_heads,
-    GROUP: gl.constexpr, GROUP_STORED: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, RECORD: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    table_ptr,
+    positions_ptr,
+    items_ptr,
+    q_stride,
+    table_stride,
+    score_scale,
+    window,
+    num_kv_heads,
+    GROUP: gl.constexpr,
+    GROUP_STORED: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    RECORD: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PAGES: gl.constexpr = BLOCK // PAGE
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -297,23 +417,100 @@ def _prefill_hopper_kernel(
     thread_barrier()
     gl.warp_specialize(
         [
-            (_attend_half, (q_low_0, q_high_0, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr,
-                            q_stride, out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads,
-                            score_scale, window, 0, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES, RECORD)),
-            (_attend_half, (q_low_1, q_high_1, k_low, k_high, v_low, v_high, k_full, k_empty, v_full, v_empty, q_ptr,
-                            q_stride, out_ptr, sums_ptr, stats_ptr, items_ptr, positions_ptr, num_kv_heads,
-                            score_scale, window, 1, GROUP, GROUP_STORED, WINDOW, BLOCK, STAGES, RECORD)),
-            (_load_blocks, (k_desc, v_desc,
-                            k_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
-                            k_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
-                            v_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
-                            v_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
-                            k_full, k_empty, v_full, v_empty, table_ptr, table_stride, items_ptr,
-                            positions_ptr, num_kv_heads, window, PAGE, WINDOW, BLOCK, STAGES, RECORD)),
+            (
+                _attend_half,
+                (
+                    q_low_0,
+                    q_high_0,
+                    k_low,
+                    k_high,
+                    v_low,
+                    v_high,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    q_ptr,
+                    q_stride,
+                    out_ptr,
+                    sums_ptr,
+                    stats_ptr,
+                    items_ptr,
+                    positions_ptr,
+                    num_kv_heads,
+                    score_scale,
+                    window,
+                    0,
+                    GROUP,
+                    GROUP_STORED,
+                    WINDOW,
+                    BLOCK,
+                    STAGES,
+                    RECORD,
+                ),
+            ),
+            (
+                _attend_half,
+                (
+                    q_low_1,
+                    q_high_1,
+                    k_low,
+                    k_high,
+                    v_low,
+                    v_high,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    q_ptr,
+                    q_stride,
+                    out_ptr,
+                    sums_ptr,
+                    stats_ptr,
+                    items_ptr,
+                    positions_ptr,
+                    num_kv_heads,
+                    score_scale,
+                    window,
+                    1,
+                    GROUP,
+                    GROUP_STORED,
+                    WINDOW,
+                    BLOCK,
+                    STAGES,
+                    RECORD,
+                ),
+            ),
+            (
+                _load_blocks,
+                (
+                    k_desc,
+                    v_desc,
+                    k_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
+                    k_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
+                    v_low._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
+                    v_high._reinterpret(dtype, [STAGES * PAGES, PAGE, 64], SHARED),
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    table_ptr,
+                    table_stride,
+                    items_ptr,
+                    positions_ptr,
+                    num_kv_heads,
+                    window,
+                    PAGE,
+                    WINDOW,
+                    BLOCK,
+                    STAGES,
+                    RECORD,
+                ),
+            ),
         ],
         [4, 1],
         [240, 40],
-    )  # fmt: skip
+    )
 
 
 def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
@@ -329,9 +526,20 @@ def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
     )
 
 
-def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor,
-                      items: Tensor, programs: int, scale: float, *, partials: Partials | None = None,
-                      window: int | None = None, out: Tensor | None = None) -> Tensor:  # fmt: skip
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    items: Tensor,
+    programs: int,
+    scale: float,
+    *,
+    partials: Partials | None = None,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """As `prefill.prefill_attention`, with `items` (int32) of tiles listed for `TUNING`, shared out to `programs`.
     Tiles that were cut are left in `partials`, for `prefill_shares.merge_shares`."""
     num_pages, page, num_kv_heads, head_dim = k_cache.shape
@@ -343,9 +551,27 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: T
     k_desc = TensorDescriptor(k_cache, shape, strides, [page, HALF], layout)
     v_desc = TensorDescriptor(v_cache, shape, strides, [page, HALF], layout)
     _prefill_hopper_kernel[(programs,)](
-        q, k_desc, v_desc, out, partials and partials.sums, partials and partials.stats, page_table, positions, items,
-        q.stride(0), page_table.stride(0), scale * 1.4426950408889634, window or 0, num_kv_heads,
-        GROUP=group, GROUP_STORED=triton.next_power_of_2(group), PAGE=page, BLOCK=BLOCK, STAGES=STAGES,
-        WINDOW=window is not None, RECORD=RECORD, num_warps=4,
-    )  # fmt: skip
+        q,
+        k_desc,
+        v_desc,
+        out,
+        partials and partials.sums,
+        partials and partials.stats,
+        page_table,
+        positions,
+        items,
+        q.stride(0),
+        page_table.stride(0),
+        scale * 1.4426950408889634,
+        window or 0,
+        num_kv_heads,
+        GROUP=group,
+        GROUP_STORED=triton.next_power_of_2(group),
+        PAGE=page,
+        BLOCK=BLOCK,
+        STAGES=STAGES,
+        WINDOW=window is not None,
+        RECORD=RECORD,
+        num_warps=4,
+    )
     return out

@@ -85,9 +85,19 @@ def max_merges(num_programs: int) -> int:
 
 @triton.jit
 def _merge_kernel(
-    sums_ptr, stats_ptr, merges_ptr, out_ptr, num_kv_heads, GROUP: tl.constexpr, GROUP_STORED: tl.constexpr,
-    LANES: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    stats_ptr,
+    merges_ptr,
+    out_ptr,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    GROUP_STORED: tl.constexpr,
+    LANES: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    RECORD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: ROWS queries of one tile for one kv head. A record without shares is padding."""
     let_next_start(PDL)
     record = merges_ptr + tl.program_id(0) * RECORD
@@ -118,11 +128,21 @@ def _merge_kernel(
     tl.store(out_ptr + head[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def merge_shares(partials: Partials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int,
-                 out: Tensor) -> None:  # fmt: skip
+def merge_shares(
+    partials: Partials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int, out: Tensor
+) -> None:
     """`merges` (int32, flat) of `share_out`, into `out` [tokens, heads * HEAD]."""
     _merge_kernel[(num_merges, LANES // MERGE_LANES)](
-        partials.sums, partials.stats, merges, out, num_kv_heads, GROUP=group,
-        GROUP_STORED=triton.next_power_of_2(group), LANES=LANES, D=HEAD, ROWS=MERGE_LANES, RECORD=MERGE,
+        partials.sums,
+        partials.stats,
+        merges,
+        out,
+        num_kv_heads,
+        GROUP=group,
+        GROUP_STORED=triton.next_power_of_2(group),
+        LANES=LANES,
+        D=HEAD,
+        ROWS=MERGE_LANES,
+        RECORD=MERGE,
         **launch_options(out.device, num_warps=4),
-    )  # fmt: skip
+    )

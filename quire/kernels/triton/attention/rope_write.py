@@ -39,14 +39,37 @@ def store_cache(ptr, value, mask, inv_scale, FP8: tl.constexpr):
 
 @triton.jit
 def _qk_norm_rope_write_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, eps,
-    positions_ptr, frequencies_ptr, angle_scale, cos_ptr, sin_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    qkv_stride, cache_slot_stride, cache_head_stride, page_stride, inv_k_scale, inv_v_scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, FROM_POSITIONS: tl.constexpr, FP8: tl.constexpr,
-    FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    positions_ptr,
+    frequencies_ptr,
+    angle_scale,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    qkv_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    page_stride,
+    inv_k_scale,
+    inv_v_scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    FROM_POSITIONS: tl.constexpr,
+    FP8: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: HEADS heads of one token, all queries, all keys or all values. HALF_BLOCK: half of a head, rounded
     up to a power of two."""
     let_next_start(PDL)
@@ -108,9 +131,20 @@ def _qk_norm_rope_write_kernel(
             store_cache(k_cache_ptr + target + HALF, turned_high, cached, inv_k_scale, FP8)
 
 
-def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, angles: Angles,
-                       k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_heads: int, k_scale: float = 1.0,
-                       v_scale: float = 1.0, heads_each: int | None = None) -> Tensor:  # fmt: skip
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    angles: Angles,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    heads_each: int | None = None,
+) -> Tensor:
     """Norm (unless both weights are None) and turn the queries and keys of `qkv` [tokens, (heads + 2 kv_heads) *
     head_dim], put keys and values at their `slots` [tokens] int64 of the caches [pages, page_tokens, kv_heads,
     head_dim], and return the queries [tokens, heads, head_dim]. Slots below 0 are skipped. `heads_each`: heads of a
@@ -124,13 +158,35 @@ def qk_norm_rope_write(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | 
     from_positions = angles.positions is not None
     blocks = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _qk_norm_rope_write_kernel[(num_tokens, blocks)](
-        qkv, q_weight, k_weight, eps,
-        angles.positions, angles.frequencies, angles.scale, angles.cos, angles.sin,
-        q, k_cache, v_cache, slots,
-        qkv.stride(0), k_cache.stride(1), k_cache.stride(2), k_cache.stride(0), 1.0 / k_scale, 1.0 / v_scale,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-        HALF_BLOCK=triton.next_power_of_2(head_dim // 2), HEADS=heads, PAGE=k_cache.shape[1],
-        NORM=q_weight is not None, FROM_POSITIONS=from_positions, FP8=k_cache.dtype == torch.float8_e4m3fn,
-        FAST=not INTERPRETED, **launch_options(qkv.device, num_warps=4 if heads == 8 else 1),
-    )  # fmt: skip
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        angles.positions,
+        angles.frequencies,
+        angles.scale,
+        angles.cos,
+        angles.sin,
+        q,
+        k_cache,
+        v_cache,
+        slots,
+        qkv.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        k_cache.stride(0),
+        1.0 / k_scale,
+        1.0 / v_scale,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+        HEADS=heads,
+        PAGE=k_cache.shape[1],
+        NORM=q_weight is not None,
+        FROM_POSITIONS=from_positions,
+        FP8=k_cache.dtype == torch.float8_e4m3fn,
+        FAST=not INTERPRETED,
+        **launch_options(qkv.device, num_warps=4 if heads == 8 else 1),
+    )
     return q

@@ -17,9 +17,16 @@ from quire.kernels.triton.linear.deterministic import fixed_linear
 from quire.kernels.triton.linear.norm import rms_norm
 
 
-def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing,
-               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def norm_route(
+    stream: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    routing: Routing,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `route.norm_route`; logits are always float32."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
     if routing.exact and x.dtype != torch.float32:
@@ -29,8 +36,9 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
     return x, *route(logits, choice_bias, routing, expert_scale)
 
 
-def run_experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor,
-                residual: Tensor | None = None) -> Tensor:  # fmt: skip
+def run_experts(
+    x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """As `experts.run_experts`."""
     tuning = experts.tune(chosen.numel(), len(weights.gate_up))
     return experts.run_experts(x, weights, chosen, shares, residual, tuning)

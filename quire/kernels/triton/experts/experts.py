@@ -24,12 +24,37 @@ from quire.kernels.triton.linear.fp8 import quantize_rows
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, shares_ptr, order_ptr, tiles_ptr, out_ptr,
-    x_stride, in_features, num_outs, num_out_blocks, alpha, shift, limit,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    shares_ptr,
+    order_ptr,
+    tiles_ptr,
+    out_ptr,
+    x_stride,
+    in_features,
+    num_outs,
+    num_out_blocks,
+    alpha,
+    shift,
+    limit,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    GELU: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One tile of an expert's rows times BLOCK_OUT of its outputs. GATED, the first product: rows are gathered by
     `order`, gates and ups joined, results left in sorted places. If not, the second: rows are taken from there, results
     weighted and put where their pair belongs. SCALED: both factors are in FP8, with a scale for each row of them."""
@@ -93,8 +118,16 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts_ptr, residual_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-                    RESIDUAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _combine_kernel(
+    parts_ptr,
+    residual_ptr,
+    out_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A token's weighted results, [TOP_K, width], added up."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -147,8 +180,14 @@ def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTunin
     return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(128, 64, 4, 3))
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None,
-                tuning: ExpertsTuning | None = None) -> Tensor:  # fmt: skip
+def run_experts(
+    x: Tensor,
+    experts: ExpertWeights,
+    chosen: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    tuning: ExpertsTuning | None = None,
+) -> Tensor:
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`: by default
     as the number of pairs suggests; with it, a few rows are sorted and multiplied as many are."""
     num_tokens, width = x.shape
@@ -159,22 +198,48 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tens
     pairs = sort_by_expert(chosen, num_experts, tuning.rows)
     joined = x.new_empty(chosen.numel(), inner)
     parts = x.new_empty(chosen.numel(), width)
-    _launch_grouped(x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, weights, pairs, joined, top_k,
-                    tuning.gate_up, experts.activation)  # fmt: skip
-    _launch_grouped(joined, experts.down, experts.down_scale, experts.down_bias, weights, pairs, parts, top_k,
-                    tuning.down, None)  # fmt: skip
+    _launch_grouped(
+        x,
+        experts.gate_up,
+        experts.gate_up_scale,
+        experts.gate_up_bias,
+        weights,
+        pairs,
+        joined,
+        top_k,
+        tuning.gate_up,
+        experts.activation,
+    )
+    _launch_grouped(
+        joined, experts.down, experts.down_scale, experts.down_bias, weights, pairs, parts, top_k, tuning.down, None
+    )
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(width), 1024)
     _combine_kernel[(num_tokens, triton.cdiv(width, block))](
-        parts, residual, out, width, TOP_K=top_k, BLOCK=block, RESIDUAL=residual is not None,
+        parts,
+        residual,
+        out,
+        width,
+        TOP_K=top_k,
+        BLOCK=block,
+        RESIDUAL=residual is not None,
         **launch_options(x.device, num_warps=4),
-    )  # fmt: skip
+    )
     return out
 
 
-def _launch_grouped(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, shares: Tensor,
-                    pairs: SortedPairs, out: Tensor, top_k: int, tuning: ProductTuning,
-                    activation: GatedActivation | None) -> None:  # fmt: skip
+def _launch_grouped(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    shares: Tensor,
+    pairs: SortedPairs,
+    out: Tensor,
+    top_k: int,
+    tuning: ProductTuning,
+    activation: GatedActivation | None,
+) -> None:
     in_features, num_outs = weight.shape[2], out.shape[1]
     block_out = min(tuning.block_out, max(16, triton.next_power_of_2(num_outs)))
     block_in = min(tuning.block_in, max(16, triton.next_power_of_2(in_features)))
@@ -186,11 +251,31 @@ def _launch_grouped(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tenso
         block_in = max(16, block_in // 4)
     blocks = triton.cdiv(num_outs, block_out)
     _grouped_kernel[(pairs.num_tiles * blocks,)](
-        x, x_scale, weight, scale, bias, shares, pairs.order, pairs.tiles, out,
-        x.stride(0), in_features, num_outs, blocks, *activation_args(activation),
-        TOP_K=top_k, ROWS=pairs.rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
-        EVEN=num_outs % block_out == 0 and in_features % block_in == 0, GATED=activation is not None,
-        **activation_options(activation), SCALED=scale is not None, BIAS=bias is not None,
-        PRECISION=dot_precision(x.dtype), STAGES=tuning.num_stages, TILE_FIELDS=TILE_FIELDS,
+        x,
+        x_scale,
+        weight,
+        scale,
+        bias,
+        shares,
+        pairs.order,
+        pairs.tiles,
+        out,
+        x.stride(0),
+        in_features,
+        num_outs,
+        blocks,
+        *activation_args(activation),
+        TOP_K=top_k,
+        ROWS=pairs.rows,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        EVEN=num_outs % block_out == 0 and in_features % block_in == 0,
+        GATED=activation is not None,
+        **activation_options(activation),
+        SCALED=scale is not None,
+        BIAS=bias is not None,
+        PRECISION=dot_precision(x.dtype),
+        STAGES=tuning.num_stages,
+        TILE_FIELDS=TILE_FIELDS,
         **launch_options(x.device, tuning.num_warps, tuning.num_stages),
-    )  # fmt: skip
+    )

@@ -63,11 +63,31 @@ def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constex
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_gate_up_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, out_ptr, in_features, num_outs, num_pairs, alpha, shift, limit,
-    TOP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, ALONE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
-    GELU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    chosen_ptr,
+    out_ptr,
+    in_features,
+    num_outs,
+    num_pairs,
+    alpha,
+    shift,
+    limit,
+    TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALONE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
     that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
     are all different."""
@@ -121,8 +141,18 @@ def _few_gate_up_kernel(
 
 
 @triton.jit
-def _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, TILE: tl.constexpr, CHUNKS: tl.constexpr,
-               BLOCK_IN: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _down_tile(
+    weight_ptr,
+    experts,
+    outs,
+    columns,
+    in_features,
+    num_outs,
+    TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Tiles are counted expert by expert."""
     start = experts[TILE // CHUNKS] * num_outs * in_features
     return _weight_tile(weight_ptr + start, outs, TILE % CHUNKS * BLOCK_IN + columns, in_features, num_outs, EVEN)
@@ -130,10 +160,27 @@ def _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, TILE: 
 
 @triton.jit
 def _few_down_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, out_ptr, in_features, num_outs,
-    TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    chosen_ptr,
+    shares_ptr,
+    residual_ptr,
+    out_ptr,
+    in_features,
+    num_outs,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_OUT outputs of a token: CHUNKS times BLOCK_IN columns of each of its experts, AHEAD tiles on their way."""
     let_next_start(PDL)
     token = tl.program_id(0)
@@ -155,8 +202,9 @@ def _few_down_kernel(
     bias = tl.zeros([BLOCK_OUT], tl.float32)
     for tile in tl.static_range(TOP_K * CHUNKS):
         if tile + AHEAD < TOP_K * CHUNKS:
-            weight = _down_tile(weight_ptr, experts, outs, columns, in_features, num_outs, tile + AHEAD, CHUNKS,
-                                BLOCK_IN, EVEN)  # fmt: skip
+            weight = _down_tile(
+                weight_ptr, experts, outs, columns, in_features, num_outs, tile + AHEAD, CHUNKS, BLOCK_IN, EVEN
+            )
             tiles = tiles + (weight,)  # type: ignore[assignment]  # noqa: RUF005
         pair = token * TOP_K + tile // CHUNKS
         share = tl.load(shares_ptr + pair)
@@ -263,8 +311,14 @@ def activation_options(activation: GatedActivation | None) -> dict[str, bool]:
     }
 
 
-def run_few(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
-            tuning: FewTuning | None = None) -> Tensor:  # fmt: skip
+def run_few(
+    x: Tensor,
+    experts: ExpertWeights,
+    chosen: Tensor,
+    weights: Tensor,
+    residual: Tensor | None,
+    tuning: FewTuning | None = None,
+) -> Tensor:
     """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
     _, width, inner = experts.down.shape
     tuning = tuning or tune(len(x), width, inner, chosen.shape[1], experts.down.element_size())
@@ -278,18 +332,39 @@ def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTu
     joined = x.new_empty(num_pairs, inner)
     block_in, block_out = _tile_columns(width, tuning.block_in), tuning.block_out
     _few_gate_up_kernel[(num_pairs, triton.cdiv(inner, block_out))](
-        x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, chosen, joined, width, inner, num_pairs,
+        x,
+        experts.gate_up,
+        experts.gate_up_scale,
+        experts.gate_up_bias,
+        chosen,
+        joined,
+        width,
+        inner,
+        num_pairs,
         *activation_args(experts.activation),
-        TOP_K=chosen.shape[1], PAIRS=MAX_PAIRS, BLOCK_OUT=block_out, BLOCK_IN=block_in,
-        CHUNKS=triton.cdiv(width, block_in), EVEN=inner % block_out == 0 and width % block_in == 0, ALONE=len(x) == 1,
-        SCALED=experts.gate_up_scale is not None, BIAS=experts.gate_up_bias is not None,
-        **activation_options(experts.activation), **launch_options(x.device, tuning.num_warps),
-    )  # fmt: skip
+        TOP_K=chosen.shape[1],
+        PAIRS=MAX_PAIRS,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        CHUNKS=triton.cdiv(width, block_in),
+        EVEN=inner % block_out == 0 and width % block_in == 0,
+        ALONE=len(x) == 1,
+        SCALED=experts.gate_up_scale is not None,
+        BIAS=experts.gate_up_bias is not None,
+        **activation_options(experts.activation),
+        **launch_options(x.device, tuning.num_warps),
+    )
     return joined
 
 
-def down(joined: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None,
-         tuning: ProductTuning) -> Tensor:  # fmt: skip
+def down(
+    joined: Tensor,
+    experts: ExpertWeights,
+    chosen: Tensor,
+    weights: Tensor,
+    residual: Tensor | None,
+    tuning: ProductTuning,
+) -> Tensor:
     """The second product, of experts weighted and added up, for results that `gate_up` was just launched for."""
     _, width, inner = experts.down.shape
     num_tokens, top_k = chosen.shape
@@ -297,12 +372,27 @@ def down(joined: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor
     block_in, block_out = _tile_columns(inner, tuning.block_in), tuning.block_out
     chunks = triton.cdiv(inner, block_in)
     _few_down_kernel[(num_tokens, triton.cdiv(width, block_out))](
-        joined, experts.down, experts.down_scale, experts.down_bias, chosen, weights, residual, out, inner, width,
-        TOP_K=top_k, BLOCK_OUT=block_out, BLOCK_IN=block_in, CHUNKS=chunks, AHEAD=min(tuning.ahead, top_k * chunks),
-        EVEN=inner % block_in == 0 and width % block_out == 0, SCALED=experts.down_scale is not None,
-        BIAS=experts.down_bias is not None, RESIDUAL=residual is not None,
+        joined,
+        experts.down,
+        experts.down_scale,
+        experts.down_bias,
+        chosen,
+        weights,
+        residual,
+        out,
+        inner,
+        width,
+        TOP_K=top_k,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        CHUNKS=chunks,
+        AHEAD=min(tuning.ahead, top_k * chunks),
+        EVEN=inner % block_in == 0 and width % block_out == 0,
+        SCALED=experts.down_scale is not None,
+        BIAS=experts.down_bias is not None,
+        RESIDUAL=residual is not None,
         **launch_options(joined.device, tuning.num_warps),
-    )  # fmt: skip
+    )
     return out
 
 

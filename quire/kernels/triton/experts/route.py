@@ -33,12 +33,30 @@ TAKEN = tl.constexpr(-(2**31))
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, expert_scale_ptr, chosen_ptr, weights_ptr, logits_stride, scale,
-    TOP_K: tl.constexpr, TOP_BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
-    NUM_MEMBERS: tl.constexpr, MEMBERS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    NUM_SHARED: tl.constexpr, SHARED: tl.constexpr, SHARED_GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    expert_scale_ptr,
+    chosen_ptr,
+    weights_ptr,
+    logits_stride,
+    scale,
+    TOP_K: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NUM_MEMBERS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One token a program; its experts lie as [groups, members]."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -111,31 +129,59 @@ def _route_kernel(
         tl.store(weights_ptr + TOP_K + places, tl.zeros([SHARED], tl.float32) + gate, mask=places < NUM_SHARED)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing,
-          expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Like `reference_experts.route`, with experts as int32."""
     num_tokens = logits.shape[0]
     chosen = torch.empty(num_tokens, routing.num_sent, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, routing.num_sent, dtype=torch.float32, device=logits.device)
     members = routing.num_experts // routing.num_groups
     _route_kernel[(num_tokens,)](
-        logits, bias, expert_scale, chosen, weights, logits.stride(0), routing.scale,
-        TOP_K=routing.top_k, TOP_BLOCK=triton.next_power_of_2(routing.top_k), NUM_GROUPS=routing.num_groups,
-        GROUPS=triton.next_power_of_2(routing.num_groups), NUM_MEMBERS=members,
-        MEMBERS=triton.next_power_of_2(members), TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_members,
-        SOFTMAX=routing.score == "softmax", NORMALISE=routing.normalise, BIAS=bias is not None,
-        SCALED=expert_scale is not None, NUM_SHARED=routing.num_shared,
-        SHARED=triton.next_power_of_2(max(routing.num_shared, 1)), SHARED_GATED=routing.shared_gated,
+        logits,
+        bias,
+        expert_scale,
+        chosen,
+        weights,
+        logits.stride(0),
+        routing.scale,
+        TOP_K=routing.top_k,
+        TOP_BLOCK=triton.next_power_of_2(routing.top_k),
+        NUM_GROUPS=routing.num_groups,
+        GROUPS=triton.next_power_of_2(routing.num_groups),
+        NUM_MEMBERS=members,
+        MEMBERS=triton.next_power_of_2(members),
+        TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=routing.group_members,
+        SOFTMAX=routing.score == "softmax",
+        NORMALISE=routing.normalise,
+        BIAS=bias is not None,
+        SCALED=expert_scale is not None,
+        NUM_SHARED=routing.num_shared,
+        SHARED=triton.next_power_of_2(max(routing.num_shared, 1)),
+        SHARED_GATED=routing.shared_gated,
         **launch_options(logits.device, num_warps=1),
-    )  # fmt: skip
+    )
     return chosen, weights
 
 
 @triton.jit
 def _norm_router_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, normed_ptr, logits_ptr, x_stride, width, eps,
-    NUM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    normed_ptr,
+    logits_ptr,
+    x_stride,
+    width,
+    eps,
+    NUM_LOGITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A token's norm, which the first program of a token also leaves for the experts, and BLOCK of its logits."""
     let_next_start(PDL)
     experts = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -156,9 +202,16 @@ def _norm_router_kernel(
     tl.store(logits_ptr + token * NUM_LOGITS + experts, logits, mask=experts < NUM_LOGITS)
 
 
-def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, router_bias: Tensor | None,
-               choice_bias: Tensor | None, routing: Routing,
-               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def norm_route(
+    stream: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    routing: Routing,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Like `reference_experts.norm_route`, with experts as int32."""
     num_tokens, width = stream.shape
     if norm_weight is None or num_tokens > FEW_ROWS or width > MAX_WIDTH:
@@ -168,10 +221,21 @@ def norm_route(stream: Tensor, norm_weight: Tensor | None, eps: float, router: T
     logits = torch.empty(num_tokens, routing.num_logits, dtype=torch.float32, device=stream.device)
     block = 8 if width <= 2048 else 4
     _norm_router_kernel[(triton.cdiv(routing.num_logits, block), num_tokens)](
-        stream, norm_weight, router, router_bias, x, logits, stream.stride(0), width, eps,
-        NUM_LOGITS=routing.num_logits, BLOCK=block, WIDTH=triton.next_power_of_2(width),
-        BIAS=router_bias is not None, **launch_options(stream.device, num_warps=4 if width <= 2048 else 8),
-    )  # fmt: skip
+        stream,
+        norm_weight,
+        router,
+        router_bias,
+        x,
+        logits,
+        stream.stride(0),
+        width,
+        eps,
+        NUM_LOGITS=routing.num_logits,
+        BLOCK=block,
+        WIDTH=triton.next_power_of_2(width),
+        BIAS=router_bias is not None,
+        **launch_options(stream.device, num_warps=4 if width <= 2048 else 8),
+    )
     return x, *route(logits, choice_bias, routing, expert_scale)
 
 
@@ -193,10 +257,24 @@ def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["num_pairs", "num_programs", "num_tiles", "rows"])
 def _place_kernel(
-    chosen_ptr, counts_ptr, order_ptr, tiles_ptr, num_pairs, num_programs, num_tiles, rows,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr, COUNTS: tl.constexpr,
-    COUNTED: tl.constexpr, WRITTEN: tl.constexpr, TILE_FIELDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    counts_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_programs,
+    num_tiles,
+    rows,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALL: tl.constexpr,
+    COUNTS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    WRITTEN: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Place BLOCKS blocks of pairs, and describe a share of the tiles. Nothing here is as large as a block times all
     experts: with hundreds of them that takes the assembler many seconds."""
     let_next_start(PDL)
@@ -208,8 +286,11 @@ def _place_kernel(
     if COUNTED:
         for first_count in range(0, num_programs, COUNTS):
             counted = first_count + tl.arange(0, COUNTS)
-            counts = tl.load(counts_ptr + counted[:, None] * EXPERTS + expert[None, :],
-                             mask=(counted < num_programs)[:, None], other=0)  # fmt: skip
+            counts = tl.load(
+                counts_ptr + counted[:, None] * EXPERTS + expert[None, :],
+                mask=(counted < num_programs)[:, None],
+                other=0,
+            )
             total += tl.sum(counts, 0)
             before += tl.sum(tl.where((counted < program)[:, None], counts, 0), 0)
     else:
@@ -271,10 +352,22 @@ def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
             chosen, counts, num_pairs, EXPERTS=experts, BLOCK=BLOCK * blocks, **launch_options(device, num_warps=4)
         )
     _place_kernel[(num_programs,)](
-        chosen, counts, order, tiles, num_pairs, num_programs, num_tiles, rows,
-        EXPERTS=experts, BLOCK=BLOCK, BLOCKS=blocks,
-        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)), COUNTS=max(1, 4096 // experts),
-        COUNTED=counted, WRITTEN=NUM_WRITTEN, TILE_FIELDS=TILE_FIELDS,
+        chosen,
+        counts,
+        order,
+        tiles,
+        num_pairs,
+        num_programs,
+        num_tiles,
+        rows,
+        EXPERTS=experts,
+        BLOCK=BLOCK,
+        BLOCKS=blocks,
+        ALL=next(size for size in SIZES if size >= min(num_pairs, FEW_PAIRS)),
+        COUNTS=max(1, 4096 // experts),
+        COUNTED=counted,
+        WRITTEN=NUM_WRITTEN,
+        TILE_FIELDS=TILE_FIELDS,
         **launch_options(device, num_warps=4),
-    )  # fmt: skip
+    )
     return SortedPairs(order, tiles, num_tiles, rows)

@@ -25,8 +25,9 @@ from quire.kernels.triton.gluon_names import thread_barrier
 
 
 @gluon.jit
-def _find(tile, tokens_ptr, token_stride, rows_ptr, row_stride, positions_ptr, split, num_splits,
-          MIN_BLOCKS: gl.constexpr):  # fmt: skip
+def _find(
+    tile, tokens_ptr, token_stride, rows_ptr, row_stride, positions_ptr, split, num_splits, MIN_BLOCKS: gl.constexpr
+):
     """This program's token and row (a stride of 0: in order), how many entries the token sees, of these the first block
     and the number of blocks (0: nothing to do), and the number of shares."""
     token = tile.to(gl.int64)
@@ -59,8 +60,9 @@ def _find_slots(table_row, block, last_page, PAGE: gl.constexpr, ROWS: gl.conste
 
 
 @gluon.jit
-def _load_blocks(desc, halves, turned, barriers, table_row, length, first_block, num_blocks, PAGE: gl.constexpr,
-                 ROWS: gl.constexpr):  # fmt: skip
+def _load_blocks(
+    desc, halves, turned, barriers, table_row, length, first_block, num_blocks, PAGE: gl.constexpr, ROWS: gl.constexpr
+):
     """Each block as what is turned and two halves of the latents; first the half that its owner multiplies first."""
     BOXES: gl.constexpr = 64 // ROWS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -104,8 +106,9 @@ def _fetch_queries(into, source_ptr, head_stride, first_head, NUM_HEADS: gl.cons
 
 
 @gluon.jit
-def _get_queries(q_halves, q_turned, q_full, q_ptr, q_rope_ptr, q_head_stride, first_head, X: gl.constexpr,
-                 NUM_HEADS: gl.constexpr):  # fmt: skip
+def _get_queries(
+    q_halves, q_turned, q_full, q_ptr, q_rope_ptr, q_head_stride, first_head, X: gl.constexpr, NUM_HEADS: gl.constexpr
+):
     """Copy this group's half, and wait for the other's."""
     _fetch_queries(q_halves.index(X), q_ptr + X * 256, q_head_stride, first_head, NUM_HEADS, 256)
     if X == 0:
@@ -149,8 +152,20 @@ def _hear(acc, total, told, A: gl.constexpr, LANE: gl.constexpr, OUT_LANE: gl.co
 
 
 @gluon.jit
-def _leave(acc, best, total, targets, out_head_stride, first_head, cell, num_shares, X: gl.constexpr,
-           NUM_HEADS: gl.constexpr, LANE: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+def _leave(
+    acc,
+    best,
+    total,
+    targets,
+    out_head_stride,
+    first_head,
+    cell,
+    num_shares,
+    X: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    LANE: gl.constexpr,
+    OUT: gl.constexpr,
+):
     """The result of a row that is not shared, or this share's part of it."""
     out_ptr, partial_ptr, best_ptr, total_ptr = targets
     OUT_LANE: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -171,9 +186,28 @@ def _leave(acc, best, total, targets, out_head_stride, first_head, cell, num_sha
 
 
 @gluon.jit
-def _attend(queries, halves, turned, told, totals, barriers, meetings, sources, targets, q_head_stride,
-            out_head_stride, first_head, cell, length, first_block, num_blocks, num_shares, score_scale,
-            X: gl.constexpr, NUM_HEADS: gl.constexpr):  # fmt: skip
+def _attend(
+    queries,
+    halves,
+    turned,
+    told,
+    totals,
+    barriers,
+    meetings,
+    sources,
+    targets,
+    q_head_stride,
+    out_head_stride,
+    first_head,
+    cell,
+    length,
+    first_block,
+    num_blocks,
+    num_shares,
+    score_scale,
+    X: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+):
     """Group X: scores of every other block, and columns X * 256 onward of the result.
 
     Of the four halves of the two stages, 3 X is its own block's in its own columns, 1 + X its own block's in the other
@@ -209,11 +243,13 @@ def _attend(queries, halves, turned, told, totals, barriers, meetings, sources, 
     moved = zero
     for turn in range((num_blocks + 1 - X) // 2):
         mbarrier.wait(turned_full.index(X), turn & 1)
-        scores = warpgroup_mma(q_turned.index(0), turned.index(X + moved).permute((1, 0)), nothing, use_acc=False,
-                               is_async=True)  # fmt: skip
+        scores = warpgroup_mma(
+            q_turned.index(0), turned.index(X + moved).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
         mbarrier.wait(half_full.index(3 * X), turn & 1)
-        scores = warpgroup_mma(q_halves.index(X + moved), halves.index(3 * X + moved).permute((1, 0)), scores,
-                               is_async=True)  # fmt: skip
+        scores = warpgroup_mma(
+            q_halves.index(X + moved), halves.index(3 * X + moved).permute((1, 0)), scores, is_async=True
+        )
         # The block before, which is the other group's, goes between the parts of the own scores.
         mbarrier.wait(weights_full.index(1 - X), (turn + X - 1) & 1)
         before = 2 - X
@@ -222,14 +258,16 @@ def _attend(queries, halves, turned, told, totals, barriers, meetings, sources, 
         p, best, total, acc = _hear(acc, total, told, A, LANE, OUT_LANE)
         acc = warpgroup_mma(p, halves.index(before), acc, is_async=True)
         mbarrier.wait(half_full.index(1 + X), turn & 1)
-        scores = warpgroup_mma(q_halves.index(1 - X + moved), halves.index(1 + X + moved).permute((1, 0)), scores,
-                               is_async=True)  # fmt: skip
+        scores = warpgroup_mma(
+            q_halves.index(1 - X + moved), halves.index(1 + X + moved).permute((1, 0)), scores, is_async=True
+        )
         acc, p = warpgroup_mma_wait(1, deps=[acc, p])
         mbarrier.arrive(half_empty.index(2 - X), count=1, pred=turn + X > 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(turned_empty.index(X), count=1)
-        mine, added, best, fade = _weigh(scores, best, (first_block + 2 * turn + X) * 64, length, score_scale, told,
-                                         weights_full.index(X), MMA, A)  # fmt: skip
+        mine, added, best, fade = _weigh(
+            scores, best, (first_block + 2 * turn + X) * 64, length, score_scale, told, weights_full.index(X), MMA, A
+        )
         total = total * fade + added
         acc = acc * gl.convert_layout(fade, OUT_LANE, assert_trivial=True)[:, None]
         acc = warpgroup_mma(mine, halves.index(3 * X), acc, is_async=True)
@@ -263,13 +301,35 @@ def _make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["token_stride", "row_stride", "table_stride"],
-           do_not_specialize_on_alignment=["tokens_ptr", "rows_ptr", "table_ptr", "positions_ptr"])  # fmt: skip
+@gluon.jit(
+    do_not_specialize=["token_stride", "row_stride", "table_stride"],
+    do_not_specialize_on_alignment=["tokens_ptr", "rows_ptr", "table_ptr", "positions_ptr"],
+)
 def _latent_hopper_kernel(
-    q_ptr, q_rope_ptr, desc, out_ptr, partial_ptr, best_ptr, total_ptr, table_ptr, positions_ptr, tokens_ptr, rows_ptr,
-    q_stride, q_head_stride, out_stride, out_head_stride, table_stride, token_stride, row_stride, score_scale,
-    NUM_HEADS: gl.constexpr, PAGE: gl.constexpr, MIN_BLOCKS: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    q_rope_ptr,
+    desc,
+    out_ptr,
+    partial_ptr,
+    best_ptr,
+    total_ptr,
+    table_ptr,
+    positions_ptr,
+    tokens_ptr,
+    rows_ptr,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    token_stride,
+    row_stride,
+    score_scale,
+    NUM_HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """64 heads of a token over a share of its row. Whatever differs between a step's kinds is read or given when it
     runs: a model needs this compiled once."""
     gdc_wait()
@@ -304,15 +364,72 @@ def _latent_hopper_kernel(
     targets = (out_ptr + token * out_stride, partial_ptr, best_ptr, total_ptr)
     gl.warp_specialize(
         [
-            (_attend, (queries, halves, turned, told, totals, barriers, meetings, sources, targets, q_head_stride,
-                       out_head_stride, first_head, cell, length, first_block, num_blocks, num_shares, score_scale,
-                       0, NUM_HEADS)),
-            (_attend, (queries, halves, turned, told, totals, barriers, meetings, sources, targets, q_head_stride,
-                       out_head_stride, first_head, cell, length, first_block, num_blocks, num_shares, score_scale,
-                       1, NUM_HEADS)),
-            (_load_blocks, (desc, halves, turned, barriers, table_ptr + row * table_stride, length, first_block,
-                            num_blocks, PAGE, min(PAGE, 64))),
+            (
+                _attend,
+                (
+                    queries,
+                    halves,
+                    turned,
+                    told,
+                    totals,
+                    barriers,
+                    meetings,
+                    sources,
+                    targets,
+                    q_head_stride,
+                    out_head_stride,
+                    first_head,
+                    cell,
+                    length,
+                    first_block,
+                    num_blocks,
+                    num_shares,
+                    score_scale,
+                    0,
+                    NUM_HEADS,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    queries,
+                    halves,
+                    turned,
+                    told,
+                    totals,
+                    barriers,
+                    meetings,
+                    sources,
+                    targets,
+                    q_head_stride,
+                    out_head_stride,
+                    first_head,
+                    cell,
+                    length,
+                    first_block,
+                    num_blocks,
+                    num_shares,
+                    score_scale,
+                    1,
+                    NUM_HEADS,
+                ),
+            ),
+            (
+                _load_blocks,
+                (
+                    desc,
+                    halves,
+                    turned,
+                    barriers,
+                    table_ptr + row * table_stride,
+                    length,
+                    first_block,
+                    num_blocks,
+                    PAGE,
+                    min(PAGE, 64),
+                ),
+            ),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

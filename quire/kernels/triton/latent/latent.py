@@ -37,12 +37,34 @@ MAX_SPLITS = 32
 
 @triton.jit
 def _latent_write_kernel(
-    q_ptr, entry_ptr, norm_ptr, positions_ptr, frequencies_ptr, cache_ptr, slots_ptr, out_ptr,
-    q_stride, q_head_stride, entry_stride, page_stride, slot_stride, eps, angle_scale,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    entry_ptr,
+    norm_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    cache_ptr,
+    slots_ptr,
+    out_ptr,
+    q_stride,
+    q_head_stride,
+    entry_stride,
+    page_stride,
+    slot_stride,
+    eps,
+    angle_scale,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The last program of a token writes its entry, the others turn HEADS queries each."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -86,8 +108,16 @@ def _latent_write_kernel(
         tl.store(turned + HALF, (right * cos[None, :] + left * sin[None, :]).to(dtype), mask=mask)
 
 
-def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angles: Angles, cache: Tensor,
-                 slots: Tensor, interleaved: bool) -> Tensor:  # fmt: skip
+def latent_write(
+    q: Tensor,
+    entry: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    cache: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+) -> Tensor:
     """Like `reference_latent.latent_write`; `angles` must hold positions. Slots below 0 are skipped."""
     num_tokens, num_heads, head_dim = q.shape
     rank = norm_weight.shape[0]
@@ -95,27 +125,80 @@ def latent_write(q: Tensor, entry: Tensor, norm_weight: Tensor, eps: float, angl
     out = q.new_empty(num_tokens, num_heads, rope_dim)
     heads = min(16, triton.next_power_of_2(num_heads))
     _latent_write_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 1)](
-        q, entry, norm_weight, angles.positions, angles.frequencies, cache, slots, out,
-        q.stride(0), q.stride(1), entry.stride(0), cache.stride(0), cache.stride(1), eps, angles.scale,
-        NUM_HEADS=num_heads, HEADS=heads, HEAD_DIM=head_dim, RANK=rank, RANK_BLOCK=triton.next_power_of_2(rank),
-        HALF=rope_dim // 2, HALF_BLOCK=triton.next_power_of_2(rope_dim // 2), PAGE=cache.shape[1],
-        INTERLEAVED=interleaved, FP8=cache.dtype == torch.float8_e4m3fn, FAST=not INTERPRETED,
+        q,
+        entry,
+        norm_weight,
+        angles.positions,
+        angles.frequencies,
+        cache,
+        slots,
+        out,
+        q.stride(0),
+        q.stride(1),
+        entry.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        eps,
+        angles.scale,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        RANK=rank,
+        RANK_BLOCK=triton.next_power_of_2(rank),
+        HALF=rope_dim // 2,
+        HALF_BLOCK=triton.next_power_of_2(rope_dim // 2),
+        PAGE=cache.shape[1],
+        INTERLEAVED=interleaved,
+        FP8=cache.dtype == torch.float8_e4m3fn,
+        FAST=not INTERPRETED,
         **launch_options(q.device, num_warps=4),
-    )  # fmt: skip
+    )
     return out
 
 
 @triton.jit
 def _latent_kernel(
-    q_ptr, q_rope_ptr, cache_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, counter_ptr,
-    table_ptr, positions_ptr, tiles_ptr, token_index_ptr, row_index_ptr,
-    q_stride, q_head_stride, out_stride, out_head_stride, table_stride, page_stride, slot_stride, score_scale,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, TILED: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    TILE_FIELDS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    q_rope_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    counter_ptr,
+    table_ptr,
+    positions_ptr,
+    tiles_ptr,
+    token_index_ptr,
+    row_index_ptr,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    score_scale,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    TILED: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """HEADS heads of TOKENS tokens over a share of their row. TILED: which tokens stands in `tiles`; if not, a tile is
     one token, as `decode_attention` finds it."""
     let_next_start(PDL)
@@ -150,10 +233,14 @@ def _latent_kernel(
         ranks = tl.arange(0, RANK)
         ropes = tl.arange(0, ROPE_BLOCK)
         tokens = token + offset
-        q = tl.load(q_ptr + (tokens * q_stride + heads * q_head_stride)[:, None] + ranks[None, :], mask=live[:, None],
-                    other=0.0).to(COMPUTE)  # fmt: skip
-        q_rope = tl.load(q_rope_ptr + (tokens * NUM_HEADS + heads)[:, None] * ROPE + ropes[None, :],
-                         mask=live[:, None] & (ropes < ROPE)[None, :], other=0.0).to(COMPUTE)  # fmt: skip
+        q = tl.load(
+            q_ptr + (tokens * q_stride + heads * q_head_stride)[:, None] + ranks[None, :], mask=live[:, None], other=0.0
+        ).to(COMPUTE)
+        q_rope = tl.load(
+            q_rope_ptr + (tokens * NUM_HEADS + heads)[:, None] * ROPE + ropes[None, :],
+            mask=live[:, None] & (ropes < ROPE)[None, :],
+            other=0.0,
+        ).to(COMPUTE)
         query_positions = first_position + offset
         best = tl.full([LANES], float("-inf"), tl.float32)
         total = tl.zeros([LANES], tl.float32)
@@ -169,8 +256,11 @@ def _latent_kernel(
             # A block ahead: where an entry lies must be known long before it is asked for.
             next_page = tl.load(table_row + (keys + BLOCK) // PAGE, mask=keys + BLOCK < length, other=0)
             latent = tl.load(cache_ptr + place[:, None] + ranks[None, :], mask=valid[:, None], other=0.0).to(COMPUTE)
-            turned = tl.load(cache_ptr + place[:, None] + RANK + ropes[None, :],
-                             mask=valid[:, None] & (ropes < ROPE)[None, :], other=0.0).to(COMPUTE)  # fmt: skip
+            turned = tl.load(
+                cache_ptr + place[:, None] + RANK + ropes[None, :],
+                mask=valid[:, None] & (ropes < ROPE)[None, :],
+                other=0.0,
+            ).to(COMPUTE)
             scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
             scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision=PRECISION) * score_scale
             # Every token of a tile sees key 0, and a share begins where the first of them still sees all: only in the
@@ -228,14 +318,21 @@ class LatentTuning:
     num_stages: int = 2
 
 
-def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float,
-                     tuning: LatentTuning | None = None) -> Tensor:  # fmt: skip
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, tuning: LatentTuning | None = None
+) -> Tensor:
     """Like `reference_latent.latent_attention`."""
     num_heads, _, rank = q_latent.shape
     if plan.latent is None:
         num_processors = num_multiprocessors(q_latent.device.index)
-        plan.latent = prepare(plan, num_heads, _heads(num_heads), rank, q_latent.device,
-                              lambda programs, len_bound: _num_splits(programs, len_bound, num_processors))  # fmt: skip
+        plan.latent = prepare(
+            plan,
+            num_heads,
+            _heads(num_heads),
+            rank,
+            q_latent.device,
+            lambda programs, len_bound: _num_splits(programs, len_bound, num_processors),
+        )
     work: LatentWork = plan.latent
     out = torch.empty_like(q_latent)
     if work.num_tiles:
@@ -266,22 +363,60 @@ def _num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
     return min(most, triton.next_power_of_2(triton.cdiv(num_processors, num_programs)))
 
 
-def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, out: Tensor,
-            tuning: LatentTuning | None, work: LatentWork, tiled: bool) -> None:  # fmt: skip
+def _launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    out: Tensor,
+    tuning: LatentTuning | None,
+    work: LatentWork,
+    tiled: bool,
+) -> None:
     num_heads, _, rank = q_latent.shape
     rope_dim, heads = q_rope.shape[2], _heads(num_heads)
     tuning = tuning or tune(MAX_LANES if tiled else heads, rank, q_latent.element_size())
     splits = 1 if tiled else work.num_splits
     _latent_kernel[(triton.cdiv(num_heads, heads), splits, work.num_tiles if tiled else work.num_singles)](
-        q_latent, q_rope, cache, out, work.partial, work.best, work.total, work.counters,
-        plan.page_table, plan.positions, work.tiles, work.token_index, work.row_index,
-        q_latent.stride(1), q_latent.stride(0), out.stride(1), out.stride(0), plan.page_table.stride(0),
-        cache.stride(0), cache.stride(1), scale * 1.4426950408889634,
-        NUM_HEADS=num_heads, HEADS=heads, TOKENS=MAX_LANES // heads if tiled else 1, RANK=rank, ROPE=rope_dim,
-        ROPE_BLOCK=max(16, triton.next_power_of_2(rope_dim)), PAGE=cache.shape[1], BLOCK=tuning.block,
-        NUM_SPLITS=splits, MIN_BLOCKS=triton.cdiv(MIN_SPAN, tuning.block), TILED=tiled,
-        HAS_TOKENS=not tiled and work.token_index is not None, HAS_ROWS=not tiled and work.row_index is not None,
-        TILE_FIELDS=TILE_FIELDS, PRECISION=dot_precision(q_latent.dtype), INDEX=index_type(cache),
-        COMPUTE=compute_type(q_latent, cache), STAGES=tuning.num_stages,
+        q_latent,
+        q_rope,
+        cache,
+        out,
+        work.partial,
+        work.best,
+        work.total,
+        work.counters,
+        plan.page_table,
+        plan.positions,
+        work.tiles,
+        work.token_index,
+        work.row_index,
+        q_latent.stride(1),
+        q_latent.stride(0),
+        out.stride(1),
+        out.stride(0),
+        plan.page_table.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        scale * 1.4426950408889634,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        TOKENS=MAX_LANES // heads if tiled else 1,
+        RANK=rank,
+        ROPE=rope_dim,
+        ROPE_BLOCK=max(16, triton.next_power_of_2(rope_dim)),
+        PAGE=cache.shape[1],
+        BLOCK=tuning.block,
+        NUM_SPLITS=splits,
+        MIN_BLOCKS=triton.cdiv(MIN_SPAN, tuning.block),
+        TILED=tiled,
+        HAS_TOKENS=not tiled and work.token_index is not None,
+        HAS_ROWS=not tiled and work.row_index is not None,
+        TILE_FIELDS=TILE_FIELDS,
+        PRECISION=dot_precision(q_latent.dtype),
+        INDEX=index_type(cache),
+        COMPUTE=compute_type(q_latent, cache),
+        STAGES=tuning.num_stages,
         **launch_options(q_latent.device, tuning.num_warps, tuning.num_stages),
-    )  # fmt: skip
+    )

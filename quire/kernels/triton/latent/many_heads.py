@@ -39,13 +39,29 @@ def _with(found, one):
     return found + (one,)  # noqa: RUF005, a kernel knows no stars
 
 
-@triton.jit(do_not_specialize=["num_splits", "token_stride"],
-            do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=["num_splits", "token_stride"], do_not_specialize_on_alignment=["positions_ptr", "tokens_ptr"]
+)
 def _merge_latents_kernel(
-    partial_ptr, best_ptr, total_ptr, out_ptr, positions_ptr, tokens_ptr, token_stride, out_stride, out_head_stride,
-    num_splits, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, LANES: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    best_ptr,
+    total_ptr,
+    out_ptr,
+    positions_ptr,
+    tokens_ptr,
+    token_stride,
+    out_stride,
+    out_head_stride,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
     let_next_start(PDL)
     head_block = tl.program_id(0)
@@ -110,16 +126,44 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
     num_heads = q_latent.shape[0]
     if plan.latent is None:
         num_processors = num_multiprocessors(q_latent.device.index)
-        plan.latent = prepare(plan, num_heads, HEADS, RANK, q_latent.device,
-                              lambda programs, len_bound: num_splits(programs, len_bound, num_processors))  # fmt: skip
+        plan.latent = prepare(
+            plan,
+            num_heads,
+            HEADS,
+            RANK,
+            q_latent.device,
+            lambda programs, len_bound: num_splits(programs, len_bound, num_processors),
+        )
     work: LatentWork = plan.latent
     out = torch.empty_like(q_latent)
     if work.tiles is not None:  # a tile is one token: its row stands first, then itself
-        _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_tiles, 1, (work.tiles[1:], TILE_FIELDS),
-                (work.tiles, TILE_FIELDS))  # fmt: skip
+        _launch(
+            q_latent,
+            q_rope,
+            cache,
+            plan,
+            scale,
+            out,
+            work,
+            work.num_tiles,
+            1,
+            (work.tiles[1:], TILE_FIELDS),
+            (work.tiles, TILE_FIELDS),
+        )
     if work.num_singles:
-        _launch(q_latent, q_rope, cache, plan, scale, out, work, work.num_singles, work.num_splits,
-                _as_list(work.token_index, plan), _as_list(work.row_index, plan))  # fmt: skip
+        _launch(
+            q_latent,
+            q_rope,
+            cache,
+            plan,
+            scale,
+            out,
+            work,
+            work.num_singles,
+            work.num_splits,
+            _as_list(work.token_index, plan),
+            _as_list(work.row_index, plan),
+        )
     if work.num_singles and work.num_splits > 1:
         _merge(out, plan, work)
     return out
@@ -132,11 +176,24 @@ def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
     grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_singles)
     many = math.prod(grid) >= MANY_MERGES * num_multiprocessors(out.device.index)
     _merge_latents_kernel[grid](
-        work.partial, work.best, work.total, out, plan.positions, *_as_list(work.token_index, plan), out.stride(1),
-        out.stride(0), work.num_splits, NUM_HEADS=num_heads, HEADS=HEADS, RANK=RANK, BLOCK=BLOCK,
-        MIN_BLOCKS=MIN_SPAN // BLOCK, LANES=MERGE_LANES, SHARES=MERGE_SHARES,
+        work.partial,
+        work.best,
+        work.total,
+        out,
+        plan.positions,
+        *_as_list(work.token_index, plan),
+        out.stride(1),
+        out.stride(0),
+        work.num_splits,
+        NUM_HEADS=num_heads,
+        HEADS=HEADS,
+        RANK=RANK,
+        BLOCK=BLOCK,
+        MIN_BLOCKS=MIN_SPAN // BLOCK,
+        LANES=MERGE_LANES,
+        SHARES=MERGE_SHARES,
         **launch_options(out.device, num_warps=4, early=many),
-    )  # fmt: skip
+    )
 
 
 def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
@@ -162,9 +219,19 @@ def _as_list(index: Tensor | None, plan: TritonPlan) -> tuple[Tensor, int]:
     return index, 1
 
 
-def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, out: Tensor,
-            work: LatentWork, num_tokens: int, splits: int, tokens: tuple[Tensor, int],
-            rows: tuple[Tensor, int]) -> None:  # fmt: skip
+def _launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    out: Tensor,
+    work: LatentWork,
+    num_tokens: int,
+    splits: int,
+    tokens: tuple[Tensor, int],
+    rows: tuple[Tensor, int],
+) -> None:
     num_heads = q_latent.shape[0]
     num_pages, page = cache.shape[:2]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -172,8 +239,28 @@ def _launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, s
     if work.partial is None:  # nobody reads or writes these, but their type is compiled for
         work.partial = work.best = work.total = torch.empty(4, dtype=torch.float32, device=cache.device)
     _latent_hopper_kernel[(triton.cdiv(num_heads, HEADS), splits, num_tokens)](
-        q_latent, q_rope, desc, out, work.partial, work.best, work.total, plan.page_table, plan.positions,
-        tokens[0], rows[0], q_latent.stride(1), q_latent.stride(0), out.stride(1), out.stride(0),
-        plan.page_table.stride(0), tokens[1], rows[1], scale * 1.4426950408889634,
-        NUM_HEADS=num_heads, PAGE=page, MIN_BLOCKS=MIN_SPAN // BLOCK, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        q_latent,
+        q_rope,
+        desc,
+        out,
+        work.partial,
+        work.best,
+        work.total,
+        plan.page_table,
+        plan.positions,
+        tokens[0],
+        rows[0],
+        q_latent.stride(1),
+        q_latent.stride(0),
+        out.stride(1),
+        out.stride(0),
+        plan.page_table.stride(0),
+        tokens[1],
+        rows[1],
+        scale * 1.4426950408889634,
+        NUM_HEADS=num_heads,
+        PAGE=page,
+        MIN_BLOCKS=MIN_SPAN // BLOCK,
+        num_warps=4,
+        launch_pdl=True,
+    )

@@ -20,10 +20,24 @@ MAX_INPUTS = 512
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _head_product_kernel(
-    x_ptr, weight_ptr, out_ptr, num_tokens, x_head_stride, x_stride, head_stride, in_stride, out_stride, num_heads,
-    IN: tl.constexpr, IN_BLOCK: tl.constexpr, OUT: tl.constexpr, OUT_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_tokens,
+    x_head_stride,
+    x_stride,
+    head_stride,
+    in_stride,
+    out_stride,
+    num_heads,
+    IN: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     head = tl.program_id(0).to(tl.int64)
     outs = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
@@ -52,8 +66,20 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
     in_block = max(16, triton.next_power_of_2(num_in))
     out_block = max(16, min(BLOCK_BYTES // x.element_size() // in_block, triton.next_power_of_2(num_out)))
     _head_product_kernel[(num_heads, triton.cdiv(num_out, out_block))](
-        x, weight, out, num_tokens, x.stride(0), x.stride(1), *weight.stride(), num_heads, IN=num_in,
-        IN_BLOCK=in_block, OUT=num_out, OUT_BLOCK=out_block, TOKENS=MAX_TOKENS, PRECISION=dot_precision(x.dtype),
+        x,
+        weight,
+        out,
+        num_tokens,
+        x.stride(0),
+        x.stride(1),
+        *weight.stride(),
+        num_heads,
+        IN=num_in,
+        IN_BLOCK=in_block,
+        OUT=num_out,
+        OUT_BLOCK=out_block,
+        TOKENS=MAX_TOKENS,
+        PRECISION=dot_precision(x.dtype),
         **launch_options(x.device, num_warps=4),
-    )  # fmt: skip
+    )
     return out.transpose(0, 1)

@@ -36,8 +36,14 @@ class LatentWork:
     counters: Tensor | None = None
 
 
-def prepare(plan: TritonPlan, num_heads: int, heads: int, rank: int, device: torch.device,
-            choose_splits: Callable[[int, int], int]) -> LatentWork:  # fmt: skip
+def prepare(
+    plan: TritonPlan,
+    num_heads: int,
+    heads: int,
+    rank: int,
+    device: torch.device,
+    choose_splits: Callable[[int, int], int],
+) -> LatentWork:
     """For programs of `heads` heads. `choose_splits`: of how many programs there are, and the most entries of a row."""
     if plan.work is not None:
         raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")

@@ -29,10 +29,26 @@ GROUP = 8  # tiles of outputs that are worked on side by side, so that the rows 
 
 @triton.jit(do_not_specialize=["num_rows"])  # a kernel must not be another for sixteen rows
 def _fixed_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, in_features, out_features, x_stride,
-    OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    in_features,
+    out_features,
+    x_stride,
+    OUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: OUTS outputs of ROWS rows. EVEN: tiles fill the weight exactly."""
     let_next_start(PDL)
     program = tl.program_id(0)
@@ -97,8 +113,14 @@ def choose_tile(num_rows: int, in_features: int, out_features: int, dtype: torch
     return Tile(128, 256 if is_plenty else 128, 64, 8, 3)
 
 
-def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-                 tile: Tile | None = None, out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+def fixed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """x [rows, in] times `weight` [out, in], + bias, + residual [rows, out], rounded once: to x's type by default."""
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
@@ -108,12 +130,26 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual
     tile = tile or choose_tile(num_rows, in_features, out_features, x.dtype, num_multiprocessors(x.device.index))
     columns = min(tile.columns, max(16, triton.next_power_of_2(in_features)))
     _fixed_linear_kernel[(triton.cdiv(out_features, tile.outs) * triton.cdiv(num_rows, tile.rows),)](
-        x, weight, bias, residual, out, num_rows, in_features, out_features, x.stride(0),
-        OUTS=tile.outs, ROWS=tile.rows, COLUMNS=columns,
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        num_rows,
+        in_features,
+        out_features,
+        x.stride(0),
+        OUTS=tile.outs,
+        ROWS=tile.rows,
+        COLUMNS=columns,
         EVEN=out_features % tile.outs == 0 and in_features % columns == 0,
-        BIAS=bias is not None, RESIDUAL=residual is not None, PRECISION=dot_precision(x.dtype), STAGES=tile.num_stages,
-        GROUP=GROUP, **launch_options(x.device, tile.num_warps, tile.num_stages),
-    )  # fmt: skip
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        PRECISION=dot_precision(x.dtype),
+        STAGES=tile.num_stages,
+        GROUP=GROUP,
+        **launch_options(x.device, tile.num_warps, tile.num_stages),
+    )
     return out
 
 
@@ -123,8 +159,16 @@ class FixedLinear:
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return True
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         if norm_weight is not None:
             x = norm.rms_norm(x, norm_weight, eps)
         if gate is None:

@@ -20,8 +20,20 @@ MULTIPLE = 16  # what the matrix units want both sides of a weight to be; others
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width, out_width, eps, NORM: tl.constexpr,
-                          GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _quantize_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    width,
+    out_width,
+    eps,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -41,8 +53,9 @@ def _quantize_rows_kernel(x_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, width
     tl.store(scale_ptr + row, most / 448.0)
 
 
-def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0,
-                  gate: Curve | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def quantize_rows(
+    x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0, gate: Curve | None = None
+) -> tuple[Tensor, Tensor]:
     """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32; after its norm, or
     after `gate` of its first half times its second, which leaves half the width. A width that is no `MULTIPLE`
     is filled up with zeros."""
@@ -52,9 +65,19 @@ def quantize_rows(x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(out_width)
     _quantize_rows_kernel[(rows,)](
-        x, norm_weight, out, scale, x.stride(0), width, out_width, eps, NORM=norm_weight is not None, GATE=gate,
-        BLOCK=block, **launch_options(x.device, _quantize_warps(rows, block)),
-    )  # fmt: skip
+        x,
+        norm_weight,
+        out,
+        scale,
+        x.stride(0),
+        width,
+        out_width,
+        eps,
+        NORM=norm_weight is not None,
+        GATE=gate,
+        BLOCK=block,
+        **launch_options(x.device, _quantize_warps(rows, block)),
+    )
     return out, scale
 
 
@@ -65,9 +88,22 @@ def _quantize_warps(rows: int, block: int) -> int:
 
 @triton.jit
 def _dequantize_pages_kernel(
-    k_ptr, v_ptr, k_out_ptr, v_out_ptr, table_ptr, rows_ptr, columns_ptr, table_stride, page_stride, k_scale, v_scale,
-    page_elements, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    table_ptr,
+    rows_ptr,
+    columns_ptr,
+    table_stride,
+    page_stride,
+    k_scale,
+    v_scale,
+    page_elements,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A page is done by as many programs as it has pieces: few pages should fill the card too."""
     let_next_start(PDL)
     place = tl.program_id(0)
@@ -85,15 +121,37 @@ def _dequantize_pages_kernel(
         tl.store(v_out_ptr + target, v.to(v_out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize_pages(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, rows: Tensor, columns: Tensor,
-                     k_out: Tensor, v_out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:  # fmt: skip
+def dequantize_pages(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Page `page_table[rows[i], columns[i]]` of the FP8 caches [pages, page_tokens, kv_heads, head_dim] becomes page i
     of the outputs. Attention that reads a page many times had better do it in a type its matrix units take."""
     page_elements, piece = k_out[0].numel(), 16384
     _dequantize_pages_kernel[(len(rows), triton.cdiv(page_elements, piece))](
-        k_cache, v_cache, k_out, v_out, page_table, rows, columns, page_table.stride(0), k_cache.stride(0),
-        k_scale, v_scale, page_elements, PIECE=piece, BLOCK=2048, **launch_options(k_cache.device, num_warps=4),
-    )  # fmt: skip
+        k_cache,
+        v_cache,
+        k_out,
+        v_out,
+        page_table,
+        rows,
+        columns,
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_scale,
+        v_scale,
+        page_elements,
+        PIECE=piece,
+        BLOCK=2048,
+        **launch_options(k_cache.device, num_warps=4),
+    )
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,12 +162,18 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
     return scaled_product(*quantize_rows(x), weight, weight_scale, bias, x.dtype)
 
 
-def scaled_product(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
-                   dtype: torch.dtype) -> Tensor:  # fmt: skip
+def scaled_product(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """x [rows, in] times `weight` [out, in], both float8_e4m3fn with their scales [rows] and [out]."""
     inside = None if dtype == torch.float32 else bias  # torch adds no bias inside a product that gives float32
     out = torch._scaled_mm(
-        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=inside, out_dtype=dtype,
+        x,
+        weight.t(),
+        scale_a=x_scale[:, None],
+        scale_b=weight_scale[None, :],
+        bias=inside,
+        out_dtype=dtype,
         use_fast_accum=True,
-    )  # fmt: skip
+    )
     return out if bias is None or bias is inside else out.add_(bias)

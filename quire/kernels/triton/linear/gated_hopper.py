@@ -51,8 +51,18 @@ def _find(tile, num_row_tiles, num_column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(x_desc, weight_desc, x_tiles, weight_tiles, barriers, num_row_tiles, num_column_tiles, num_steps,
-                STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _load_tiles(
+    x_desc,
+    weight_desc,
+    x_tiles,
+    weight_tiles,
+    barriers,
+    num_row_tiles,
+    num_column_tiles,
+    num_steps,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """64 columns of 128 rows, of 128 gates and of their 128 ups at a time."""
     done = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
@@ -64,8 +74,12 @@ def _load_tiles(x_desc, weight_desc, x_tiles, weight_tiles, barriers, num_row_ti
             mbarrier.expect(full, 3 * 128 * 128)
             tma.async_copy_global_to_shared(x_desc, [row * 128, k * 64], full, x_tiles.index(stage))
             for part in gl.static_range(2):
-                tma.async_copy_global_to_shared(weight_desc, [(num_column_tiles * part + column) * 128, k * 64],
-                                                full, weight_tiles.index(2 * stage + part))  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    weight_desc,
+                    [(num_column_tiles * part + column) * 128, k * 64],
+                    full,
+                    weight_tiles.index(2 * stage + part),
+                )
             done += 1
 
 
@@ -84,11 +98,13 @@ def _pack(sums, dtype: gl.constexpr):
     """Gate and up, rounded, in one word; in four parts, by columns."""
     gate, up = _halve(sums)
     if dtype == gl.bfloat16:
-        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [gate, up], dtype=gl.int32,
-                                          is_pure=True, pack=1)  # fmt: skip
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [gate, up], dtype=gl.int32, is_pure=True, pack=1
+        )
     else:
-        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [gate, up], dtype=gl.int32,
-                                          is_pure=True, pack=1)  # fmt: skip
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [gate, up], dtype=gl.int32, is_pure=True, pack=1
+        )
     left, right = _halve(words)
     first, second = _halve(left)
     third, fourth = _halve(right)
@@ -98,8 +114,14 @@ def _pack(sums, dtype: gl.constexpr):
 @gluon.jit
 def _unpack(words, dtype: gl.constexpr):
     if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [words],
-                                         dtype=(gl.float32, gl.float32), is_pure=True, pack=1)  # fmt: skip
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [words],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
     return gl.inline_asm_elementwise(
         """
         {
@@ -109,7 +131,12 @@ def _unpack(words, dtype: gl.constexpr):
         cvt.f32.f16 $1, high;
         }
         """,
-        "=f,=f,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)  # fmt: skip
+        "=f,=f,r",
+        [words],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -132,7 +159,12 @@ def _gate_mul(words, dtype: gl.constexpr, CURVE: gl.constexpr):
         mul.f32 $0, $2, t;
         }
         """,
-        "=f,f,f,f", [gate, up, steep], dtype=gl.float32, is_pure=True, pack=1)  # fmt: skip
+        "=f,f,f,f",
+        [gate, up, steep],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
     return result.to(dtype)
 
 
@@ -145,9 +177,21 @@ def _finish(words, out_desc, out_tile, row, column, CURVE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(x_tiles, weight_tiles, out_tiles, barriers, out_desc, num_rows, num_row_tiles, num_column_tiles,
-              num_steps, X: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-              CURVE: gl.constexpr):  # fmt: skip
+def _multiply(
+    x_tiles,
+    weight_tiles,
+    out_tiles,
+    barriers,
+    out_desc,
+    num_rows,
+    num_row_tiles,
+    num_column_tiles,
+    num_steps,
+    X: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    CURVE: gl.constexpr,
+):
     """Group X: the upper or lower 64 rows of each tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     dtype: gl.constexpr = out_tiles.dtype
@@ -162,14 +206,20 @@ def _multiply(x_tiles, weight_tiles, out_tiles, barriers, out_desc, num_rows, nu
         row, column = _find(tile, num_row_tiles, num_column_tiles, GROUP)
         stage = done % STAGES
         mbarrier.wait(barriers.index(stage), done // STAGES & 1)
-        sums = warpgroup_mma(x_tiles.index(2 * stage + X), weight_tiles.index(stage).permute((1, 0)), nothing,
-                             use_acc=False, is_async=True)  # fmt: skip
+        sums = warpgroup_mma(
+            x_tiles.index(2 * stage + X),
+            weight_tiles.index(stage).permute((1, 0)),
+            nothing,
+            use_acc=False,
+            is_async=True,
+        )
         done += 1
         for part in gl.static_range(4):
             stage = done % STAGES
             mbarrier.wait(barriers.index(stage), done // STAGES & 1)
-            sums = warpgroup_mma(x_tiles.index(2 * stage + X), weight_tiles.index(stage).permute((1, 0)), sums,
-                                 is_async=True)  # fmt: skip
+            sums = warpgroup_mma(
+                x_tiles.index(2 * stage + X), weight_tiles.index(stage).permute((1, 0)), sums, is_async=True
+            )
             _finish(parts[part], out_desc, out_tiles.index(4 * X + part), old_row, old_column + part * 32, CURVE)
             sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(barriers.index(STAGES + (done - 1) % STAGES), count=1)
@@ -177,8 +227,9 @@ def _multiply(x_tiles, weight_tiles, out_tiles, barriers, out_desc, num_rows, nu
         for _k in range(5, num_steps):
             stage = done % STAGES
             mbarrier.wait(barriers.index(stage), done // STAGES & 1)
-            sums = warpgroup_mma(x_tiles.index(2 * stage + X), weight_tiles.index(stage).permute((1, 0)), sums,
-                                 is_async=True)  # fmt: skip
+            sums = warpgroup_mma(
+                x_tiles.index(2 * stage + X), weight_tiles.index(stage).permute((1, 0)), sums, is_async=True
+            )
             sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(barriers.index(STAGES + (done - 1) % STAGES), count=1)
             done += 1
@@ -195,9 +246,17 @@ def _multiply(x_tiles, weight_tiles, out_tiles, barriers, out_desc, num_rows, nu
 
 @gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
 def _gated_hopper_kernel(
-    x_desc, weight_desc, out_desc, num_rows, num_column_tiles, num_steps,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, CURVE: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    weight_desc,
+    out_desc,
+    num_rows,
+    num_column_tiles,
+    num_steps,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    CURVE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = x_desc.dtype
@@ -215,16 +274,61 @@ def _gated_hopper_kernel(
     weight_halves = weight_tiles._reinterpret(dtype, [2 * STAGES, 128, 64], SHARED)
     gl.warp_specialize(
         [
-            (_multiply, (x_halves, weight_tiles, out_tiles, barriers, out_desc, num_rows, num_row_tiles,
-                         num_column_tiles, num_steps, 0, STAGES, GROUP, CURVE)),
-            (_multiply, (x_halves, weight_tiles, out_tiles, barriers, out_desc, num_rows, num_row_tiles,
-                         num_column_tiles, num_steps, 1, STAGES, GROUP, CURVE)),
-            (_load_tiles, (x_desc, weight_desc, x_tiles, weight_halves, barriers, num_row_tiles, num_column_tiles,
-                           num_steps, STAGES, GROUP)),
+            (
+                _multiply,
+                (
+                    x_halves,
+                    weight_tiles,
+                    out_tiles,
+                    barriers,
+                    out_desc,
+                    num_rows,
+                    num_row_tiles,
+                    num_column_tiles,
+                    num_steps,
+                    0,
+                    STAGES,
+                    GROUP,
+                    CURVE,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    x_halves,
+                    weight_tiles,
+                    out_tiles,
+                    barriers,
+                    out_desc,
+                    num_rows,
+                    num_row_tiles,
+                    num_column_tiles,
+                    num_steps,
+                    1,
+                    STAGES,
+                    GROUP,
+                    CURVE,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    x_desc,
+                    weight_desc,
+                    x_tiles,
+                    weight_halves,
+                    barriers,
+                    num_row_tiles,
+                    num_column_tiles,
+                    num_steps,
+                    STAGES,
+                    GROUP,
+                ),
+            ),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,8 +355,14 @@ def gated_linear(x: Tensor, weight: Tensor, curve: Curve = "silu") -> Tensor:
         TensorDescriptor(x, list(x.shape), list(x.stride()), [128, 64], layout),
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [128, 64], layout),
         TensorDescriptor(out, list(out.shape), list(out.stride()), [64, 32], narrow),
-        num_rows, num_columns // 128, x.shape[1] // 64, STAGES, GROUP, curve, num_warps=4,
-    )  # fmt: skip
+        num_rows,
+        num_columns // 128,
+        x.shape[1] // 64,
+        STAGES,
+        GROUP,
+        curve,
+        num_warps=4,
+    )
     return out
 
 
@@ -262,8 +372,13 @@ class GatedLinear:
 
     MIN_ROWS = 1024  # with fewer, a last round of tiles that leaves most of the card idle counts for too much
 
-    def __init__(self, shape: tuple[int, int], curve: Curve, rms_norm: Callable[[Tensor, Tensor, float], Tensor],
-                 gate_mul: Callable[..., Tensor]):  # fmt: skip
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        curve: Curve,
+        rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+        gate_mul: Callable[..., Tensor],
+    ):
         self._shape = shape
         self._curve = curve
         self._rms_norm = rms_norm
@@ -274,8 +389,16 @@ class GatedLinear:
             return False
         return weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-            gate: Curve | None, residual: Tensor | None) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        gate: Curve | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         x = x if norm_weight is None else self._rms_norm(x, norm_weight, eps)
         if bias is None:
             out = gated_linear(x, weight, self._curve)

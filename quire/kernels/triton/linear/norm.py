@@ -14,8 +14,7 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, num_weight_rows, BLOCK: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, num_weight_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -24,13 +23,15 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, num_weight_rows, BL
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    tl.store(out_ptr + row * width + columns, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty),
-             mask=inside)  # fmt: skip
+    tl.store(
+        out_ptr + row * width + columns, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def _norm_add_kernel(x_ptr, weight_ptr, stream_ptr, width, stream_stride, eps, factor, BLOCK: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+def _norm_add_kernel(
+    x_ptr, weight_ptr, stream_ptr, width, stream_stride, eps, factor, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -46,8 +47,9 @@ def _norm_add_kernel(x_ptr, weight_ptr, stream_ptr, width, stream_stride, eps, f
 
 
 @triton.jit
-def _gate_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, CURVE: tl.constexpr, BLOCK: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+def _gate_mul_kernel(
+    gate_up_ptr, out_ptr, row_stride, width, CURVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -94,7 +96,12 @@ def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
     num_rows = out.numel() // width
     block = min(triton.next_power_of_2(width), 1024)
     _gate_mul_kernel[(num_rows, triton.cdiv(width, block))](
-        gate_up, out, gate_up.stride(-2) if gate_up.dim() > 1 else 2 * width, width, CURVE=curve, BLOCK=block,
+        gate_up,
+        out,
+        gate_up.stride(-2) if gate_up.dim() > 1 else 2 * width,
+        width,
+        CURVE=curve,
+        BLOCK=block,
         **launch_options(gate_up.device, num_warps=4),
-    )  # fmt: skip
+    )
     return out

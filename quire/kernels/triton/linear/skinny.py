@@ -49,12 +49,27 @@ def _add_products(acc, weight, x, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexp
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
-    in_features, out_features, eps,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, LOOP: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    in_features,
+    out_features,
+    eps,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    EVEN: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    LOOP: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     let_next_start(PDL)
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -111,12 +126,28 @@ def _one_row_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])  # or sixteen rows would get a kernel of their own
 def _few_rows_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr,
-    num_rows, in_features, out_features, x_stride,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATE: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    in_features,
+    out_features,
+    x_stride,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -129,13 +160,20 @@ def _few_rows_kernel(
         columns = start + tl.arange(0, BLOCK_IN)
         inside = columns < in_features
         weight = _weight_tile(weight_ptr, outs, columns, in_features, out_features, EVEN)
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=live[:, None] & inside[None, :],
-                    other=0.0)  # fmt: skip
+        x = tl.load(
+            x_ptr + rows[:, None] * x_stride + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        )
         across = tl.trans(x)
         acc = tl.dot(weight.to(x.dtype), across, acc, input_precision=PRECISION)
         if GATE is not None:
-            other = _weight_tile(weight_ptr + tl.cast(out_features, tl.int64) * in_features, outs, columns, in_features,
-                                 out_features, EVEN)  # fmt: skip
+            other = _weight_tile(
+                weight_ptr + tl.cast(out_features, tl.int64) * in_features,
+                outs,
+                columns,
+                in_features,
+                out_features,
+                EVEN,
+            )
             up = tl.dot(other.to(x.dtype), across, up, input_precision=PRECISION)
     inside = outs < out_features
     out = acc
@@ -213,10 +251,18 @@ def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve |
     return SkinnyTuning(16, 256, 2, 6) if out_features <= 4096 else SkinnyTuning(16, 512, 2, 3)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None,
-                  eps: float = 0.0, gate: Curve | None = None, residual: Tensor | None = None,
-                  weight_scale: Tensor | None = None,
-                  tuning: SkinnyTuning | None = None) -> Tensor:  # fmt: skip
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Curve | None = None,
+    residual: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    tuning: SkinnyTuning | None = None,
+) -> Tensor:
     """x [rows <= 32, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
     float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, `gate` of the output's first half times its
     second, + residual. Returns [rows, out], or [rows, out / 2] with `gate`.
@@ -244,13 +290,35 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm
     grid = (triton.cdiv(out_features, tuning.block_out),)
     if num_rows == 1:
         _one_row_kernel[grid](
-            x, weight, weight_scale, bias, norm_weight, residual, out, in_features, out_features,
-            eps, NORM=norm_weight is not None, LOOP=in_features > block_in, **constants,
-        )  # fmt: skip
+            x,
+            weight,
+            weight_scale,
+            bias,
+            norm_weight,
+            residual,
+            out,
+            in_features,
+            out_features,
+            eps,
+            NORM=norm_weight is not None,
+            LOOP=in_features > block_in,
+            **constants,
+        )
     else:
         _few_rows_kernel[grid](
-            x, weight, weight_scale, bias, residual, out, num_rows, in_features, out_features,
-            x.stride(0), ROWS=max(16, triton.next_power_of_2(num_rows)), PRECISION=dot_precision(x.dtype),
-            STAGES=tuning.num_stages, **constants,
-        )  # fmt: skip
+            x,
+            weight,
+            weight_scale,
+            bias,
+            residual,
+            out,
+            num_rows,
+            in_features,
+            out_features,
+            x.stride(0),
+            ROWS=max(16, triton.next_power_of_2(num_rows)),
+            PRECISION=dot_precision(x.dtype),
+            STAGES=tuning.num_stages,
+            **constants,
+        )
     return out

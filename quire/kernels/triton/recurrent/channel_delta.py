@@ -34,10 +34,23 @@ PREPARE_WARPS = 8  # keys, queries and sums of a chunk are all in registers
 
 @triton.jit
 def _channel_gates_kernel(
-    x_ptr, forget_ptr, a_log_ptr, dt_bias_ptr, totals_ptr, betas_ptr, tiles_ptr, x_stride, forget_stride,
-    COLUMN: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    BETA_TOP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    forget_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    totals_ptr,
+    betas_ptr,
+    tiles_ptr,
+    x_stride,
+    forget_stride,
+    COLUMN: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BETA_TOP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: the gates of one head of one chunk. Tokens that are not there change nothing: no decay, no beta."""
     let_next_start(PDL)
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -60,10 +73,20 @@ def _channel_gates_kernel(
 
 @triton.jit
 def _channel_prepare_kernel(
-    keys_ptr, values_ptr, totals_ptr, betas_ptr, w_ptr, scores_ptr,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    keys_ptr,
+    values_ptr,
+    totals_ptr,
+    betas_ptr,
+    w_ptr,
+    scores_ptr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: one head of one chunk. What its tokens write into a state of zeros, in place of the values; how a
     state changes that; and how much each token reads of what the others wrote. In their own place, queries fade as what
     they read has since the chunk began, and keys as what they write will have when it ends."""
@@ -112,12 +135,30 @@ def _channel_prepare_kernel(
 
 @triton.jit
 def _channel_walk_kernel(
-    x_ptr, keys_ptr, values_ptr, totals_ptr, w_ptr, scores_ptr, state_ptr, out_ptr, slots_ptr, positions_ptr, rows_ptr,
-    x_stride, slot_stride,
-    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr,
+    keys_ptr,
+    values_ptr,
+    totals_ptr,
+    w_ptr,
+    scores_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    x_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step."""
     let_next_start(PDL)
     BLOCKS: tl.constexpr = (VALUE + VALUE_BLOCK - 1) // VALUE_BLOCK
@@ -160,8 +201,19 @@ def _channel_walk_kernel(
     tl.store(matrix_ptr, matrix, mask=in_matrix)
     start = tl.load(positions_ptr + first)
     ring_ptr = state_ptr + HEADS * VALUE * KEY
-    write_ring(x_ptr, x_stride, ring_ptr, first, count, start, 0, 2 * HEADS * KEY + head * VALUE + values,
-               values < VALUE, CHANNELS, TAPS)  # fmt: skip
+    write_ring(
+        x_ptr,
+        x_stride,
+        ring_ptr,
+        first,
+        count,
+        start,
+        0,
+        2 * HEADS * KEY + head * VALUE + values,
+        values < VALUE,
+        CHANNELS,
+        TAPS,
+    )
     if block == 0:
         for part in tl.static_range(2):
             channels = (part * HEADS + head) * KEY + keys
@@ -172,13 +224,28 @@ def _channel_walk_kernel(
 # Launching
 
 
-def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def channel_delta_net(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TritonRecurrentPlan,
+) -> Tensor:
     return run_channel_delta(x, forget, gate, weights, shape, state, plan, scan)
 
 
-def run_channel_delta(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: TritonRecurrentPlan, scan: Callable[..., None]) -> Tensor:  # fmt: skip
+def run_channel_delta(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TritonRecurrentPlan,
+    scan: Callable[..., None],
+) -> Tensor:
     """`scan`: what does the rows that catch up."""
     assert shape.num_groups == shape.num_heads
     work = prepare(plan, chunk_tokens(shape, x.dtype))
@@ -191,8 +258,20 @@ def run_channel_delta(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWei
     return out
 
 
-def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-         slots: Tensor, positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def scan(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+) -> None:
     """The rows of `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks `tiles` [tiles, 4] int32
     lists (row, first token, offset, count), into `out` [tokens, values], norm and gate included."""
     heads, num_tiles, precision = shape.num_heads, len(tiles), dot_precision(x.dtype)
@@ -201,22 +280,65 @@ def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: 
     totals = x.new_empty(num_tiles, heads, chunk, key_block, dtype=float32)
     betas = x.new_empty(num_tiles, heads, chunk, dtype=float32)
     _channel_gates_kernel[(heads, num_tiles)](
-        x, forget, weights.a_log, weights.dt_bias, totals, betas, tiles, x.stride(0), forget.stride(0),
-        COLUMN=shape.channels, HEADS=heads, KEY=shape.key_dim, KEY_BLOCK=key_block, CHUNK=chunk,
-        BETA_TOP=shape.beta_top, **launch_options(x.device, GATE_WARPS),
-    )  # fmt: skip
+        x,
+        forget,
+        weights.a_log,
+        weights.dt_bias,
+        totals,
+        betas,
+        tiles,
+        x.stride(0),
+        forget.stride(0),
+        COLUMN=shape.channels,
+        HEADS=heads,
+        KEY=shape.key_dim,
+        KEY_BLOCK=key_block,
+        CHUNK=chunk,
+        BETA_TOP=shape.beta_top,
+        **launch_options(x.device, GATE_WARPS),
+    )
     w, scores = x.new_empty(num_tiles, heads, chunk, key_block), x.new_empty(num_tiles, heads, chunk, chunk)
     _channel_prepare_kernel[(heads, num_tiles)](
-        keys, values, totals, betas, w, scores, HEADS=heads, CHUNK=chunk, LEVELS=chunk.bit_length() - 1,
-        KEY_BLOCK=key_block, VALUE_BLOCK=all_values, PRECISION=precision, **launch_options(x.device, PREPARE_WARPS),
-    )  # fmt: skip
+        keys,
+        values,
+        totals,
+        betas,
+        w,
+        scores,
+        HEADS=heads,
+        CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=all_values,
+        PRECISION=precision,
+        **launch_options(x.device, PREPARE_WARPS),
+    )
     value_block, num_warps, num_stages = tune_walk(
         len(rows) * heads, shape, chunk, x.element_size(), True, processors(x)
     )
     _channel_walk_kernel[(heads * triton.cdiv(shape.value_dim, value_block), len(rows))](
-        x, keys, values, totals, w, scores, state, out, slots, positions, rows, x.stride(0), state.stride(0),
-        HEADS=heads, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, CHUNK=chunk, KEY_BLOCK=key_block,
-        VALUES=all_values, VALUE_BLOCK=value_block, PRECISION=precision,
+        x,
+        keys,
+        values,
+        totals,
+        w,
+        scores,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        x.stride(0),
+        state.stride(0),
+        HEADS=heads,
+        KEY=shape.key_dim,
+        VALUE=shape.value_dim,
+        TAPS=shape.conv_len,
+        CHUNK=chunk,
+        KEY_BLOCK=key_block,
+        VALUES=all_values,
+        VALUE_BLOCK=value_block,
+        PRECISION=precision,
         **launch_options(x.device, num_warps, num_stages),
-    )  # fmt: skip
+    )
     norm_tiles(out, gate, 0, weights, shape, tiles, chunk, curved=False)

@@ -24,12 +24,36 @@ from quire.kernels.triton.recurrent.step import (
 
 @triton.jit
 def _channel_step_kernel(
-    x_ptr, forget_ptr, gate_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, state_ptr, out_ptr, slots_ptr,
-    positions_ptr, rows_ptr, tokens_ptr, x_stride, forget_stride, gate_stride, slot_stride, eps, query_scale,
-    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, BETA_TOP: tl.constexpr, INDEXED: tl.constexpr,
+    x_ptr,
+    forget_ptr,
+    gate_ptr,
+    conv_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    norm_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    tokens_ptr,
+    x_stride,
+    forget_stride,
+    gate_stride,
+    slot_stride,
+    eps,
+    query_scale,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BETA_TOP: tl.constexpr,
+    INDEXED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time."""
     let_next_start(PDL)
     place, head = tl.program_id(0), tl.program_id(1)
@@ -52,8 +76,9 @@ def _channel_step_kernel(
     v_channels = 2 * HEADS * KEY + head * VALUE + first_values
     WHOLE: tl.constexpr = NUM_BLOCKS == 1
     if WHOLE:
-        v_past, v_tap = older(ring_ptr, conv_ptr, None, v_channels, first_values < VALUE, position, CHANNELS, TAPS,
-                              False)  # fmt: skip
+        v_past, v_tap = older(
+            ring_ptr, conv_ptr, None, v_channels, first_values < VALUE, position, CHANNELS, TAPS, False
+        )
     wait_for_inputs(PDL)
     beta = BETA_TOP * tl.sigmoid(tl.load(x_ptr + CHANNELS + head).to(tl.float32))
     forget = tl.load(forget_ptr + token * forget_stride + head * KEY + keys, mask=in_key, other=0.0).to(tl.float32)
@@ -69,8 +94,11 @@ def _channel_step_kernel(
         in_value = values < VALUE
         matrix = ahead * decay[None, :]
         if not WHOLE:  # the next rows are asked for before the last are done with
-            ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, other=0.0,
-                            mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :])  # fmt: skip
+            ahead = tl.load(
+                matrix_ptr + VALUE_BLOCK * KEY,
+                other=0.0,
+                mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :],
+            )
             v_channels = 2 * HEADS * KEY + head * VALUE + values
             v_past, v_tap = older(ring_ptr, conv_ptr, None, v_channels, in_value, position, CHANNELS, TAPS, False)
         v = conv_now(x_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
@@ -88,9 +116,21 @@ def _channel_step_kernel(
     tl.store(target, (out * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty), mask=in_value)
 
 
-def channel_step(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                 slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor,
-                 tuning: StepTuning | None = None, early: bool = True) -> None:  # fmt: skip
+def channel_step(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor | None,
+    tokens: Tensor | None,
+    out: Tensor,
+    tuning: StepTuning | None = None,
+    early: bool = True,
+) -> None:
     """The whole layer for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which rows and
     tokens of the step they are; None: all, in order. `tuning`: None: what suits so many. `early`: the
     states and lists are older than this step."""
@@ -100,9 +140,33 @@ def channel_step(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights,
         processors = num_multiprocessors(x.device.index)
         tuning = tune(num_rows * shape.num_heads, key_block, value_block, processors, delta=True)
     _channel_step_kernel[(num_rows, shape.num_heads)](
-        x, forget, gate, weights.conv, weights.a_log, weights.dt_bias, weights.norm, state, out, slots, positions,
-        rows, tokens, x.stride(0), forget.stride(0), gate.stride(0), state.stride(0), weights.eps, shape.key_dim**-0.5,
-        HEADS=shape.num_heads, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
-        VALUE_BLOCK=tuning.value_block, NUM_BLOCKS=value_block // tuning.value_block, BETA_TOP=shape.beta_top,
-        INDEXED=rows is not None, **launch_options(x.device, tuning.num_warps, early=early),
-    )  # fmt: skip
+        x,
+        forget,
+        gate,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        weights.norm,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        tokens,
+        x.stride(0),
+        forget.stride(0),
+        gate.stride(0),
+        state.stride(0),
+        weights.eps,
+        shape.key_dim**-0.5,
+        HEADS=shape.num_heads,
+        KEY=shape.key_dim,
+        VALUE=shape.value_dim,
+        TAPS=shape.conv_len,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=tuning.value_block,
+        NUM_BLOCKS=value_block // tuning.value_block,
+        BETA_TOP=shape.beta_top,
+        INDEXED=rows is not None,
+        **launch_options(x.device, tuning.num_warps, early=early),
+    )

@@ -39,12 +39,33 @@ def _joined(first, second):
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, conv_ptr, bias_ptr, state_ptr, mixed_ptr, slots_ptr, positions_ptr, tiles_ptr, x_stride, slot_stride,
-    query_scale, COLUMN: tl.constexpr, CHANNEL: tl.constexpr, NUM_UNITS: tl.constexpr, DIM: tl.constexpr,
-    RING: tl.constexpr, RING_CHANNELS: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    UNITS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr,
+    conv_ptr,
+    bias_ptr,
+    state_ptr,
+    mixed_ptr,
+    slots_ptr,
+    positions_ptr,
+    tiles_ptr,
+    x_stride,
+    slot_stride,
+    query_scale,
+    COLUMN: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    DIM: tl.constexpr,
+    RING: tl.constexpr,
+    RING_CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: TOKENS tokens of a chunk, for UNITS heads of DIM channels each. Every input is read once and moves
     on from tap to tap in registers."""
     let_next_start(PDL)
@@ -90,16 +111,29 @@ def _conv_kernel(
             scale = tl.rsqrt(tl.sum(tl.where(inside, total * total, 0.0), 1) + L2_EPS)
             total *= tl.where(units < QUERIES, scale * query_scale, scale)[:, None]
         total = tl.where(inside & (start + token < count), total, 0.0)
-        tl.store(target + (offset + token) * WIDTH, total.to(mixed_ptr.dtype.element_ty),
-                 mask=(units < NUM_UNITS)[:, None])  # fmt: skip
+        tl.store(
+            target + (offset + token) * WIDTH, total.to(mixed_ptr.dtype.element_ty), mask=(units < NUM_UNITS)[:, None]
+        )
 
 
 @triton.jit
 def _gates_kernel(
-    x_ptr, a_log_ptr, dt_bias_ptr, gates_ptr, tiles_ptr, x_stride, dt_low, dt_high, COLUMN: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, BETA_TOP: tl.constexpr,
+    x_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    gates_ptr,
+    tiles_ptr,
+    x_stride,
+    dt_low,
+    dt_high,
+    COLUMN: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_TOP: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the gates of some heads of one chunk."""
     let_next_start(PDL)
     tile = tl.program_id(0)
@@ -125,31 +159,81 @@ def _gates_kernel(
     tl.store(target + CHUNK, step, mask=(heads < HEADS)[None, :])
 
 
-def convolve(x: Tensor, conv: Tensor, bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, dt_low: float,
-             dt_high: float, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, tiles: Tensor,
-             chunk: int, *, delta: bool) -> Chunks:  # fmt: skip
+def convolve(
+    x: Tensor,
+    conv: Tensor,
+    bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    dt_low: float,
+    dt_high: float,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    chunk: int,
+    *,
+    delta: bool,
+) -> Chunks:
     """x [tokens, ...] as it comes from its product: channels, gate and steps for the delta rule; gate, channels and
     steps for Mamba2. The rings stay as they are."""
     num_tiles, heads = len(tiles), shape.num_heads
     keys, values = convolve_channels(x, conv, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     gates = x.new_empty(num_tiles, heads, 2, chunk, dtype=float32)
     _gates_kernel[(num_tiles, triton.cdiv(heads, GATES))](
-        x, a_log, dt_bias, gates, tiles, x.stride(0), dt_low, dt_high, COLUMN=shape.channels + shape.values,
-        HEADS=heads, BLOCK=GATES, CHUNK=chunk, DELTA=delta, BETA_TOP=shape.beta_top, **launch_options(x.device, 1),
-    )  # fmt: skip
+        x,
+        a_log,
+        dt_bias,
+        gates,
+        tiles,
+        x.stride(0),
+        dt_low,
+        dt_high,
+        COLUMN=shape.channels + shape.values,
+        HEADS=heads,
+        BLOCK=GATES,
+        CHUNK=chunk,
+        DELTA=delta,
+        BETA_TOP=shape.beta_top,
+        **launch_options(x.device, 1),
+    )
     return Chunks(keys, values, gates)
 
 
-def convolve_channels(x: Tensor, conv: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor,
-                      slots: Tensor, positions: Tensor, tiles: Tensor, chunk: int, *,
-                      delta: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def convolve_channels(
+    x: Tensor,
+    conv: Tensor,
+    bias: Tensor | None,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    chunk: int,
+    *,
+    delta: bool,
+) -> tuple[Tensor, Tensor]:
     """Keys and values of `Chunks`. Queries and keys are normed for the delta rule, whose channels come first in x; in
     Mamba2's a gate does."""
     taps = by_tap(conv, shape)
     keys = convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     values = x.new_empty(len(tiles), shape.num_heads, chunk, block(shape.value_dim))
-    _convolve_part(values, 2 * shape.keys if delta else 0, shape.value_dim, False, x, taps, bias, shape, state, slots,
-                   positions, tiles, delta)  # fmt: skip
+    _convolve_part(
+        values,
+        2 * shape.keys if delta else 0,
+        shape.value_dim,
+        False,
+        x,
+        taps,
+        bias,
+        shape,
+        state,
+        slots,
+        positions,
+        tiles,
+        delta,
+    )
     return keys, values
 
 
@@ -158,27 +242,85 @@ def by_tap(conv: Tensor, shape: RecurrentShape) -> Tensor:
     return conv.view(shape.channels, shape.conv_len).t().contiguous()
 
 
-def convolve_keys(x: Tensor, taps: Tensor, bias: Tensor | None, shape: RecurrentShape, state: Tensor, slots: Tensor,
-                  positions: Tensor, tiles: Tensor, chunk: int, *, delta: bool) -> Tensor:  # fmt: skip
+def convolve_keys(
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    chunk: int,
+    *,
+    delta: bool,
+) -> Tensor:
     """Keys and queries alone, as `Chunks` has them."""
     keys = x.new_empty(len(tiles), 2 * shape.num_groups, chunk, block(shape.key_dim))
-    _convolve_part(keys, 0 if delta else shape.values, shape.key_dim, delta, x, taps, bias, shape, state, slots,
-                   positions, tiles, delta)  # fmt: skip
+    _convolve_part(
+        keys,
+        0 if delta else shape.values,
+        shape.key_dim,
+        delta,
+        x,
+        taps,
+        bias,
+        shape,
+        state,
+        slots,
+        positions,
+        tiles,
+        delta,
+    )
     return keys
 
 
-def _convolve_part(mixed: Tensor, channel: int, dim: int, norm: bool, x: Tensor, taps: Tensor, bias: Tensor | None,
-                   shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, tiles: Tensor,
-                   delta: bool) -> None:  # fmt: skip
+def _convolve_part(
+    mixed: Tensor,
+    channel: int,
+    dim: int,
+    norm: bool,
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    delta: bool,
+) -> None:
     """All units of `dim` channels from `channel` on, into `mixed` [chunks, units, chunk, block]."""
     num_tiles, num_units, chunk, width = mixed.shape
     units = max(CHANNELS // width, 1)
     _conv_kernel[(num_tiles, triton.cdiv(num_units, units), chunk // TOKENS)](
-        x, taps, bias, state, mixed, slots, positions, tiles, x.stride(0), state.stride(0), shape.key_dim**-0.5,
-        COLUMN=0 if delta else shape.values, CHANNEL=channel, NUM_UNITS=num_units, DIM=dim, RING=shape.matrix_elements,
-        RING_CHANNELS=shape.channels, TAPS=shape.conv_len, CHUNK=chunk, TOKENS=TOKENS, UNITS=units, WIDTH=width,
-        QUERIES=shape.num_groups, NORM=norm, BIAS=bias is not None, **launch_options(x.device, 4),
-    )  # fmt: skip
+        x,
+        taps,
+        bias,
+        state,
+        mixed,
+        slots,
+        positions,
+        tiles,
+        x.stride(0),
+        state.stride(0),
+        shape.key_dim**-0.5,
+        COLUMN=0 if delta else shape.values,
+        CHANNEL=channel,
+        NUM_UNITS=num_units,
+        DIM=dim,
+        RING=shape.matrix_elements,
+        RING_CHANNELS=shape.channels,
+        TAPS=shape.conv_len,
+        CHUNK=chunk,
+        TOKENS=TOKENS,
+        UNITS=units,
+        WIDTH=width,
+        QUERIES=shape.num_groups,
+        NORM=norm,
+        BIAS=bias is not None,
+        **launch_options(x.device, 4),
+    )
 
 
 def block(dim: int) -> int:

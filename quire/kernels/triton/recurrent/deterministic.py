@@ -28,8 +28,20 @@ RING_BLOCK = 1024  # channels that a program puts into a ring
 
 
 @triton.jit
-def _convolve(x_ptr, x_stride, ring_ptr, conv_ptr, bias_ptr, channels, inside, position, num_before,
-              CHANNELS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+def _convolve(
+    x_ptr,
+    x_stride,
+    ring_ptr,
+    conv_ptr,
+    bias_ptr,
+    channels,
+    inside,
+    position,
+    num_before,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """SiLU of these channels' convolution at `position`, float32. Inputs of the `num_before` tokens that came before in
     this step are read where they lie, older ones from the ring, which is not written before all are done with it."""
     total = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -47,12 +59,37 @@ def _convolve(x_ptr, x_stride, ring_ptr, conv_ptr, bias_ptr, channels, inside, p
 
 @triton.jit
 def _token_walk_kernel(
-    x_ptr, conv_ptr, conv_bias_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, norm_ptr, state_ptr, out_ptr,
-    slots_ptr, positions_ptr, starts_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, DELTA: tl.constexpr, BETA_TOP: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    conv_ptr,
+    conv_bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    skip_ptr,
+    norm_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    starts_ptr,
+    x_stride,
+    slot_stride,
+    eps,
+    dt_low,
+    dt_high,
+    query_scale,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_TOP: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: all tokens of one row through one head. DELTA: the gated delta net, with its norm; else Mamba2,
     without. GATED: with the output's gate."""
     let_next_start(PDL)
@@ -79,12 +116,48 @@ def _token_walk_kernel(
         token = (first + index).to(tl.int64)
         position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
         at_ptr = x_ptr + token * x_stride
-        q = _convolve(at_ptr + MIXED, x_stride, ring_ptr, conv_ptr, conv_bias_ptr, Q + group * KEY + keys, in_key,
-                      position, index, CHANNELS, TAPS, BIAS)  # fmt: skip
-        k = _convolve(at_ptr + MIXED, x_stride, ring_ptr, conv_ptr, conv_bias_ptr, K + group * KEY + keys, in_key,
-                      position, index, CHANNELS, TAPS, BIAS)  # fmt: skip
-        v = _convolve(at_ptr + MIXED, x_stride, ring_ptr, conv_ptr, conv_bias_ptr, V + head * VALUE + values, in_value,
-                      position, index, CHANNELS, TAPS, BIAS)  # fmt: skip
+        q = _convolve(
+            at_ptr + MIXED,
+            x_stride,
+            ring_ptr,
+            conv_ptr,
+            conv_bias_ptr,
+            Q + group * KEY + keys,
+            in_key,
+            position,
+            index,
+            CHANNELS,
+            TAPS,
+            BIAS,
+        )
+        k = _convolve(
+            at_ptr + MIXED,
+            x_stride,
+            ring_ptr,
+            conv_ptr,
+            conv_bias_ptr,
+            K + group * KEY + keys,
+            in_key,
+            position,
+            index,
+            CHANNELS,
+            TAPS,
+            BIAS,
+        )
+        v = _convolve(
+            at_ptr + MIXED,
+            x_stride,
+            ring_ptr,
+            conv_ptr,
+            conv_bias_ptr,
+            V + head * VALUE + values,
+            in_value,
+            position,
+            index,
+            CHANNELS,
+            TAPS,
+            BIAS,
+        )
         if DELTA:
             beta = BETA_TOP * tl.sigmoid(tl.load(at_ptr + GATES + head).to(tl.float32))
             dt = softplus(tl.load(at_ptr + GATES + HEADS + head).to(tl.float32) + dt_bias)
@@ -115,9 +188,19 @@ def _token_walk_kernel(
 
 @triton.jit
 def _ring_kernel(
-    x_ptr, state_ptr, slots_ptr, positions_ptr, starts_ptr, x_stride, slot_stride,
-    MATRICES: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    state_ptr,
+    slots_ptr,
+    positions_ptr,
+    starts_ptr,
+    x_stride,
+    slot_stride,
+    MATRICES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: BLOCK channels of one row's last inputs, put into its ring."""
     let_next_start(PDL)
     row = tl.program_id(0)
@@ -155,15 +238,29 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> WalkP
     return WalkPlan(slots, positions, upload({"plan": {"starts": starts}}, slots.device)["plan"]["starts"], usual)
 
 
-def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                    plan: WalkPlan) -> Tensor:  # fmt: skip
+def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan) -> Tensor:
     """As `recurrent.gated_delta_net`."""
-    return _walk(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0,
-                 True, shape, state, plan)  # fmt: skip
+    return _walk(
+        x,
+        weights.conv,
+        None,
+        weights.a_log,
+        weights.dt_bias,
+        None,
+        weights.norm,
+        weights.eps,
+        0.0,
+        0.0,
+        True,
+        shape,
+        state,
+        plan,
+    )
 
 
-def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: WalkPlan) -> Tensor:  # fmt: skip
+def channel_delta_net(
+    x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan
+) -> Tensor:
     """As `recurrent_channel.channel_delta_net`, by steps of single tokens alone, all in one form: as many launches as
     the longest row has tokens. A kernel that walks is for when the mode covers such a model on CUDA."""
     out, counts, device = x.new_empty(len(x), shape.values), plan.usual.counts, x.device
@@ -177,15 +274,30 @@ def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWei
         lists = list(rows.split([len(each) for each in left]))
     for index, rows in enumerate(lists):  # each reads the states that the last one left
         tokens = plan.starts[rows] + index
-        channel_step(x, forget, gate, weights, shape, state, plan.slots, plan.positions, rows, tokens, out, tuning,
-                     early=False)  # fmt: skip
+        channel_step(
+            x, forget, gate, weights, shape, state, plan.slots, plan.positions, rows, tokens, out, tuning, early=False
+        )
     return out
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan) -> Tensor:
     """As `recurrent.mamba2`."""
-    out = _walk(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0,
-                weights.dt_low, weights.dt_high, weights.norm is None, shape, state, plan)  # fmt: skip
+    out = _walk(
+        x,
+        weights.conv,
+        weights.conv_bias,
+        weights.a_log,
+        weights.dt_bias,
+        weights.skip,
+        None,
+        0.0,
+        weights.dt_low,
+        weights.dt_high,
+        weights.norm is None,
+        shape,
+        state,
+        plan,
+    )
     if weights.norm is not None:
         norm_groups(out, x, weights, shape, gated=False)
     return out
@@ -196,25 +308,72 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
     return recurrent_short.short_conv(x, weights, shape, state, plan.usual)
 
 
-def _walk(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
-          norm: Tensor | None, eps: float, dt_low: float, dt_high: float, gated: bool, shape: RecurrentShape,
-          state: Tensor, plan: WalkPlan) -> Tensor:  # fmt: skip
+def _walk(
+    x: Tensor,
+    conv: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    dt_low: float,
+    dt_high: float,
+    gated: bool,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: WalkPlan,
+) -> Tensor:
     """What holds for a program follows from the model's shape alone."""
     delta = norm is not None
     num_rows = len(plan.slots)
     out = x.new_empty(len(x), shape.values)
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     _token_walk_kernel[(num_rows, shape.num_heads)](
-        x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, plan.slots, plan.positions, plan.starts,
-        x.stride(0), state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads,
-        GROUPS=shape.num_groups, KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block, DELTA=delta, BETA_TOP=shape.beta_top, GATED=gated, BIAS=conv_bias is not None,
+        x,
+        conv,
+        conv_bias,
+        a_log,
+        dt_bias,
+        skip,
+        norm,
+        state,
+        out,
+        plan.slots,
+        plan.positions,
+        plan.starts,
+        x.stride(0),
+        state.stride(0),
+        eps,
+        dt_low,
+        dt_high,
+        shape.key_dim**-0.5,
+        HEADS=shape.num_heads,
+        GROUPS=shape.num_groups,
+        KEY=shape.key_dim,
+        VALUE=shape.value_dim,
+        TAPS=shape.conv_len,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=value_block,
+        DELTA=delta,
+        BETA_TOP=shape.beta_top,
+        GATED=gated,
+        BIAS=conv_bias is not None,
         **launch_options(x.device, min(8, max(1, key_block * value_block // 1024))),
-    )  # fmt: skip
+    )
     inputs = x if delta else x[:, shape.values :]  # of the convolution
     _ring_kernel[(num_rows, triton.cdiv(shape.channels, RING_BLOCK))](
-        inputs, state, plan.slots, plan.positions, plan.starts, x.stride(0), state.stride(0),
-        MATRICES=shape.matrix_elements, CHANNELS=shape.channels, TAPS=shape.conv_len, BLOCK=RING_BLOCK,
+        inputs,
+        state,
+        plan.slots,
+        plan.positions,
+        plan.starts,
+        x.stride(0),
+        state.stride(0),
+        MATRICES=shape.matrix_elements,
+        CHANNELS=shape.channels,
+        TAPS=shape.conv_len,
+        BLOCK=RING_BLOCK,
         **launch_options(x.device, num_warps=4),
-    )  # fmt: skip
+    )
     return out

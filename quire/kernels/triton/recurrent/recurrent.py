@@ -46,13 +46,20 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Trito
     return TritonRecurrentPlan(slots, positions, counts)
 
 
-def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                    plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def gated_delta_net(
+    x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan
+) -> Tensor:
     return run_delta_net(x, weights, shape, state, plan, _scan_and_norm)
 
 
-def run_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan,
-                  scan: Callable[..., None]) -> Tensor:  # fmt: skip
+def run_delta_net(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TritonRecurrentPlan,
+    scan: Callable[..., None],
+) -> Tensor:
     """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.delta_scan`, norm and gate
     included."""
     work = _prepare(plan, shape, x.dtype)
@@ -65,31 +72,67 @@ def run_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state
     return out
 
 
-def _scan_and_norm(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-                   positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def _scan_and_norm(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+) -> None:
     recurrent_scan.delta_scan(x, weights, shape, state, slots, positions, rows, tiles, out, chunk)
     norm_tiles(out, x, shape.channels, weights, shape, tiles, chunk, curved=True)
 
 
-def norm_tiles(out: Tensor, gate: Tensor, column: int, weights: DeltaWeights, shape: RecurrentShape, tiles: Tensor,
-               chunk: int, *, curved: bool) -> None:  # fmt: skip
+def norm_tiles(
+    out: Tensor,
+    gate: Tensor,
+    column: int,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    tiles: Tensor,
+    chunk: int,
+    *,
+    curved: bool,
+) -> None:
     """Norm what a delta rule left in `out` [tokens, values] of these chunks' tokens, and gate it by what `gate` has
     from `column` on, [tokens, ...]: by its SiLU, or, if it is not `curved`, by its sigmoid."""
     _norm_tiles_kernel[(len(tiles), shape.num_heads)](
-        out, gate, weights.norm, tiles, gate.stride(0), weights.eps, GATE=column, HEADS=shape.num_heads,
-        VALUE=shape.value_dim, TOKENS=chunk, BLOCK=triton.next_power_of_2(shape.value_dim), CURVED=curved,
+        out,
+        gate,
+        weights.norm,
+        tiles,
+        gate.stride(0),
+        weights.eps,
+        GATE=column,
+        HEADS=shape.num_heads,
+        VALUE=shape.value_dim,
+        TOKENS=chunk,
+        BLOCK=triton.next_power_of_2(shape.value_dim),
+        CURVED=curved,
         **launch_options(out.device, 4),
-    )  # fmt: skip
+    )
 
 
-def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
-           plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
     """Where there is a norm, it gates, too: the walk over chunks took longer with that than the norm without it."""
     return run_mamba(x, weights, shape, state, plan, recurrent_scan.mamba_scan, gated=weights.norm is None)
 
 
-def run_mamba(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan,
-              scan: Callable[..., None], *, gated: bool) -> Tensor:  # fmt: skip
+def run_mamba(
+    x: Tensor,
+    weights: MambaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TritonRecurrentPlan,
+    scan: Callable[..., None],
+    *,
+    gated: bool,
+) -> Tensor:
     """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.mamba_scan`. `gated`: whether the
     output is gated as it is made, which may only be where no norm comes before (see `MambaWeights.gated_early`)."""
     work = _prepare(plan, shape, x.dtype)
@@ -109,15 +152,38 @@ def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentS
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
     _norm_groups_kernel[(triton.cdiv(len(x), TOKENS), weights.norm_groups)](
-        out, x, weights.norm, len(x), x.stride(0), weights.eps, width, VALUES=shape.values, BLOCK=block, TOKENS=TOKENS,
-        GATED=gated, GATE_FIRST=weights.gate_first, **launch_options(x.device, min(max(TOKENS * block // 512, 1), 16)),
-    )  # fmt: skip
+        out,
+        x,
+        weights.norm,
+        len(x),
+        x.stride(0),
+        weights.eps,
+        width,
+        VALUES=shape.values,
+        BLOCK=block,
+        TOKENS=TOKENS,
+        GATED=gated,
+        GATE_FIRST=weights.gate_first,
+        **launch_options(x.device, min(max(TOKENS * block // 512, 1), 16)),
+    )
 
 
 @triton.jit
-def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE: tl.constexpr, HEADS: tl.constexpr,
-                       VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CURVED: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+def _norm_tiles_kernel(
+    out_ptr,
+    x_ptr,
+    norm_ptr,
+    tiles_ptr,
+    x_stride,
+    eps,
+    GATE: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CURVED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: one head of a tile's tokens, normed, then gated, in place."""
     let_next_start(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -137,9 +203,21 @@ def _norm_tiles_kernel(out_ptr, x_ptr, norm_ptr, tiles_ptr, x_stride, eps, GATE:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _norm_groups_kernel(out_ptr, x_ptr, norm_ptr, num_tokens, x_stride, eps, width, VALUES: tl.constexpr,
-                        BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr,
-                        PDL: tl.constexpr):  # fmt: skip
+def _norm_groups_kernel(
+    out_ptr,
+    x_ptr,
+    norm_ptr,
+    num_tokens,
+    x_stride,
+    eps,
+    width,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: one group of some tokens' values, normed, in place, and gated where they are not."""
     let_next_start(PDL)
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]

@@ -67,10 +67,20 @@ def _solve(q, k, total, beta, scores_ptr, CHUNK: tl.constexpr, LEVELS: tl.conste
 
 @triton.jit
 def _prepare_kernel(
-    keys_ptr, values_ptr, gates_ptr, w_ptr, scores_ptr,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    keys_ptr,
+    values_ptr,
+    gates_ptr,
+    w_ptr,
+    scores_ptr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: one head of one chunk. What its tokens write into a state of zeros, in place of the values; how a
     state changes that; and how much each token reads of what the others wrote."""
     let_next_start(PDL)
@@ -104,8 +114,9 @@ def load_row(rows_ptr, slots_ptr, item):
 
 
 @triton.jit
-def write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr,
-                TAPS: tl.constexpr):  # fmt: skip
+def write_ring(
+    x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):
     """The last inputs of these channels, for the next step's convolution."""
     for age in tl.static_range(0, TAPS):
         place = count - 1 - age
@@ -116,12 +127,34 @@ def write_ring(x_ptr, x_stride, ring_ptr, first, count, start, column, channels,
 
 @triton.jit
 def _walk_kernel(
-    x_ptr, keys_ptr, values_ptr, gates_ptr, w_ptr, scores_ptr, skip_ptr, state_ptr, out_ptr, slots_ptr, positions_ptr,
-    rows_ptr, x_stride, slot_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    keys_ptr,
+    values_ptr,
+    gates_ptr,
+    w_ptr,
+    scores_ptr,
+    skip_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    x_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step. GATED: with Mamba2's
     gate of the output."""
     let_next_start(PDL)
@@ -184,21 +217,46 @@ def _walk_kernel(
     ring_ptr = state_ptr + HEADS * VALUE * KEY
     MIXED: tl.constexpr = 0 if DELTA else HEADS * VALUE
     V: tl.constexpr = 2 * GROUPS * KEY if DELTA else 0
-    write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, V + head * VALUE + values, values < VALUE,
-                CHANNELS, TAPS)  # fmt: skip
+    write_ring(
+        x_ptr, x_stride, ring_ptr, first, count, start, MIXED, V + head * VALUE + values, values < VALUE, CHANNELS, TAPS
+    )
     if (block == 0) & (head % (HEADS // GROUPS) == 0):
         for part in tl.static_range(2):
             channels = (0 if DELTA else HEADS * VALUE) + (part * GROUPS + group) * KEY + keys
             write_ring(x_ptr, x_stride, ring_ptr, first, count, start, MIXED, channels, keys < KEY, CHANNELS, TAPS)
 
 
-def delta_scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def delta_scan(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+) -> None:
     """The delta rule over the rows of `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks
     `tiles` [tiles, 4] int32 lists (row, first token, offset, count), into `out` [tokens, values], before norm and
     gate."""
-    chunks = convolve(x, weights.conv, None, weights.a_log, weights.dt_bias, 0.0, 0.0, shape, state, slots, positions,
-                      tiles, chunk, delta=True)  # fmt: skip
+    chunks = convolve(
+        x,
+        weights.conv,
+        None,
+        weights.a_log,
+        weights.dt_bias,
+        0.0,
+        0.0,
+        shape,
+        state,
+        slots,
+        positions,
+        tiles,
+        chunk,
+        delta=True,
+    )
     _walk(x, chunks, prepare_chunks(chunks, shape), None, False, shape, state, slots, positions, rows, out)
 
 
@@ -209,25 +267,69 @@ def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tenso
     num_tiles, _, chunk, key_block = keys.shape
     alone = keys.new_empty(num_tiles, heads, chunk, key_block), keys.new_empty(num_tiles, heads, chunk, chunk)
     _prepare_kernel[(heads, num_tiles)](
-        keys, chunks.values, chunks.gates, *alone, HEADS=heads, GROUPS=shape.num_groups, CHUNK=chunk,
-        LEVELS=chunk.bit_length() - 1, KEY_BLOCK=key_block, VALUE_BLOCK=chunks.values.shape[-1],
-        PRECISION=dot_precision(keys.dtype), **launch_options(keys.device, PREPARE_WARPS),
-    )  # fmt: skip
+        keys,
+        chunks.values,
+        chunks.gates,
+        *alone,
+        HEADS=heads,
+        GROUPS=shape.num_groups,
+        CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=chunks.values.shape[-1],
+        PRECISION=dot_precision(keys.dtype),
+        **launch_options(keys.device, PREPARE_WARPS),
+    )
     return alone
 
 
-def mamba_scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int, *,
-               gated: bool) -> None:  # fmt: skip
+def mamba_scan(
+    x: Tensor,
+    weights: MambaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+    *,
+    gated: bool,
+) -> None:
     """Mamba2's recurrence and skip, likewise."""
-    chunks = convolve(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.dt_low,
-                      weights.dt_high, shape, state, slots, positions, tiles, chunk, delta=False)  # fmt: skip
+    chunks = convolve(
+        x,
+        weights.conv,
+        weights.conv_bias,
+        weights.a_log,
+        weights.dt_bias,
+        weights.dt_low,
+        weights.dt_high,
+        shape,
+        state,
+        slots,
+        positions,
+        tiles,
+        chunk,
+        delta=False,
+    )
     _walk(x, chunks, None, weights.skip, gated, shape, state, slots, positions, rows, out)
 
 
-def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: Tensor | None, gated: bool,
-          shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor, rows: Tensor,
-          out: Tensor) -> None:  # fmt: skip
+def _walk(
+    x: Tensor,
+    chunks: Chunks,
+    alone: tuple[Tensor, Tensor] | None,
+    skip: Tensor | None,
+    gated: bool,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    out: Tensor,
+) -> None:
     """`alone`: what chunks worked out without the state; None: there is no delta rule."""
     _, _, chunk, key_block = chunks.keys.shape
     value_block, num_warps, num_stages = tune_walk(
@@ -235,16 +337,38 @@ def _walk(x: Tensor, chunks: Chunks, alone: tuple[Tensor, Tensor] | None, skip: 
     )
     blocks = triton.cdiv(shape.value_dim, value_block)
     _walk_kernel[(shape.num_heads * blocks, len(rows))](
-        x, chunks.keys, chunks.values, chunks.gates, *(alone or (None, None)), skip, state, out, slots, positions,
-        rows, x.stride(0), state.stride(0), HEADS=shape.num_heads, GROUPS=shape.num_groups, KEY=shape.key_dim,
-        VALUE=shape.value_dim, TAPS=shape.conv_len, CHUNK=chunk, KEY_BLOCK=key_block, VALUES=chunks.values.shape[-1],
-        VALUE_BLOCK=value_block, DELTA=alone is not None, GATED=gated, PRECISION=dot_precision(x.dtype),
+        x,
+        chunks.keys,
+        chunks.values,
+        chunks.gates,
+        *(alone or (None, None)),
+        skip,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        x.stride(0),
+        state.stride(0),
+        HEADS=shape.num_heads,
+        GROUPS=shape.num_groups,
+        KEY=shape.key_dim,
+        VALUE=shape.value_dim,
+        TAPS=shape.conv_len,
+        CHUNK=chunk,
+        KEY_BLOCK=key_block,
+        VALUES=chunks.values.shape[-1],
+        VALUE_BLOCK=value_block,
+        DELTA=alone is not None,
+        GATED=gated,
+        PRECISION=dot_precision(x.dtype),
         **launch_options(x.device, num_warps, num_stages),
-    )  # fmt: skip
+    )
 
 
-def tune_walk(num_matrices: int, shape: RecurrentShape, chunk: int, element_size: int, delta: bool, num_processors: int
-              ) -> tuple[int, int, int]:  # fmt: skip
+def tune_walk(
+    num_matrices: int, shape: RecurrentShape, chunk: int, element_size: int, delta: bool, num_processors: int
+) -> tuple[int, int, int]:
     """Rows of a matrix a program takes, warps, and chunks on the way into the chip: none for Mamba2 where several
     programs share a multiprocessor and wait for each other's anyway."""
     key_block, value_block = block(shape.key_dim), min(block(shape.value_dim), MIN_COLUMNS)

@@ -60,10 +60,24 @@ def _mix(now, past, taps, bias, TAPS: tl.constexpr):
 
 @triton.jit
 def _step_kernel(
-    x_ptr, conv_ptr, bias_ptr, state_ptr, out_ptr, slots_ptr, positions_ptr, rows_ptr, tokens_ptr, x_stride,
-    slot_stride, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-    INDEXED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    conv_ptr,
+    bias_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    tokens_ptr,
+    x_stride,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: some channels of one row's only token. Its own entry of the ring is written, which nobody reads
     before the next step."""
     let_next_start(PDL)
@@ -88,10 +102,23 @@ def _step_kernel(
 
 @triton.jit
 def _catch_up_kernel(
-    x_ptr, conv_ptr, bias_ptr, state_ptr, out_ptr, slots_ptr, positions_ptr, tiles_ptr, x_stride, slot_stride,
-    WIDTH: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr,
+    conv_ptr,
+    bias_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    tiles_ptr,
+    x_stride,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: some channels of TOKENS tokens of a tile. Every input is read once and moves on from tap to tap in
     registers. The rings stay as they are."""
     let_next_start(PDL)
@@ -128,9 +155,18 @@ def _catch_up_kernel(
 
 @triton.jit
 def _rings_kernel(
-    x_ptr, state_ptr, slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    state_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    x_stride,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: some channels of one row's last inputs, put into its ring."""
     let_next_start(PDL)
     place, channels = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -146,8 +182,7 @@ def _rings_kernel(
         tl.store(ring_ptr + ((position + token + TAPS) % TAPS) * WIDTH, now, mask=there)
 
 
-def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
-               plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
     work = prepare(plan, CHUNK)
     width, taps = shape.channels, shape.conv_len
     out = x.new_empty(len(x), width)
@@ -157,16 +192,41 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
     if work.rows is not None and work.tiles is not None:
         blocks = triton.cdiv(width, CHANNELS)
         _catch_up_kernel[(len(work.tiles), blocks, CHUNK // TOKENS)](
-            x, weights.conv, weights.bias, *where, work.tiles, *strides, **fixed, TOKENS=TOKENS, BLOCK=CHANNELS,
+            x,
+            weights.conv,
+            weights.bias,
+            *where,
+            work.tiles,
+            *strides,
+            **fixed,
+            TOKENS=TOKENS,
+            BLOCK=CHANNELS,
             **launch_options(x.device, 4),
-        )  # fmt: skip
+        )
         _rings_kernel[(len(work.rows), blocks)](
-            x, state, plan.slots, plan.positions, work.rows, *strides, WIDTH=width, TAPS=taps, BLOCK=CHANNELS,
+            x,
+            state,
+            plan.slots,
+            plan.positions,
+            work.rows,
+            *strides,
+            WIDTH=width,
+            TAPS=taps,
+            BLOCK=CHANNELS,
             **launch_options(x.device, 4),
-        )  # fmt: skip
+        )
     if work.num_singles:
         _step_kernel[(work.num_singles, triton.cdiv(width, STEP_CHANNELS))](
-            x, weights.conv, weights.bias, *where, work.singles, work.single_tokens, *strides, **fixed,
-            BLOCK=STEP_CHANNELS, INDEXED=work.singles is not None, **launch_options(x.device, 2),
-        )  # fmt: skip
+            x,
+            weights.conv,
+            weights.bias,
+            *where,
+            work.singles,
+            work.single_tokens,
+            *strides,
+            **fixed,
+            BLOCK=STEP_CHANNELS,
+            INDEXED=work.singles is not None,
+            **launch_options(x.device, 2),
+        )
     return out

@@ -73,8 +73,17 @@ def find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED: t
 
 
 @triton.jit
-def older(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-          BIAS: tl.constexpr):  # fmt: skip
+def older(
+    ring_ptr,
+    conv_ptr,
+    bias_ptr,
+    channels,
+    inside,
+    position,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """What these channels' convolution at `position` has from before, and what its own input is multiplied with."""
     total = tl.zeros(channels.shape, tl.float32)
     for age in tl.static_range(1, TAPS):
@@ -87,8 +96,9 @@ def older(ring_ptr, conv_ptr, bias_ptr, channels, inside, position, CHANNELS: tl
 
 
 @triton.jit
-def conv_now(x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr,
-             TAPS: tl.constexpr):  # fmt: skip
+def conv_now(
+    x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):
     """SiLU of the whole of it, float32. Its own entry of the ring is written, which nobody reads before the next
     step."""
     now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -98,12 +108,40 @@ def conv_now(x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHA
 
 @triton.jit
 def _step_kernel(
-    x_ptr, conv_ptr, conv_bias_ptr, a_log_ptr, dt_bias_ptr, skip_ptr, norm_ptr, state_ptr, out_ptr,
-    slots_ptr, positions_ptr, rows_ptr, tokens_ptr, x_stride, slot_stride, eps, dt_low, dt_high, query_scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, DELTA: tl.constexpr,
-    BETA_TOP: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    conv_ptr,
+    conv_bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    skip_ptr,
+    norm_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    tokens_ptr,
+    x_stride,
+    slot_stride,
+    eps,
+    dt_low,
+    dt_high,
+    query_scale,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_TOP: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net, with its
     norm; else Mamba2, without. GATED: with the output's gate."""
     let_next_start(PDL)
@@ -136,8 +174,9 @@ def _step_kernel(
     if EARLY:
         q_past, q_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
         k_past, k_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, k_channels, in_key, position, CHANNELS, TAPS, BIAS)
-        v_past, v_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, first_values < VALUE, position, CHANNELS,
-                              TAPS, BIAS)  # fmt: skip
+        v_past, v_tap = older(
+            ring_ptr, conv_ptr, conv_bias_ptr, v_channels, first_values < VALUE, position, CHANNELS, TAPS, BIAS
+        )
     wait_for_inputs(PDL)
     if DELTA:
         mixed_ptr = x_ptr
@@ -164,11 +203,15 @@ def _step_kernel(
         in_value = values < VALUE
         matrix = ahead * decay
         if not EARLY:
-            ahead = tl.load(matrix_ptr + VALUE_BLOCK * KEY, other=0.0,
-                            mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :])  # fmt: skip
+            ahead = tl.load(
+                matrix_ptr + VALUE_BLOCK * KEY,
+                other=0.0,
+                mask=(values + VALUE_BLOCK < VALUE)[:, None] & in_key[None, :],
+            )
             v_channels = V + head * VALUE + values
-            v_past, v_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, v_channels, in_value, position, CHANNELS, TAPS,
-                                  BIAS)  # fmt: skip
+            v_past, v_tap = older(
+                ring_ptr, conv_ptr, conv_bias_ptr, v_channels, in_value, position, CHANNELS, TAPS, BIAS
+            )
         v = conv_now(mixed_ptr, ring_ptr, v_channels, in_value, position, True, v_past, v_tap, CHANNELS, TAPS)
         if DELTA:
             update = (v - tl.sum(matrix * k[None, :], 1)) * beta
@@ -195,21 +238,77 @@ def _step_kernel(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=in_value)
 
 
-def delta_step(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor) -> None:  # fmt: skip
+def delta_step(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor | None,
+    tokens: Tensor | None,
+    out: Tensor,
+) -> None:
     """The whole gated delta net for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which
     rows and tokens of the step they are; None: all, in order."""
-    _launch(x, weights.conv, None, weights.a_log, weights.dt_bias, None, weights.norm, weights.eps, 0.0, 0.0, shape,
-            state, slots, positions, rows, tokens, out, delta=True, gated=True)  # fmt: skip
+    _launch(
+        x,
+        weights.conv,
+        None,
+        weights.a_log,
+        weights.dt_bias,
+        None,
+        weights.norm,
+        weights.eps,
+        0.0,
+        0.0,
+        shape,
+        state,
+        slots,
+        positions,
+        rows,
+        tokens,
+        out,
+        delta=True,
+        gated=True,
+    )
 
 
-def mamba_step(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-               positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
-               gated: bool) -> None:  # fmt: skip
+def mamba_step(
+    x: Tensor,
+    weights: MambaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor | None,
+    tokens: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+) -> None:
     """Mamba2 up to its norm, likewise."""
-    _launch(x, weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip, None, 0.0, weights.dt_low,
-            weights.dt_high, shape, state, slots, positions, rows, tokens, out, delta=False,
-            gated=gated)  # fmt: skip
+    _launch(
+        x,
+        weights.conv,
+        weights.conv_bias,
+        weights.a_log,
+        weights.dt_bias,
+        weights.skip,
+        None,
+        0.0,
+        weights.dt_low,
+        weights.dt_high,
+        shape,
+        state,
+        slots,
+        positions,
+        rows,
+        tokens,
+        out,
+        delta=False,
+        gated=gated,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +345,64 @@ def tune(num_programs: int, key_block: int, value_block: int, num_processors: in
     return StepTuning(min(value_block, form.value_block), min(16, max(1, warps)))
 
 
-def _launch(x: Tensor, conv: Tensor, conv_bias: Tensor | None, a_log: Tensor, dt_bias: Tensor, skip: Tensor | None,
-            norm: Tensor | None, eps: float, dt_low: float, dt_high: float, shape: RecurrentShape, state: Tensor,
-            slots: Tensor, positions: Tensor, rows: Tensor | None, tokens: Tensor | None, out: Tensor, *,
-            delta: bool, gated: bool) -> None:  # fmt: skip
+def _launch(
+    x: Tensor,
+    conv: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    dt_low: float,
+    dt_high: float,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor | None,
+    tokens: Tensor | None,
+    out: Tensor,
+    *,
+    delta: bool,
+    gated: bool,
+) -> None:
     num_rows = slots.shape[0] if rows is None else rows.shape[0]
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     num_processors = num_multiprocessors(x.device.index)
     tuning = tune(num_rows * shape.num_heads, key_block, value_block, num_processors, delta)
     _step_kernel[(num_rows, shape.num_heads)](
-        x, conv, conv_bias, a_log, dt_bias, skip, norm, state, out, slots, positions, rows, tokens, x.stride(0),
-        state.stride(0), eps, dt_low, dt_high, shape.key_dim**-0.5, HEADS=shape.num_heads, GROUPS=shape.num_groups,
-        KEY=shape.key_dim, VALUE=shape.value_dim, TAPS=shape.conv_len, KEY_BLOCK=key_block,
-        VALUE_BLOCK=tuning.value_block, NUM_BLOCKS=value_block // tuning.value_block, DELTA=delta,
-        BETA_TOP=shape.beta_top, GATED=gated, BIAS=conv_bias is not None, INDEXED=rows is not None,
+        x,
+        conv,
+        conv_bias,
+        a_log,
+        dt_bias,
+        skip,
+        norm,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        tokens,
+        x.stride(0),
+        state.stride(0),
+        eps,
+        dt_low,
+        dt_high,
+        shape.key_dim**-0.5,
+        HEADS=shape.num_heads,
+        GROUPS=shape.num_groups,
+        KEY=shape.key_dim,
+        VALUE=shape.value_dim,
+        TAPS=shape.conv_len,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=tuning.value_block,
+        NUM_BLOCKS=value_block // tuning.value_block,
+        DELTA=delta,
+        BETA_TOP=shape.beta_top,
+        GATED=gated,
+        BIAS=conv_bias is not None,
+        INDEXED=rows is not None,
         **launch_options(x.device, tuning.num_warps),
-    )  # fmt: skip
+    )

@@ -14,8 +14,9 @@ from torch import Tensor
 from quire.kernels.triton.sampling import filters as sample_filters
 
 
-def sample_filtered(logits: Tensor, *draws: Tensor, mask: Tensor | None = None,
-                    edited: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sample_filtered(
+    logits: Tensor, *draws: Tensor, mask: Tensor | None = None, edited: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """As `sample_filters.sample_filtered`."""
     num_samples, vocab_size = logits.shape
     whole: dict[str, Any] = {"dtype": torch.int32, "device": logits.device}

@@ -20,8 +20,16 @@ CELLS_BLOCK = 128
 
 
 @triton.jit
-def _copy_kernel(logits_ptr, samples_ptr, copies_ptr, logits_stride, copies_stride, vocab_size, BLOCK: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
+def _copy_kernel(
+    logits_ptr,
+    samples_ptr,
+    copies_ptr,
+    logits_stride,
+    copies_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     place = tl.program_id(1).to(tl.int64)
     token_ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -33,8 +41,17 @@ def _copy_kernel(logits_ptr, samples_ptr, copies_ptr, logits_stride, copies_stri
 
 
 @triton.jit(do_not_specialize=["num_cells"])
-def _bias_kernel(copies_ptr, places_ptr, cells_ptr, values_ptr, copies_stride, vocab_size, num_cells,
-                 BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _bias_kernel(
+    copies_ptr,
+    places_ptr,
+    cells_ptr,
+    values_ptr,
+    copies_stride,
+    vocab_size,
+    num_cells,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = lanes < num_cells
@@ -46,9 +63,25 @@ def _bias_kernel(copies_ptr, places_ptr, cells_ptr, values_ptr, copies_stride, v
 
 
 @triton.jit(do_not_specialize=["num_cells", "prefix_len"])
-def _forbid_kernel(copies_ptr, places_ptr, cells_ptr, owners_ptr, lengths_ptr, until_ptr, prefixes_ptr, history_ptr,
-                   rows_ptr, copies_stride, vocab_size, num_cells, prefix_len, history_stride,
-                   WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _forbid_kernel(
+    copies_ptr,
+    places_ptr,
+    cells_ptr,
+    owners_ptr,
+    lengths_ptr,
+    until_ptr,
+    prefixes_ptr,
+    history_ptr,
+    rows_ptr,
+    copies_stride,
+    vocab_size,
+    num_cells,
+    prefix_len,
+    history_stride,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Add -inf to cells (so that NaN stays NaN): where a row is too short to stop, or where it ends with the rest of a
     bad word."""
     let_next_start(PDL)
@@ -84,10 +117,24 @@ def _first_seen(seen_ptr, tokens, there):
 
 @triton.jit
 def _penalties_kernel(
-    copies_ptr, places_ptr, seen_ptr, samples_ptr, prompt_len_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-    history_ptr, lengths_ptr, rows_ptr, copies_stride, history_stride, num_words, vocab_size,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    copies_ptr,
+    places_ptr,
+    seen_ptr,
+    samples_ptr,
+    prompt_len_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    history_ptr,
+    lengths_ptr,
+    rows_ptr,
+    copies_stride,
+    history_stride,
+    num_words,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row. Repetition is done when presence begins, and presence when frequency does, so that every cell sees them
     in this order; frequency subtracts the same number each time, so the order among its steps does not matter."""
     let_next_start(PDL)
@@ -108,8 +155,9 @@ def _penalties_kernel(
             tokens = tl.load(history + at, mask=at < length, other=-1).to(tl.int32)
             first = _first_seen(seen, tokens, (at < length) & (tokens >= 0) & (tokens < vocab_size))
             logits = tl.load(copy + tokens, mask=first, other=0.0)
-            logits = tl.where(logits > 0, tl.fdiv(logits, tl.zeros_like(logits) + repetition, ieee_rounding=True),
-                              logits * repetition)  # fmt: skip
+            logits = tl.where(
+                logits > 0, tl.fdiv(logits, tl.zeros_like(logits) + repetition, ieee_rounding=True), logits * repetition
+            )
             tl.store(copy + tokens, logits, mask=first)
     if presence != 0.0:
         tl.debug_barrier()
@@ -133,47 +181,119 @@ def copy_samples(logits: Tensor, samples: Tensor) -> Tensor:
     vocab_size = logits.shape[1]
     copies = torch.empty(len(samples), vocab_size, dtype=torch.float32, device=logits.device)
     _copy_kernel[(triton.cdiv(vocab_size, COPY_BLOCK), len(samples))](
-        logits, samples, copies, logits.stride(0), copies.stride(0), vocab_size, BLOCK=COPY_BLOCK,
+        logits,
+        samples,
+        copies,
+        logits.stride(0),
+        copies.stride(0),
+        vocab_size,
+        BLOCK=COPY_BLOCK,
         **launch_options(logits.device, num_warps=4),
-    )  # fmt: skip
+    )
     return copies
 
 
 def add_bias(copies: Tensor, places: Tensor, cells: Tensor, values: Tensor) -> None:
     """Add `values` [n] to `cells` [n] (sample * vocab + token); `places` [samples] int32: which copy is a sample's."""
     _bias_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
-        copies, places, cells, values, copies.stride(0), copies.shape[1], len(cells), BLOCK=CELLS_BLOCK,
+        copies,
+        places,
+        cells,
+        values,
+        copies.stride(0),
+        copies.shape[1],
+        len(cells),
+        BLOCK=CELLS_BLOCK,
         **launch_options(copies.device, num_warps=4),
-    )  # fmt: skip
+    )
 
 
-def forbid_stops(copies: Tensor, places: Tensor, cells: Tensor, owners: Tensor, until: Tensor,
-                 lengths: Tensor) -> None:  # fmt: skip
+def forbid_stops(copies: Tensor, places: Tensor, cells: Tensor, owners: Tensor, until: Tensor, lengths: Tensor) -> None:
     """Forbid cells [n] whose owners [n] are shorter than `until` [n]."""
     _forbid_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
-        copies, places, cells, owners, lengths, until, None, None, None, copies.stride(0), copies.shape[1], len(cells),
-        0, 0, WORDS=False, BLOCK=CELLS_BLOCK, **launch_options(copies.device, num_warps=4),
-    )  # fmt: skip
+        copies,
+        places,
+        cells,
+        owners,
+        lengths,
+        until,
+        None,
+        None,
+        None,
+        copies.stride(0),
+        copies.shape[1],
+        len(cells),
+        0,
+        0,
+        WORDS=False,
+        BLOCK=CELLS_BLOCK,
+        **launch_options(copies.device, num_warps=4),
+    )
 
 
-def forbid_bad_words(copies: Tensor, places: Tensor, cells: Tensor, owners: Tensor, prefixes: Tensor, history: Tensor,
-                     lengths: Tensor, rows: Tensor) -> None:  # fmt: skip
+def forbid_bad_words(
+    copies: Tensor,
+    places: Tensor,
+    cells: Tensor,
+    owners: Tensor,
+    prefixes: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+) -> None:
     """Forbid cells [n] whose owner's history ends with the prefix [n, longest] (right-aligned, -1 where shorter)."""
     _forbid_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
-        copies, places, cells, owners, lengths, None, prefixes, history, rows, copies.stride(0), copies.shape[1],
-        len(cells), prefixes.shape[1], history.stride(0), WORDS=True, BLOCK=CELLS_BLOCK,
+        copies,
+        places,
+        cells,
+        owners,
+        lengths,
+        None,
+        prefixes,
+        history,
+        rows,
+        copies.stride(0),
+        copies.shape[1],
+        len(cells),
+        prefixes.shape[1],
+        history.stride(0),
+        WORDS=True,
+        BLOCK=CELLS_BLOCK,
         **launch_options(copies.device, num_warps=4),
-    )  # fmt: skip
+    )
 
 
-def apply_penalties(copies: Tensor, places: Tensor, samples: Tensor, prompt_len: Tensor, repetition: Tensor,
-                    presence: Tensor, frequency: Tensor, history: Tensor, lengths: Tensor,
-                    rows: Tensor) -> None:  # fmt: skip
+def apply_penalties(
+    copies: Tensor,
+    places: Tensor,
+    samples: Tensor,
+    prompt_len: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+) -> None:
     """Penalties of these samples [n] over their `history` [max_rows, max_len]."""
     num_words = triton.cdiv(copies.shape[1], 32)
     seen = torch.zeros(len(samples), 2, num_words, dtype=torch.int32, device=copies.device)
     _penalties_kernel[(len(samples),)](
-        copies, places, seen, samples, prompt_len, repetition, presence, frequency, history, lengths, rows,
-        copies.stride(0), history.stride(0), num_words, copies.shape[1],
-        BLOCK=HISTORY_BLOCK if not INTERPRETED else 32, **launch_options(copies.device, num_warps=8),
-    )  # fmt: skip
+        copies,
+        places,
+        seen,
+        samples,
+        prompt_len,
+        repetition,
+        presence,
+        frequency,
+        history,
+        lengths,
+        rows,
+        copies.stride(0),
+        history.stride(0),
+        num_words,
+        copies.shape[1],
+        BLOCK=HISTORY_BLOCK if not INTERPRETED else 32,
+        **launch_options(copies.device, num_warps=8),
+    )

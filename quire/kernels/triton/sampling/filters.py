@@ -59,10 +59,26 @@ def _load_filters(sample, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
 
 @triton.jit
 def _survey_kernel(
-    logits_ptr, copies_ptr, places_ptr, mask_ptr, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr,
-    group_best_ptr, stats_ptr, logits_stride, copies_stride, mask_stride, vocab_size,
-    EDITED: tl.constexpr, HAS_MASK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    copies_ptr,
+    places_ptr,
+    mask_ptr,
+    inv_temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    sigma_ptr,
+    group_best_ptr,
+    stats_ptr,
+    logits_stride,
+    copies_stride,
+    mask_stride,
+    vocab_size,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One tile of one row: the best of each group (+inf if the group holds NaN or +inf), and the sums that the row's
     filters need."""
     let_next_start(PDL)
@@ -73,8 +89,18 @@ def _survey_kernel(
         sample, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr
     )
     if filtered:
-        row = find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
-                       EDITED, HAS_MASK)  # fmt: skip
+        row = find_row(
+            logits_ptr,
+            logits_stride,
+            copies_ptr,
+            copies_stride,
+            places_ptr,
+            mask_ptr,
+            mask_stride,
+            sample,
+            EDITED,
+            HAS_MASK,
+        )
         groups = tile * GROUPS + tl.arange(0, GROUPS)
         logits, unfit = load_groups(row, groups, groups >= 0, vocab_size, EDITED, HAS_MASK)
         best = tl.where(unfit != 0, float("inf"), tl.max(logits, 1))
@@ -124,8 +150,22 @@ def _draw(distances, token_ids, key, position, FAST: tl.constexpr):
 
 
 @triton.jit
-def _kept(row, listed, there, edge, best, scale, top_k, top_p, sigma_limit, min_limit, total, vocab_size,
-          EDITED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+def _kept(
+    row,
+    listed,
+    there,
+    edge,
+    best,
+    scale,
+    top_k,
+    top_p,
+    sigma_limit,
+    min_limit,
+    total,
+    vocab_size,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
     """The tokens of these groups, their distances below the best, infinite for those that are not kept, and whether
     that is the whole truth: of what lies nearer than `edge` nothing is missing here, so cuts have to lie there."""
     logits, _ = load_groups(row, listed, there, vocab_size, EDITED, HAS_MASK)
@@ -149,12 +189,40 @@ def _kept(row, listed, there, edge, best, scale, top_k, top_p, sigma_limit, min_
 
 @triton.jit
 def _narrow_kernel(
-    logits_ptr, copies_ptr, places_ptr, mask_ptr, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr,
-    key_ptr, positions_ptr, group_best_ptr, stats_ptr, list_ptr, best_ptr, limit_ptr, todo_ptr, total_ptr,
-    out_token_ptr, out_bad_ptr, logits_stride, copies_stride, mask_stride, vocab_size, num_groups, num_tiles,
-    EDITED: tl.constexpr, HAS_MASK: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr,
-    FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    copies_ptr,
+    places_ptr,
+    mask_ptr,
+    inv_temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    sigma_ptr,
+    key_ptr,
+    positions_ptr,
+    group_best_ptr,
+    stats_ptr,
+    list_ptr,
+    best_ptr,
+    limit_ptr,
+    todo_ptr,
+    total_ptr,
+    out_token_ptr,
+    out_bad_ptr,
+    logits_stride,
+    copies_stride,
+    mask_stride,
+    vocab_size,
+    num_groups,
+    num_tiles,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    LISTED: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row: list its best groups, and if all that it keeps is among them, draw."""
     let_next_start(PDL)
     sample = tl.program_id(0).to(tl.int64)
@@ -168,8 +236,9 @@ def _narrow_kernel(
     total = tl.full([], 0.0, tl.float32)
     if filtered:
         groups = tl.arange(0, GROUPS)
-        group_best = tl.load(group_best_ptr + sample * num_groups + groups, mask=groups < num_groups,
-                             other=float("-inf"))  # fmt: skip
+        group_best = tl.load(
+            group_best_ptr + sample * num_groups + groups, mask=groups < num_groups, other=float("-inf")
+        )
         best = tl.max(group_best, 0)
         if (best == float("inf")) | (best == float("-inf")):
             todo = tl.full([], DONE, tl.int32)
@@ -195,10 +264,34 @@ def _narrow_kernel(
             lanes = tl.arange(0, LISTED)
             there = lanes < tl.sum(within.to(tl.int32), 0)
             listed = tl.load(list_ptr + sample * LISTED + lanes, mask=there, other=0)
-            row = find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride,
-                           sample, EDITED, HAS_MASK)  # fmt: skip
-            token_ids, cells, known = _kept(row, listed, there, edge, best, scale, top_k, top_p, sigma_limit, min_limit,
-                                            total, vocab_size, EDITED, HAS_MASK)  # fmt: skip
+            row = find_row(
+                logits_ptr,
+                logits_stride,
+                copies_ptr,
+                copies_stride,
+                places_ptr,
+                mask_ptr,
+                mask_stride,
+                sample,
+                EDITED,
+                HAS_MASK,
+            )
+            token_ids, cells, known = _kept(
+                row,
+                listed,
+                there,
+                edge,
+                best,
+                scale,
+                top_k,
+                top_p,
+                sigma_limit,
+                min_limit,
+                total,
+                vocab_size,
+                EDITED,
+                HAS_MASK,
+            )
             if known:
                 todo = tl.full([], DONE, tl.int32)
                 _, token = _draw(cells, token_ids, tl.load(key_ptr + sample), tl.load(positions_ptr + sample), FAST)
@@ -239,8 +332,19 @@ def _above(row, cut, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl
 
 
 @triton.jit
-def _draw_above(row, cut, best, scale, key, position, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr,
-                BLOCK: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+def _draw_above(
+    row,
+    cut,
+    best,
+    scale,
+    key,
+    position,
+    vocab_size,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """A token from those nearer to the best than `cut`."""
     highest = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
@@ -254,12 +358,34 @@ def _draw_above(row, cut, best, scale, key, position, vocab_size, EDITED: tl.con
 
 @triton.jit
 def _verify_kernel(
-    logits_ptr, copies_ptr, places_ptr, mask_ptr, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr,
-    key_ptr, positions_ptr, stats_ptr, best_ptr, todo_ptr, total_ptr, out_token_ptr,
-    logits_stride, copies_stride, mask_stride, vocab_size, num_tiles,
-    EDITED: tl.constexpr, HAS_MASK: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr,
+    copies_ptr,
+    places_ptr,
+    mask_ptr,
+    inv_temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    sigma_ptr,
+    key_ptr,
+    positions_ptr,
+    stats_ptr,
+    best_ptr,
+    todo_ptr,
+    total_ptr,
+    out_token_ptr,
+    logits_stride,
+    copies_stride,
+    mask_stride,
+    vocab_size,
+    num_tiles,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row that drew from more than its filters may have left: count what lies above its token, and if that is too
     much draw again from there, until it is not. Each time about half of what is wrongly drawn from goes."""
     let_next_start(PDL)
@@ -271,8 +397,18 @@ def _verify_kernel(
         )
         best = tl.load(best_ptr + sample)
         total = tl.load(total_ptr + sample)
-        row = find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
-                       EDITED, HAS_MASK)  # fmt: skip
+        row = find_row(
+            logits_ptr,
+            logits_stride,
+            copies_ptr,
+            copies_stride,
+            places_ptr,
+            mask_ptr,
+            mask_stride,
+            sample,
+            EDITED,
+            HAS_MASK,
+        )
         if (top_p < 1) & ((top_k > 0) | (sigma > 0)):
             # top-p's share is of what top-k and sigma left, so here their cut itself is needed.
             cut = tl.full([], float("inf"), tl.float32)
@@ -299,9 +435,19 @@ def _verify_kernel(
         tl.store(out_token_ptr + sample, token.to(tl.int64))
 
 
-def sample_filtered(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor, top_k: Tensor,
-                    top_p: Tensor, min_p: Tensor, top_n_sigma: Tensor, *, mask: Tensor | None = None,
-                    edited: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sample_filtered(
+    logits: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    inv_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_n_sigma: Tensor,
+    *,
+    mask: Tensor | None = None,
+    edited: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `sample_rows`, for samples of which some have filters, all [samples]: `top_k` int64 (0: off), `top_p` float64
     (1: off), `min_p` and `top_n_sigma` float32 (0: off). Where the inverse temperature is 0 they mean nothing. Samples
     without filters pay no more than a read of their flags."""
@@ -321,20 +467,67 @@ def sample_filtered(logits: Tensor, key: Tensor, positions: Tensor, inv_temperat
     flags = {"EDITED": edited is not None, "HAS_MASK": mask is not None}
     tiles = triton.next_power_of_2(num_tiles)
     _survey_kernel[(num_tiles, num_samples)](
-        *source, group_best, stats, *strides, vocab_size, **flags, GROUPS=TILE_GROUPS,
+        *source,
+        group_best,
+        stats,
+        *strides,
+        vocab_size,
+        **flags,
+        GROUPS=TILE_GROUPS,
         **launch_options(device, num_warps=8),
-    )  # fmt: skip
+    )
     _narrow_kernel[(num_samples,)](
-        *source, key, positions, group_best, stats, listed, best, limit, todo, total, tokens, bad, *strides,
-        vocab_size, num_groups, num_tiles, **flags, GROUPS=triton.next_power_of_2(num_groups), TILES=tiles,
-        LISTED=LISTED, FAST=not INTERPRETED, **launch_options(device, num_warps=16),
-    )  # fmt: skip
-    sample_rows(logits, key, positions, inv_temperature, mask=mask, edited=edited, limits=Limits(best, limit, todo),
-                out=(tokens, bad))  # fmt: skip
+        *source,
+        key,
+        positions,
+        group_best,
+        stats,
+        listed,
+        best,
+        limit,
+        todo,
+        total,
+        tokens,
+        bad,
+        *strides,
+        vocab_size,
+        num_groups,
+        num_tiles,
+        **flags,
+        GROUPS=triton.next_power_of_2(num_groups),
+        TILES=tiles,
+        LISTED=LISTED,
+        FAST=not INTERPRETED,
+        **launch_options(device, num_warps=16),
+    )
+    sample_rows(
+        logits,
+        key,
+        positions,
+        inv_temperature,
+        mask=mask,
+        edited=edited,
+        limits=Limits(best, limit, todo),
+        out=(tokens, bad),
+    )
     _verify_kernel[(num_samples,)](
-        *source, key, positions, stats, best, todo, total, tokens, *strides, vocab_size, num_tiles, **flags,
-        TILES=tiles, BLOCK=VERIFY_BLOCK, FAST=not INTERPRETED, **launch_options(device, num_warps=16),
-    )  # fmt: skip
+        *source,
+        key,
+        positions,
+        stats,
+        best,
+        todo,
+        total,
+        tokens,
+        *strides,
+        vocab_size,
+        num_tiles,
+        **flags,
+        TILES=tiles,
+        BLOCK=VERIFY_BLOCK,
+        FAST=not INTERPRETED,
+        **launch_options(device, num_warps=16),
+    )
     return tokens, bad
 
 

@@ -16,8 +16,18 @@ INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
-             EDITED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+def find_row(
+    logits_ptr,
+    logits_stride,
+    copies_ptr,
+    copies_stride,
+    places_ptr,
+    mask_ptr,
+    mask_stride,
+    sample,
+    EDITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
     """Where one sample's logits, its edited copy and its mask begin, and whether it has such a copy: the functions
     below take these as `row`. What there is none of is never read."""
     copy = logits_ptr
@@ -61,8 +71,9 @@ def load_groups(row, groups, listed, vocab_size, EDITED: tl.constexpr, HAS_MASK:
 
 
 @triton.jit
-def load_distances(row, start, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+def load_distances(
+    row, start, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):
     """Token ids from `start` on and how far below the best they score, both [BLOCK]."""
     token_ids = start + tl.arange(0, BLOCK)
     there = token_ids < vocab_size

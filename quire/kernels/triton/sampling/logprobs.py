@@ -20,8 +20,18 @@ NUM_STATS = tl.constexpr(3)  # of a tile: largest, sum of weights below it, how 
 
 
 @triton.jit
-def _score_tiles_kernel(logits_ptr, samples_ptr, token_ids_ptr, group_best_ptr, stats_ptr, logits_stride, vocab_size,
-                        SOME: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _score_tiles_kernel(
+    logits_ptr,
+    samples_ptr,
+    token_ids_ptr,
+    group_best_ptr,
+    stats_ptr,
+    logits_stride,
+    vocab_size,
+    SOME: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     tile = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -47,10 +57,28 @@ def _score_tiles_kernel(logits_ptr, samples_ptr, token_ids_ptr, group_best_ptr, 
 
 @triton.jit(do_not_specialize=["num_top"])
 def _score_rows_kernel(
-    logits_ptr, samples_ptr, token_ids_ptr, group_best_ptr, stats_ptr, list_ptr, out_token_ptr, logprob_ptr, rank_ptr,
-    top_ids_ptr, top_logprobs_ptr, logits_stride, vocab_size, num_groups, num_tiles, num_top,
-    SOME: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    samples_ptr,
+    token_ids_ptr,
+    group_best_ptr,
+    stats_ptr,
+    list_ptr,
+    out_token_ptr,
+    logprob_ptr,
+    rank_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    logits_stride,
+    vocab_size,
+    num_groups,
+    num_tiles,
+    num_top,
+    SOME: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    LISTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     index = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -112,22 +140,47 @@ def score_rows(logits: Tensor, samples: Tensor | None, token_ids: Tensor, num_to
     group_best = torch.empty(count, num_groups, dtype=torch.float32, device=device)
     stats = torch.empty(count, num_tiles, NUM_STATS.value, dtype=torch.float32, device=device)
     lists = torch.empty(count, listed, dtype=torch.int32, device=device)
-    out = (torch.empty(count, dtype=torch.int64, device=device), torch.empty(count, dtype=torch.float32, device=device),
-           torch.empty(count, dtype=torch.int64, device=device),
-           torch.empty(count, num_top, dtype=torch.int64, device=device),
-           torch.empty(count, num_top, dtype=torch.float32, device=device))  # fmt: skip
+    out = (
+        torch.empty(count, dtype=torch.int64, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.int64, device=device),
+        torch.empty(count, num_top, dtype=torch.int64, device=device),
+        torch.empty(count, num_top, dtype=torch.float32, device=device),
+    )
     if not count:
         return out
     some = samples is not None
     _score_tiles_kernel[(num_tiles, count)](
-        logits, samples, token_ids, group_best, stats, logits.stride(0), vocab_size, SOME=some, GROUPS=TILE_GROUPS,
+        logits,
+        samples,
+        token_ids,
+        group_best,
+        stats,
+        logits.stride(0),
+        vocab_size,
+        SOME=some,
+        GROUPS=TILE_GROUPS,
         **launch_options(device, num_warps=8),
-    )  # fmt: skip
+    )
     _score_rows_kernel[(count,)](
-        logits, samples, token_ids, group_best, stats, lists, *out, logits.stride(0), vocab_size, num_groups, num_tiles,
-        num_top, SOME=some, GROUPS=triton.next_power_of_2(num_groups), TILES=triton.next_power_of_2(num_tiles),
-        LISTED=listed, **launch_options(device, num_warps=16),
-    )  # fmt: skip
+        logits,
+        samples,
+        token_ids,
+        group_best,
+        stats,
+        lists,
+        *out,
+        logits.stride(0),
+        vocab_size,
+        num_groups,
+        num_tiles,
+        num_top,
+        SOME=some,
+        GROUPS=triton.next_power_of_2(num_groups),
+        TILES=triton.next_power_of_2(num_tiles),
+        LISTED=listed,
+        **launch_options(device, num_warps=16),
+    )
     return out
 
 

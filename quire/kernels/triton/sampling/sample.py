@@ -84,12 +84,31 @@ def add_gumbel(scores, u, FAST: tl.constexpr):
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, key_ptr, positions_ptr, inv_temperature_ptr, mask_ptr, best_ptr, token_ptr, bad_ptr,
-    copies_ptr, places_ptr, row_best_ptr, limit_ptr, todo_ptr,
-    logits_stride, copies_stride, mask_stride, vocab_size, chunk_len,
-    EDITED: tl.constexpr, LIMITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr,
+    key_ptr,
+    positions_ptr,
+    inv_temperature_ptr,
+    mask_ptr,
+    best_ptr,
+    token_ptr,
+    bad_ptr,
+    copies_ptr,
+    places_ptr,
+    row_best_ptr,
+    limit_ptr,
+    todo_ptr,
+    logits_stride,
+    copies_stride,
+    mask_stride,
+    vocab_size,
+    chunk_len,
+    EDITED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The best score of one chunk of one row, its token, and whether the chunk holds NaN or +inf. Each lane keeps its
     own best; they are compared once, at the end."""
     let_next_start(PDL)
@@ -102,8 +121,18 @@ def _choose_kernel(
     whiten, multiply = row_words(tl.load(key_ptr + sample), tl.load(positions_ptr + sample))
     begin = chunk * chunk_len
     end = tl.minimum(begin + chunk_len, vocab_size)
-    row = find_row(logits_ptr, logits_stride, copies_ptr, copies_stride, places_ptr, mask_ptr, mask_stride, sample,
-                   EDITED, HAS_MASK)  # fmt: skip
+    row = find_row(
+        logits_ptr,
+        logits_stride,
+        copies_ptr,
+        copies_stride,
+        places_ptr,
+        mask_ptr,
+        mask_stride,
+        sample,
+        EDITED,
+        HAS_MASK,
+    )
     if LIMITED:
         row_best = tl.load(row_best_ptr + sample)
         lowest = -tl.load(limit_ptr + sample)
@@ -140,10 +169,22 @@ def _choose_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _finish_kernel(
-    best_ptr, token_ptr, bad_ptr, out_token_ptr, out_bad_ptr, rows_ptr, row_tokens_ptr, computed_ptr, todo_ptr,
-    row_tokens_stride, num_chunks, CHUNKS: tl.constexpr, APPEND: tl.constexpr, LIMITED: tl.constexpr,
+    best_ptr,
+    token_ptr,
+    bad_ptr,
+    out_token_ptr,
+    out_bad_ptr,
+    rows_ptr,
+    row_tokens_ptr,
+    computed_ptr,
+    todo_ptr,
+    row_tokens_stride,
+    num_chunks,
+    CHUNKS: tl.constexpr,
+    APPEND: tl.constexpr,
+    LIMITED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     let_next_start(PDL)
     sample = tl.program_id(0)
     chunks = tl.arange(0, CHUNKS)
@@ -167,10 +208,18 @@ def _finish_kernel(
         tl.store(row_tokens_ptr + row * row_tokens_stride + position, token, mask=row >= 0)
 
 
-def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor, *, mask: Tensor | None = None,
-                append_to: tuple[Tensor, Tensor, Tensor] | None = None,
-                edited: tuple[Tensor, Tensor] | None = None, limits: Limits | None = None,
-                out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sample_rows(
+    logits: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    inv_temperature: Tensor,
+    *,
+    mask: Tensor | None = None,
+    append_to: tuple[Tensor, Tensor, Tensor] | None = None,
+    edited: tuple[Tensor, Tensor] | None = None,
+    limits: Limits | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [samples, vocab] (any float type): the largest of logit * inv_temperature
     + noise of (key, position), or the largest logit where `inv_temperature` [samples] float32 is 0. `mask`: packed bits
     of what is allowed, int32 [samples, ceil(vocab / 32)]. `append_to` (rows, row_tokens, computed): also put the token
@@ -189,22 +238,50 @@ def sample_rows(logits: Tensor, key: Tensor, positions: Tensor, inv_temperature:
     wrong = torch.empty_like(tokens)
     block = BLOCK if not INTERPRETED else min(BLOCK, triton.next_power_of_2(chunk_len))
     _choose_kernel[(num_chunks, num_samples)](
-        logits, key, positions, inv_temperature, mask, best, tokens, wrong,
-        *(edited or (None, None)), *((limits.best, limits.limit, limits.todo) if limits else (None, None, None)),
-        logits.stride(0), edited[0].stride(0) if edited else 0, 0 if mask is None else mask.stride(0), vocab_size,
-        chunk_len, EDITED=edited is not None, LIMITED=limits is not None, HAS_MASK=mask is not None, BLOCK=block,
-        FAST=not INTERPRETED, **launch_options(device, num_warps=4, num_stages=3),
-    )  # fmt: skip
+        logits,
+        key,
+        positions,
+        inv_temperature,
+        mask,
+        best,
+        tokens,
+        wrong,
+        *(edited or (None, None)),
+        *((limits.best, limits.limit, limits.todo) if limits else (None, None, None)),
+        logits.stride(0),
+        edited[0].stride(0) if edited else 0,
+        0 if mask is None else mask.stride(0),
+        vocab_size,
+        chunk_len,
+        EDITED=edited is not None,
+        LIMITED=limits is not None,
+        HAS_MASK=mask is not None,
+        BLOCK=block,
+        FAST=not INTERPRETED,
+        **launch_options(device, num_warps=4, num_stages=3),
+    )
     if out is None:
-        out = (torch.empty(num_samples, dtype=torch.int64, device=device),
-               torch.empty(num_samples, dtype=torch.bool, device=device))  # fmt: skip
+        out = (
+            torch.empty(num_samples, dtype=torch.int64, device=device),
+            torch.empty(num_samples, dtype=torch.bool, device=device),
+        )
     rows, row_tokens, computed = append_to or (None, None, None)
     _finish_kernel[(num_samples,)](
-        best, tokens, wrong, *out, rows, row_tokens, computed, limits.todo if limits else None,
-        0 if row_tokens is None else row_tokens.stride(0), num_chunks, CHUNKS=MAX_CHUNKS,
-        APPEND=append_to is not None, LIMITED=limits is not None,
+        best,
+        tokens,
+        wrong,
+        *out,
+        rows,
+        row_tokens,
+        computed,
+        limits.todo if limits else None,
+        0 if row_tokens is None else row_tokens.stride(0),
+        num_chunks,
+        CHUNKS=MAX_CHUNKS,
+        APPEND=append_to is not None,
+        LIMITED=limits is not None,
         **launch_options(device, num_warps=1),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -44,8 +44,16 @@ FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
 
 
 class DenseLayer(nn.Module):
-    def __init__(self, index: int, cache_index: int, config: DenseConfig, dtype: torch.dtype, ops: Ops,
-                 scheme: Scheme, feed_forward: FeedForward | None):  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        cache_index: int,
+        config: DenseConfig,
+        dtype: torch.dtype,
+        ops: Ops,
+        scheme: Scheme,
+        feed_forward: FeedForward | None,
+    ):
         super().__init__()
         prefix = f"{config.names.layers}.{index}"
         attention = f"{prefix}.{config.attention_names.block}"
@@ -59,8 +67,15 @@ class DenseLayer(nn.Module):
             attention,
             norm(config.norms.before_attention),
             AttentionShape(
-                config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale,
-                config.attention_softcap, order, config.sinks, config.clip,
+                config.width,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.attention_scale,
+                config.attention_softcap,
+                order,
+                config.sinks,
+                config.clip,
             ),
             cache_index,
             qkv_bias=config.qkv_bias,
@@ -71,7 +86,7 @@ class DenseLayer(nn.Module):
             scheme=scheme,
             names=config.attention_names,
             join=Join(norm(config.norms.after_attention), config.residual_scale),
-        )  # fmt: skip
+        )
         mlp_norm, join = norm(config.norms.before_mlp), Join(norm(config.norms.after_mlp), config.residual_scale)
         mlp = None if feed_forward is None else feed_forward(index, mlp_norm, join)
         self.mlp = mlp or (GatedMLP if config.gated else PlainMLP)(
@@ -98,8 +113,18 @@ class DenseLayer(nn.Module):
 
 
 class DenseModel(nn.Module):
-    def __init__(self, config: DenseConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device,
-                 page_tokens: int, ops: Ops, scheme: Scheme, feed_forward: FeedForward | None = None):  # fmt: skip
+    def __init__(
+        self,
+        config: DenseConfig,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        ops: Ops,
+        scheme: Scheme,
+        feed_forward: FeedForward | None = None,
+    ):
         super().__init__()
         self.config = config
         self.ops = ops
@@ -119,9 +144,15 @@ class DenseModel(nn.Module):
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
         self.norm = make_norm(names.final_norm, config, dtype, ops)
         self.head = Head(
-            names.embedding if config.tied else names.head, vocab_size, width, dtype, scheme, bias=config.head_bias,
-            scale=config.logit_scale, softcap=config.logit_softcap,
-        )  # fmt: skip
+            names.embedding if config.tied else names.head,
+            vocab_size,
+            width,
+            dtype,
+            scheme,
+            bias=config.head_bias,
+            scale=config.logit_scale,
+            softcap=config.logit_softcap,
+        )
         kinds = list(dict.fromkeys(config.ropes))
         still = config.head_dim - config.rope_dim
         self.ropes = [Rope(kind, config.head_dim, dtype, device, ops, still) for kind in kinds]
@@ -172,9 +203,16 @@ class DenseModel(nn.Module):
             for layer, group, rope in zip(layers, self.layer_groups, self.layer_ropes, strict=True)
         ]
         return make_stack(
-            self.ops, self.embedding, plans, self.norm, self.ropes, layers[0].attention,
-            activation=self.config.activation, has_gate=self.config.gated, is_parallel=self.config.parallel,
-        )  # fmt: skip
+            self.ops,
+            self.embedding,
+            plans,
+            self.norm,
+            self.ropes,
+            layers[0].attention,
+            activation=self.config.activation,
+            has_gate=self.config.gated,
+            is_parallel=self.config.parallel,
+        )
 
     def is_one_call(self) -> bool:
         """Mixtures are, if their experts are in blocks."""
@@ -226,8 +264,9 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
     return HeadOrder(config.head_dim, config.rope_dim, config.rope_interleaved, rope.angle_scale)
 
 
-def _qk_norm(prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype,
-             ops: Ops) -> QKNorm | HeadLayerNorm | WideQKNorm | None:  # fmt: skip
+def _qk_norm(
+    prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype, ops: Ops
+) -> QKNorm | HeadLayerNorm | WideQKNorm | None:
     style, names = config.norm, config.attention_names.head_norms
     if config.head_norms is not None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim

@@ -42,8 +42,9 @@ from quire.types import QuireError
 Fields = Mapping[str, Any]
 FUSED_QKV = AttentionNames(qkv=("qkv_proj",))
 FUSED_GATE_UP = MLPNames(up=("gate_up_proj",))
-SANDWICH = LayerNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                      "post_feedforward_layernorm")  # fmt: skip
+SANDWICH = LayerNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 AFTER_ONLY = LayerNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
@@ -204,10 +205,14 @@ def _hyperclovax(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = layer_norm(config, dense)
     return replace(
-        dense, norm=replace(dense.norm, bias=False), norms=ONE_NORM, parallel=True, rope_interleaved=True,
+        dense,
+        norm=replace(dense.norm, bias=False),
+        norms=ONE_NORM,
+        parallel=True,
+        rope_interleaved=True,
         head_norms=HeadNorms() if flag(config, "use_qk_norm", False) else None,
         logit_scale=number(config, "logit_scale", 0.0625),
-    )  # fmt: skip
+    )
 
 
 def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -219,19 +224,26 @@ def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _starcoder2(config: Fields, dense: DenseConfig) -> DenseConfig:
     has_bias = flag(config, "use_bias", True)
     return replace(
-        all_windowed(config, layer_norm(config, dense, "norm_epsilon")), gated=False, qkv_bias=has_bias,
-        out_bias=has_bias, mlp_bias=has_bias, mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
-    )  # fmt: skip
+        all_windowed(config, layer_norm(config, dense, "norm_epsilon")),
+        gated=False,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=has_bias,
+        mlp_names=MLPNames(up=("c_fc",), down="c_proj"),
+    )
 
 
 def _stablelm(config: Fields, dense: DenseConfig) -> DenseConfig:
     parallel = flag(config, "use_parallel_residual", False)
     heads = HeadNorms("q_layernorm", "k_layernorm", "apart")
     return replace(
-        layer_norm(config, dense), qkv_bias=flag(config, "use_qkv_bias", False), out_bias=False, parallel=parallel,
+        layer_norm(config, dense),
+        qkv_bias=flag(config, "use_qkv_bias", False),
+        out_bias=False,
+        parallel=parallel,
         norms=ONE_NORM if parallel else dense.norms,
         head_norms=heads if flag(config, "qk_layernorm", False) else None,
-    )  # fmt: skip
+    )
 
 
 def _nemotron(config: Fields, dense: DenseConfig) -> DenseConfig:

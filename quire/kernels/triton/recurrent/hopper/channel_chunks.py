@@ -109,8 +109,9 @@ def _faded(x, even, odd, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store_faded(even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, always, ever,
-                 dtype: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+def _store_faded(
+    even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, always, ever, dtype: gl.constexpr, HEADS: gl.constexpr
+):
     """What the walk multiplies with its matrix: queries and keys (`w`) that fade as what they find there has since the
     chunk began, and keys that fade as what they leave there will have when it ends. And how the matrix itself fades,
     and lines for the sums that the walk's programs tell each other. `even`, `odd`: running sums of each half."""
@@ -212,10 +213,30 @@ def _whole(x):
 
 @gluon.jit(do_not_specialize=["x_units"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "tiles_ptr"])
 def _channel_ready_kernel(
-    x_ptr, x_desc, before_desc, forget_desc, conv_ptr, a_log_ptr, dt_bias_ptr, state_ptr, keys_ptr, w_ptr, values_ptr,
-    fades_ptr, t_desc, scores_desc, slots_ptr, positions_ptr, tiles_ptr, x_units, slot_stride, query_scale,
-    HEADS: gl.constexpr, TAPS: gl.constexpr, BETA_TOP: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_desc,
+    before_desc,
+    forget_desc,
+    conv_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    keys_ptr,
+    w_ptr,
+    values_ptr,
+    fades_ptr,
+    t_desc,
+    scores_desc,
+    slots_ptr,
+    positions_ptr,
+    tiles_ptr,
+    x_units,
+    slot_stride,
+    query_scale,
+    HEADS: gl.constexpr,
+    TAPS: gl.constexpr,
+    BETA_TOP: gl.constexpr,
+):
     """One head of one chunk. A row of x is `x_units` times 8 elements; keys and `w` are pairs. A model needs this
     compiled once, whatever the step."""
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
@@ -245,8 +266,9 @@ def _channel_ready_kernel(
     for part in gl.static_range(3):
         fetch(x_desc, before_desc, x_row, channel_of(part, head, head, HEADS, 1), slots, part * UNITS, fulls[part])
     mbarrier.expect(fulls[DECAYS], 64 * 256)
-    tma.async_copy_global_to_shared(forget_desc, [x_row, head * 128], fulls[DECAYS],
-                                    forget._reinterpret(dtype, [64, 128], PLAIN))  # fmt: skip
+    tma.async_copy_global_to_shared(
+        forget_desc, [x_row, head * 128], fulls[DECAYS], forget._reinterpret(dtype, [64, 128], PLAIN)
+    )
     x_stride = x_units * 8
     _make_beta(x_ptr + (first + start) * x_stride + CHANNELS + head, x_stride, num_tokens, lines, BETA_TOP)
     taps = by_age(load_taps(conv_ptr, channel_of(0, head, head, HEADS, 1), TAPS), TAPS)
@@ -274,8 +296,9 @@ def _channel_ready_kernel(
     faded_keys = slots.index(2 * UNITS)._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # C
     faded_queries = forget._reinterpret(gl.int32, [64, 64], SHARED_PAIRS)  # D
     mbarrier.wait(fulls[DECAYS], 0)
-    even, odd = _make_decays(forget._reinterpret(gl.int32, [64, 64], PLANE), num_tokens, a_log_ptr, dt_bias_ptr, head,
-                             dtype)  # fmt: skip
+    even, odd = _make_decays(
+        forget._reinterpret(gl.int32, [64, 64], PLANE), num_tokens, a_log_ptr, dt_bias_ptr, head, dtype
+    )
     even, odd = apart(even), apart(odd)
     fades = fades_of_tokens(even, odd)
     even, odd = running_sums(even), running_sums(odd)
@@ -287,8 +310,20 @@ def _channel_ready_kernel(
     # Both are true, but the assembler does not know. Else it would mix what each of them guards with what comes behind,
     # put off what is done with products, and keep more at a time than there are registers.
     always, ever = num_tokens > 0, start >= 0
-    _store_faded(together(even), together(odd), ends, k_tile, q_tile, keys_ptr, w_ptr + place * (64 * 64),
-                 fades_ptr + place * 256, always, ever, dtype, HEADS)  # fmt: skip
+    _store_faded(
+        together(even),
+        together(odd),
+        ends,
+        k_tile,
+        q_tile,
+        keys_ptr,
+        w_ptr + place * (64 * 64),
+        fades_ptr + place * 256,
+        always,
+        ever,
+        dtype,
+        HEADS,
+    )
     lower, asked = _products(fades, k_tile, q_tile, faded_keys, faded_queries, always)
     gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there
     scores = slots.index(0)._reinterpret(dtype, [1, 64, 64], SHARED)

@@ -31,15 +31,34 @@ def supports(x: Tensor, forget: Tensor, gate: Tensor, shape: RecurrentShape, sta
     return fits_channel_walk(shape, x.dtype) and copied
 
 
-def channel_delta_net(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape,
-                      state: Tensor, plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def channel_delta_net(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    plan: TritonRecurrentPlan,
+) -> Tensor:
     """Like `reference_recurrent.channel_delta_net`."""
     walk = scan if supports(x, forget, gate, shape, state) else recurrent_channel.scan
     return recurrent_channel.run_channel_delta(x, forget, gate, weights, shape, state, plan, walk)
 
 
-def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-         slots: Tensor, positions: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def scan(
+    x: Tensor,
+    forget: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+) -> None:
     """Like `recurrent_channel.scan`."""
     num_tiles, heads = len(tiles), shape.num_heads
     keys = x.new_empty(num_tiles, 2 * heads, 64, 128)  # queries, then keys: see `channel_ready`
@@ -47,14 +66,55 @@ def scan(x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: 
     t, scores = x.new_empty(num_tiles, heads, 64, 64), x.new_empty(num_tiles, heads, 64, 64)
     fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # and, behind, sums of the walk's for its norm
     _channel_ready_kernel[(heads, num_tiles)](
-        x, strip(x, 64), strip(x, 4), strip(forget, 64), weights.conv, weights.a_log, weights.dt_bias, state,
-        keys.view(int32), w.view(int32), values, fades, boxes(t), boxes(scores), slots, positions, tiles,
-        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, TAPS=shape.conv_len,
-        BETA_TOP=shape.beta_top, num_warps=4, maxnreg=READY_REGISTERS,
-    )  # fmt: skip
+        x,
+        strip(x, 64),
+        strip(x, 4),
+        strip(forget, 64),
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        state,
+        keys.view(int32),
+        w.view(int32),
+        values,
+        fades,
+        boxes(t),
+        boxes(scores),
+        slots,
+        positions,
+        tiles,
+        x.stride(0) // 8,
+        state.stride(0),
+        shape.key_dim**-0.5,
+        HEADS=heads,
+        TAPS=shape.conv_len,
+        BETA_TOP=shape.beta_top,
+        num_warps=4,
+        maxnreg=READY_REGISTERS,
+    )
     halves = halves_to_a_program(heads * len(rows), num_multiprocessors(x.device.index))
     _channel_hopper_kernel[(heads * 2 // halves, len(rows))](
-        x, boxes(keys), boxes(w), boxes(values), boxes(t), boxes(scores), lines(fades), boxes(gate), fades,
-        weights.norm, state, out, slots, positions, rows, x.stride(0), state.stride(0), weights.eps, HALVES=halves,
-        HEADS=heads, TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        x,
+        boxes(keys),
+        boxes(w),
+        boxes(values),
+        boxes(t),
+        boxes(scores),
+        lines(fades),
+        boxes(gate),
+        fades,
+        weights.norm,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        x.stride(0),
+        state.stride(0),
+        weights.eps,
+        HALVES=halves,
+        HEADS=heads,
+        TAPS=shape.conv_len,
+        num_warps=4,
+        launch_pdl=True,
+    )

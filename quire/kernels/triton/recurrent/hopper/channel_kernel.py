@@ -97,8 +97,20 @@ def _walk(tiles, fades, results, barriers, matrix_ptr, num_chunks, X: gl.constex
 
 
 @gluon.jit
-def _fetch(descs, tiles, fades, gates, barriers, first, first_tile, num_chunks, head, half, HALVES: gl.constexpr,
-           HEADS: gl.constexpr):  # fmt: skip
+def _fetch(
+    descs,
+    tiles,
+    fades,
+    gates,
+    barriers,
+    first,
+    first_tile,
+    num_chunks,
+    head,
+    half,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+):
     """Each chunk in three parts, as in `recurrent_hopper`."""
     keys_desc, w_desc, values_desc, t_desc, scores_desc, fades_desc, gate_desc = descs
     q_tile, k_tile, w_tile, v_tile, t_tile, scores_tile = tiles
@@ -130,10 +142,29 @@ def _fetch(descs, tiles, fades, gates, barriers, first, first_tile, num_chunks, 
 
 @gluon.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _channel_hopper_kernel(
-    x_ptr, keys_desc, w_desc, values_desc, t_desc, scores_desc, fades_desc, gate_desc, fades_ptr, norm_ptr, state_ptr,
-    out_ptr, slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HALVES: gl.constexpr, HEADS: gl.constexpr,
-    TAPS: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    keys_desc,
+    w_desc,
+    values_desc,
+    t_desc,
+    scores_desc,
+    fades_desc,
+    gate_desc,
+    fades_ptr,
+    norm_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    x_stride,
+    slot_stride,
+    eps,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+    TAPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and for two,
     whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -168,23 +199,86 @@ def _channel_hopper_kernel(
             [
                 (_walk, (tiles, fades, results, barriers, matrix_ptr, num_chunks, 0, 2)),
                 (_walk, (tiles, fades, results, barriers, matrix_ptr + 64 * 128, num_chunks, 1, 2)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
-                          1, 2, HEADS, HEADS, TAPS, False)),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        0,
+                        1,
+                        2,
+                        HEADS,
+                        HEADS,
+                        TAPS,
+                        False,
+                    ),
+                ),
                 (_fetch, (descs, tiles, fades, gates, barriers, first, first_tile, num_chunks, head, half, 2, HEADS)),
             ],
             [4, 4, 1],
             [200, 80, 32],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
                 (_walk, (tiles, fades, results, barriers, matrix_ptr, num_chunks, 0, 1)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
-                          2, 1, HEADS, HEADS, TAPS, False)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 1,
-                          2, 1, HEADS, HEADS, TAPS, False)),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        0,
+                        2,
+                        1,
+                        HEADS,
+                        HEADS,
+                        TAPS,
+                        False,
+                    ),
+                ),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        1,
+                        2,
+                        1,
+                        HEADS,
+                        HEADS,
+                        TAPS,
+                        False,
+                    ),
+                ),
                 (_fetch, (descs, tiles, fades, gates, barriers, first, first_tile, num_chunks, head, half, 1, HEADS)),
             ],
             [4, 4, 1],
             [80, 80, 32],
-        )  # fmt: skip
+        )

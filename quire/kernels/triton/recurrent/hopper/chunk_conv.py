@@ -81,8 +81,9 @@ def load_taps(conv_ptr, channel, TAPS: gl.constexpr, WIDTH: gl.constexpr = 128):
         )
         flat = gl.load(conv_ptr + channel * 4 + gl.arange(0, 4 * WIDTH, FLAT))
         return gl.convert_layout(flat.reshape([WIDTH, 4]), LOADED, assert_trivial=True)
-    return gl.load(conv_ptr + (rows * TAPS)[:, None] + tap[None, :], mask=(tap < TAPS)[None, :] & (rows >= 0)[:, None],
-                   other=0.0)  # fmt: skip
+    return gl.load(
+        conv_ptr + (rows * TAPS)[:, None] + tap[None, :], mask=(tap < TAPS)[None, :] & (rows >= 0)[:, None], other=0.0
+    )
 
 
 @gluon.jit

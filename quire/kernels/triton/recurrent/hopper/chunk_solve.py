@@ -188,8 +188,9 @@ def on_diagonal(x):
 
 
 @gluon.jit
-def solve(scores, inverses, lowers, diagonals, lines, t_desc, scores_desc, place, BETA: gl.constexpr,
-          HEADS: gl.constexpr):  # fmt: skip
+def solve(
+    scores, inverses, lowers, diagonals, lines, t_desc, scores_desc, place, BETA: gl.constexpr, HEADS: gl.constexpr
+):
     """T of each head, its columns times beta, and its scores, into global memory, from what threads have just written
     into shared memory: `scores`, -L (`lowers`) and the diagonal blocks of that, whose place inverses take.
     `lines`: from BETA on, each head's beta. See `recurrent_ready` for the barriers."""

@@ -69,8 +69,17 @@ def _add(a, b):
 
 
 @gluon.jit
-def _load_gates(x_ptr, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head, COLUMN: gl.constexpr, HEADS: gl.constexpr,
-                SHARING: gl.constexpr):  # fmt: skip
+def _load_gates(
+    x_ptr,
+    x_stride,
+    num_tokens,
+    a_log_ptr,
+    dt_bias_ptr,
+    head,
+    COLUMN: gl.constexpr,
+    HEADS: gl.constexpr,
+    SHARING: gl.constexpr,
+):
     """What gates are made of: [heads, tokens]. x begins at the chunk's first token."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHARING, 4 // SHARING], [1, 0])
     n = gl.arange(0, 64, gl.SliceLayout(0, LANES))
@@ -146,10 +155,29 @@ def channel_of(part, head, group, GROUPS: gl.constexpr, SHARING: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["x_units"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "tiles_ptr"])
 def _ready_kernel(
-    x_ptr, x_desc, before_desc, conv_ptr, a_log_ptr, dt_bias_ptr, state_ptr, keys_ptr, values_ptr, gates_ptr, t_desc,
-    scores_desc, slots_ptr, positions_ptr, tiles_ptr, x_units, slot_stride, query_scale, HEADS: gl.constexpr,
-    GROUPS: gl.constexpr, SHARING: gl.constexpr, TAPS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_desc,
+    before_desc,
+    conv_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    keys_ptr,
+    values_ptr,
+    gates_ptr,
+    t_desc,
+    scores_desc,
+    slots_ptr,
+    positions_ptr,
+    tiles_ptr,
+    x_units,
+    slot_stride,
+    query_scale,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SHARING: gl.constexpr,
+    TAPS: gl.constexpr,
+):
     """SHARING heads of one chunk, their key and query included. A row of x is `x_units` times 8 elements. A model needs
     this compiled once, whatever the step."""
     PARTS: gl.constexpr = SHARING + 2  # values of the heads, key, query
@@ -175,12 +203,22 @@ def _ready_kernel(
     thread_barrier()
     x_row = first.to(gl.int32) + start
     for part in gl.static_range(3):
-        fetch(x_desc, before_desc, x_row, channel_of(part, head, group, GROUPS, SHARING), slots, part * UNITS,
-              fulls[part])  # fmt: skip
+        fetch(
+            x_desc, before_desc, x_row, channel_of(part, head, group, GROUPS, SHARING), slots, part * UNITS, fulls[part]
+        )
     thread_barrier()  # or the compiler asks for some of it only when it has made gates
     x_stride = x_units * 8
-    loaded = _load_gates(x_ptr + (first + start) * x_stride, x_stride, num_tokens, a_log_ptr, dt_bias_ptr, head,
-                         CHANNELS + HEADS * 128, HEADS, SHARING)  # fmt: skip
+    loaded = _load_gates(
+        x_ptr + (first + start) * x_stride,
+        x_stride,
+        num_tokens,
+        a_log_ptr,
+        dt_bias_ptr,
+        head,
+        CHANNELS + HEADS * 128,
+        HEADS,
+        SHARING,
+    )
     taps = by_age(load_taps(conv_ptr, channel_of(0, head, group, GROUPS, SHARING), TAPS), TAPS)
     ring = (state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride)
     place = tile.to(gl.int64) * HEADS + head

@@ -51,8 +51,18 @@ def tell(results, result_full, result_empty, i, result, X: gl.constexpr, HALVES:
 
 
 @gluon.jit
-def _walk(tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, X: gl.constexpr, HALVES: gl.constexpr,
-          HEADS: gl.constexpr):  # fmt: skip
+def _walk(
+    tiles,
+    lines,
+    results,
+    barriers,
+    matrix_ptr,
+    last_ptr,
+    num_chunks,
+    X: gl.constexpr,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+):
     """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write U = T (V - exp(G) K S),
     where T has beta in it already, and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
     much it fades until the chunk's end. Everything has its values first: the matrix is [value, key], what is written
@@ -162,8 +172,21 @@ def fetch_gate(desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, HALVES: gl.constexpr,
-           HEADS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+def _fetch(
+    descs,
+    tiles,
+    lines,
+    gates,
+    barriers,
+    first,
+    first_tile,
+    num_chunks,
+    head,
+    half,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
     """Each chunk in three parts: what its first product and the change need, the other products' factors, and the
     output's gate, which is asked for a chunk later: its place is free last. Of a row's last chunk that may be another
     row's, too: nobody stores what comes of it."""
@@ -209,8 +232,14 @@ def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def walk_barriers(RING: gl.constexpr, HALVES: gl.constexpr):
     """first_full, second_full, empty, result_full, result_empty, gate_full, for all to see."""
-    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, HALVES), make_barriers(RING, HALVES),
-                make_barriers(RING, 1), make_barriers(RING, 1))  # fmt: skip
+    barriers = (
+        make_barriers(2, 1),
+        make_barriers(2, 1),
+        make_barriers(2, HALVES),
+        make_barriers(RING, HALVES),
+        make_barriers(RING, 1),
+        make_barriers(RING, 1),
+    )
     fence_async_shared()
     thread_barrier()
     return barriers
@@ -230,10 +259,29 @@ def row_of_program(rows_ptr, slots_ptr, positions_ptr):
 
 @gluon.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr"])
 def _walk_hopper_kernel(
-    x_ptr, x_desc, keys_desc, values_desc, t_desc, scores_desc, gates_desc, gates_ptr, norm_ptr, state_ptr, out_ptr,
-    slots_ptr, positions_ptr, rows_ptr, x_stride, slot_stride, eps, HALVES: gl.constexpr, HEADS: gl.constexpr,
-    GROUPS: gl.constexpr, TAPS: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_desc,
+    keys_desc,
+    values_desc,
+    t_desc,
+    scores_desc,
+    gates_desc,
+    gates_ptr,
+    norm_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    x_stride,
+    slot_stride,
+    eps,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TAPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and for two,
     whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -269,25 +317,89 @@ def _walk_hopper_kernel(
             [
                 (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, 2, HEADS)),
                 (_walk, (tiles, lines, results, barriers, matrix_ptr + 64 * 128, last_ptr, num_chunks, 1, 2, HEADS)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
-                          1, 2, HEADS, GROUPS, TAPS)),
-                (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 2, HEADS,
-                          GROUPS)),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        0,
+                        1,
+                        2,
+                        HEADS,
+                        GROUPS,
+                        TAPS,
+                    ),
+                ),
+                (
+                    _fetch,
+                    (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 2, HEADS, GROUPS),
+                ),
             ],
             [4, 4, 1],
             [200, 80, 32],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
                 (_walk, (tiles, lines, results, barriers, matrix_ptr, last_ptr, num_chunks, 0, 1, HEADS)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 0,
-                          2, 1, HEADS, GROUPS, TAPS)),
-                (finish, (results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps, 1,
-                          2, 1, HEADS, GROUPS, TAPS)),
-                (_fetch, (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 1, HEADS,
-                          GROUPS)),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        0,
+                        2,
+                        1,
+                        HEADS,
+                        GROUPS,
+                        TAPS,
+                    ),
+                ),
+                (
+                    finish,
+                    (
+                        results,
+                        gates,
+                        barriers,
+                        rings,
+                        out_ptr,
+                        norm_ptr,
+                        sums_ptr,
+                        num_chunks,
+                        head,
+                        half,
+                        eps,
+                        1,
+                        2,
+                        1,
+                        HEADS,
+                        GROUPS,
+                        TAPS,
+                    ),
+                ),
+                (
+                    _fetch,
+                    (descs, tiles, lines, gates, barriers, first, first_tile, num_chunks, head, half, 1, HEADS, GROUPS),
+                ),
             ],
             [4, 4, 1],
             [80, 80, 32],
-        )  # fmt: skip
+        )

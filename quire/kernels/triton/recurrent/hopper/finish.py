@@ -21,8 +21,17 @@ LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr,
-               WIDTH: gl.constexpr = 128):  # fmt: skip
+def write_ring(
+    x_ptr,
+    x_stride,
+    ring_ptr,
+    count,
+    position,
+    channel,
+    CHANNELS: gl.constexpr,
+    TAPS: gl.constexpr,
+    WIDTH: gl.constexpr = 128,
+):
     """The last inputs of so many channels, for the next step's convolution."""
     channels = channel + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     for age in gl.static_range(TAPS):
@@ -33,8 +42,9 @@ def write_ring(x_ptr, x_stride, ring_ptr, count, position, channel, CHANNELS: gl
 
 
 @gluon.jit
-def _write_rings(x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-                 TAPS: gl.constexpr):  # fmt: skip
+def _write_rings(
+    x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr
+):
     """Of the head's values; one head of a group sees to query and key."""
     CHANNELS: gl.constexpr = HEADS * 128 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
@@ -107,9 +117,26 @@ def _share_sums(sums, line_ptr, half):
 
 
 @gluon.jit
-def finish(results, gates, barriers, rings, out_ptr, norm_ptr, sums_ptr, num_chunks, head, half, eps,
-           FIRST: gl.constexpr, EACH: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-           TAPS: gl.constexpr, CURVED: gl.constexpr = True):  # fmt: skip
+def finish(
+    results,
+    gates,
+    barriers,
+    rings,
+    out_ptr,
+    norm_ptr,
+    sums_ptr,
+    num_chunks,
+    head,
+    half,
+    eps,
+    FIRST: gl.constexpr,
+    EACH: gl.constexpr,
+    HALVES: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TAPS: gl.constexpr,
+    CURVED: gl.constexpr = True,
+):
     """Norm and gate of every EACHth chunk from the FIRST on; the first group also sees to the rings, if it has the
     head's first half. HALVES: how many halves of the head are here, from `half` on. out begins at the row's first
     token, sums at the head's lines for the row's first chunk. CURVED: the gate is a SiLU, else a sigmoid."""

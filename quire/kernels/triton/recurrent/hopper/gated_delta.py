@@ -49,23 +49,41 @@ def lies_for_copies(x: Tensor, state: Tensor) -> bool:
     return rows and state.stride(1) == 1
 
 
-def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor,
-                    plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def gated_delta_net(
+    x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan
+) -> Tensor:
     """Like `reference_recurrent.gated_delta_net`."""
     if not supports(x, shape, state):
         return recurrent.gated_delta_net(x, weights, shape, state, plan)
     return recurrent.run_delta_net(x, weights, shape, state, plan, scan)
 
 
-def scan(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
-         rows: Tensor, tiles: Tensor, out: Tensor, chunk: int) -> None:  # fmt: skip
+def scan(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+) -> None:
     """Like `recurrent_scan.delta_scan`, norm and gate included."""
     chunks = ready_chunks(x, weights, shape, state, slots, positions, tiles)
     walk(x, weights, shape, state, slots, positions, rows, chunks, out)
 
 
-def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor,
-                 positions: Tensor, tiles: Tensor) -> ReadyChunks:  # fmt: skip
+def ready_chunks(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+) -> ReadyChunks:
     """Of all rows of the step that catch up. Tokens behind a row's end have nothing in them."""
     num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
     chunks = ReadyChunks(
@@ -77,24 +95,72 @@ def ready_chunks(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state:
     )
     sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
     _ready_kernel[(heads // sharing, num_tiles)](
-        x, strip(x, 64), strip(x, 4), weights.conv, weights.a_log, weights.dt_bias, state, chunks.keys,
-        chunks.values, chunks.gates, boxes(chunks.t), boxes(chunks.scores), slots, positions, tiles,
-        x.stride(0) // 8, state.stride(0), shape.key_dim**-0.5, HEADS=heads, GROUPS=groups, SHARING=sharing,
-        TAPS=shape.conv_len, num_warps=4, maxnreg=READY_REGISTERS,
-    )  # fmt: skip
+        x,
+        strip(x, 64),
+        strip(x, 4),
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        state,
+        chunks.keys,
+        chunks.values,
+        chunks.gates,
+        boxes(chunks.t),
+        boxes(chunks.scores),
+        slots,
+        positions,
+        tiles,
+        x.stride(0) // 8,
+        state.stride(0),
+        shape.key_dim**-0.5,
+        HEADS=heads,
+        GROUPS=groups,
+        SHARING=sharing,
+        TAPS=shape.conv_len,
+        num_warps=4,
+        maxnreg=READY_REGISTERS,
+    )
     return chunks
 
 
-def walk(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
-         rows: Tensor, chunks: ReadyChunks, out: Tensor) -> None:  # fmt: skip
+def walk(
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    chunks: ReadyChunks,
+    out: Tensor,
+) -> None:
     """`chunks` are of the rows of `rows`, in their order, and can be walked over once."""
     halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
-        x, boxes(x), boxes(chunks.keys), boxes(chunks.values), boxes(chunks.t), boxes(chunks.scores),
-        lines(chunks.gates), chunks.gates, weights.norm, state, out, slots, positions, rows, x.stride(0),
-        state.stride(0), weights.eps, HALVES=halves, HEADS=shape.num_heads, GROUPS=shape.num_groups,
-        TAPS=shape.conv_len, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        x,
+        boxes(x),
+        boxes(chunks.keys),
+        boxes(chunks.values),
+        boxes(chunks.t),
+        boxes(chunks.scores),
+        lines(chunks.gates),
+        chunks.gates,
+        weights.norm,
+        state,
+        out,
+        slots,
+        positions,
+        rows,
+        x.stride(0),
+        state.stride(0),
+        weights.eps,
+        HALVES=halves,
+        HEADS=shape.num_heads,
+        GROUPS=shape.num_groups,
+        TAPS=shape.conv_len,
+        num_warps=4,
+        launch_pdl=True,
+    )
 
 
 def halves_to_a_program(num_heads: int, num_processors: int) -> int:

@@ -28,13 +28,30 @@ GATES = 8  # heads whose gates a program works out
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_rows"],
-            do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr", "tiles_ptr"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "rows_ptr", "tiles_ptr"],
+)
 def _mamba_gates_kernel(
-    x_ptr, a_log_ptr, dt_bias_ptr, gates_ptr, tiles_ptr, rows_ptr, slots_ptr, positions_ptr, table_ptr, num_rows,
-    x_stride, dt_low, dt_high, COLUMN: tl.constexpr, FIELDS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    gates_ptr,
+    tiles_ptr,
+    rows_ptr,
+    slots_ptr,
+    positions_ptr,
+    table_ptr,
+    num_rows,
+    x_stride,
+    dt_low,
+    dt_high,
+    COLUMN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the gates of some heads of one chunk, [chunks, heads, 4, 64]. With G the running sum of the log
     decays: G, and G less the step's logarithm, both for base 2, which make what a token reads of another's value; what
     it sees of the matrix before the chunk; and what is left of its value at the chunk's end, times the step. Tokens
@@ -75,8 +92,7 @@ def supports(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Ten
     return fits_mamba_walk(shape, x.dtype) and lies_for_copies(x, state) and weights.conv.dtype == x.dtype
 
 
-def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor,
-           plan: TritonRecurrentPlan) -> Tensor:  # fmt: skip
+def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
     """Like `reference_recurrent.mamba2`."""
     if not supports(x, weights, shape, state):
         return recurrent.mamba2(x, weights, shape, state, plan)
@@ -85,32 +101,84 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
     return recurrent.run_mamba(x, weights, shape, state, plan, scan, gated=gated)
 
 
-def scan(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, slots: Tensor, positions: Tensor,
-         rows: Tensor, tiles: Tensor, out: Tensor, chunk: int, *, gated: bool) -> None:  # fmt: skip
+def scan(
+    x: Tensor,
+    weights: MambaWeights,
+    shape: RecurrentShape,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    chunk: int,
+    *,
+    gated: bool,
+) -> None:
     """Like `recurrent_scan.mamba_scan`."""
     taps = by_tap(weights.conv, shape)
     keys = convolve_keys(x, taps, weights.conv_bias, shape, state, slots, positions, tiles, chunk, delta=False)
     gates, table = _make_gates(x, weights, shape, slots, positions, rows, tiles)
     num_items = len(rows) * shape.num_heads
     _mamba_hopper_kernel[(min(num_items, num_multiprocessors(x.device.index)),)](
-        x, strip(x, 64, 64), strip(x, 4, 64), boxes(x), boxes(keys), _lines(gates), _fades(gates), weights.conv,
-        weights.conv_bias, weights.skip, state, out, table, num_items, x.stride(0), state.stride(0),
-        GATED=gated, HEADS=shape.num_heads, GROUPS=shape.num_groups, TAPS=shape.conv_len, num_warps=4,
+        x,
+        strip(x, 64, 64),
+        strip(x, 4, 64),
+        boxes(x),
+        boxes(keys),
+        _lines(gates),
+        _fades(gates),
+        weights.conv,
+        weights.conv_bias,
+        weights.skip,
+        state,
+        out,
+        table,
+        num_items,
+        x.stride(0),
+        state.stride(0),
+        GATED=gated,
+        HEADS=shape.num_heads,
+        GROUPS=shape.num_groups,
+        TAPS=shape.conv_len,
+        num_warps=4,
         launch_pdl=True,
-    )  # fmt: skip
+    )
 
 
-def _make_gates(x: Tensor, weights: MambaWeights, shape: RecurrentShape, slots: Tensor, positions: Tensor,
-                rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _make_gates(
+    x: Tensor,
+    weights: MambaWeights,
+    shape: RecurrentShape,
+    slots: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+) -> tuple[Tensor, Tensor]:
     """[chunks, heads, 4, 64] float32, and the table of rows [rows, fields] int32."""
     heads = shape.num_heads
     gates = x.new_empty(len(tiles), heads, LINES.value, 64, dtype=torch.float32)
     table = x.new_empty(len(rows), ROW_FIELDS.value, dtype=torch.int32)
     _mamba_gates_kernel[(len(tiles), triton.cdiv(heads, GATES))](
-        x, weights.a_log, weights.dt_bias, gates, tiles, rows, slots, positions, table, len(rows), x.stride(0),
-        weights.dt_low, weights.dt_high, COLUMN=shape.channels + shape.values, FIELDS=ROW_FIELDS.value, HEADS=heads,
-        BLOCK=GATES, **launch_options(x.device, 1),
-    )  # fmt: skip
+        x,
+        weights.a_log,
+        weights.dt_bias,
+        gates,
+        tiles,
+        rows,
+        slots,
+        positions,
+        table,
+        len(rows),
+        x.stride(0),
+        weights.dt_low,
+        weights.dt_high,
+        COLUMN=shape.channels + shape.values,
+        FIELDS=ROW_FIELDS.value,
+        HEADS=heads,
+        BLOCK=GATES,
+        **launch_options(x.device, 1),
+    )
     return gates, table
 
 

@@ -171,8 +171,9 @@ def _weigh(rows_ptr, num_items, k_tile, q_tile, scores_tile, lines, barriers, sk
 
 
 @gluon.jit
-def _write_rings(x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-                 TAPS: gl.constexpr):  # fmt: skip
+def _write_rings(
+    x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr
+):
     """Of the head's values; one head of a group sees to key and query."""
     CHANNELS: gl.constexpr = HEADS * 64 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
@@ -184,8 +185,22 @@ def _write_rings(x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.con
 
 
 @gluon.jit
-def _finish(rows_ptr, num_items, results, gates, barriers, out_ptr, x_ptr, x_stride, ring_ptr, slot_stride,
-            GATED: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr):  # fmt: skip
+def _finish(
+    rows_ptr,
+    num_items,
+    results,
+    gates,
+    barriers,
+    out_ptr,
+    x_ptr,
+    x_stride,
+    ring_ptr,
+    slot_stride,
+    GATED: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TAPS: gl.constexpr,
+):
     """Behind a row's last chunk, of which the convolution has read what it needs, its last inputs go to the ring. x
     begins at the values."""
     result_full, result_empty, gate_full = barriers
@@ -214,8 +229,17 @@ def _finish(rows_ptr, num_items, results, gates, barriers, out_ptr, x_ptr, x_str
                 target += ROWS * HEADS * 64
             mbarrier.arrive(result_empty.index(place), count=1)
             n += 1
-        _write_rings(x_ptr + first.to(gl.int64) * x_stride, x_stride, ring_ptr + slot.to(gl.int64) * slot_stride,
-                     position, count, head, HEADS, GROUPS, TAPS)  # fmt: skip
+        _write_rings(
+            x_ptr + first.to(gl.int64) * x_stride,
+            x_stride,
+            ring_ptr + slot.to(gl.int64) * slot_stride,
+            position,
+            count,
+            head,
+            HEADS,
+            GROUPS,
+            TAPS,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,8 +267,22 @@ def _fading(fades):
 
 
 @gluon.jit
-def _convolve_chunks(rows_ptr, num_items, raw, fades, plain_tile, faded_tile, barriers, conv_ptr, bias_ptr, ring_ptr,
-                     slot_stride, GROUPS: gl.constexpr, HEADS: gl.constexpr, TAPS: gl.constexpr):  # fmt: skip
+def _convolve_chunks(
+    rows_ptr,
+    num_items,
+    raw,
+    fades,
+    plain_tile,
+    faded_tile,
+    barriers,
+    conv_ptr,
+    bias_ptr,
+    ring_ptr,
+    slot_stride,
+    GROUPS: gl.constexpr,
+    HEADS: gl.constexpr,
+    TAPS: gl.constexpr,
+):
     """Values, chunk by chunk: plain, and as the matrix takes them up."""
     raw_full, raw_empty, values_full, done = barriers
     CHANNELS: gl.constexpr = HEADS * 64 + 2 * GROUPS * 128
@@ -297,8 +335,21 @@ def _fetch_gate(gate_desc, gates, result_empty, gate_full, n, token, head):
 
 
 @gluon.jit
-def _fetch(rows_ptr, num_items, descs, raw, fades, k_tile, q_tile, lines, gates, barriers, GROUPS: gl.constexpr,
-           HEADS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+def _fetch(
+    rows_ptr,
+    num_items,
+    descs,
+    raw,
+    fades,
+    k_tile,
+    q_tile,
+    lines,
+    gates,
+    barriers,
+    GROUPS: gl.constexpr,
+    HEADS: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """Gates are asked for a chunk later: their place is free last. Of a row's last chunk that may be another row's,
     too: nobody stores what comes of it."""
     x_desc, before_desc, gate_desc, keys_desc, lines_desc, fades_desc = descs
@@ -343,10 +394,28 @@ def _fetch(rows_ptr, num_items, descs, raw, fades, k_tile, q_tile, lines, gates,
 
 @gluon.jit(do_not_specialize=["x_stride", "num_items"], do_not_specialize_on_alignment=["rows_ptr"])
 def _mamba_hopper_kernel(
-    x_ptr, x_desc, before_desc, gate_desc, keys_desc, lines_desc, fades_desc, conv_ptr, bias_ptr, skip_ptr, state_ptr,
-    out_ptr, rows_ptr, num_items, x_stride, slot_stride, GATED: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-    TAPS: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_desc,
+    before_desc,
+    gate_desc,
+    keys_desc,
+    lines_desc,
+    fades_desc,
+    conv_ptr,
+    bias_ptr,
+    skip_ptr,
+    state_ptr,
+    out_ptr,
+    rows_ptr,
+    num_items,
+    x_stride,
+    slot_stride,
+    GATED: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TAPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Some of all heads of the rows of the step. A model needs this compiled once, whatever the step."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     raw = gl.allocate_shared_memory(dtype, [FETCHED * UNITS, 4, 64], SHARED)
@@ -372,19 +441,92 @@ def _mamba_hopper_kernel(
     gdc_wait()  # for keys and gates: all else was there before they were made
     gl.warp_specialize(
         [
-            (_walk, (rows_ptr, num_items, tiles, matrix_tile, results, lines,
-                     (values_full, keys_full, keys_empty, scores_full, done, result_full, result_empty), state_ptr,
-                     slot_stride, HEADS)),
-            (_weigh, (rows_ptr, num_items, k_tile, q_tile, scores_tile, lines, (keys_full, scores_full, done), skip_ptr,
-                      HEADS)),
-            (_finish, (rows_ptr, num_items, results, gates, (result_full, result_empty, gate_full), out_ptr,
-                       x_ptr + HEADS * 64, x_stride, ring_ptr, slot_stride, GATED, HEADS, GROUPS, TAPS)),
-            (_convolve_chunks, (rows_ptr, num_items, raw, fades, plain_tile, faded_tile,
-                                (raw_full, raw_empty, values_full, done), conv_ptr, bias_ptr, ring_ptr, slot_stride,
-                                GROUPS, HEADS, TAPS)),
-            (_fetch, (rows_ptr, num_items, descs, raw, fades, k_tile, q_tile, lines, gates,
-                      (raw_full, raw_empty, keys_full, keys_empty, result_empty, gate_full), GROUPS, HEADS, GATED)),
+            (
+                _walk,
+                (
+                    rows_ptr,
+                    num_items,
+                    tiles,
+                    matrix_tile,
+                    results,
+                    lines,
+                    (values_full, keys_full, keys_empty, scores_full, done, result_full, result_empty),
+                    state_ptr,
+                    slot_stride,
+                    HEADS,
+                ),
+            ),
+            (
+                _weigh,
+                (
+                    rows_ptr,
+                    num_items,
+                    k_tile,
+                    q_tile,
+                    scores_tile,
+                    lines,
+                    (keys_full, scores_full, done),
+                    skip_ptr,
+                    HEADS,
+                ),
+            ),
+            (
+                _finish,
+                (
+                    rows_ptr,
+                    num_items,
+                    results,
+                    gates,
+                    (result_full, result_empty, gate_full),
+                    out_ptr,
+                    x_ptr + HEADS * 64,
+                    x_stride,
+                    ring_ptr,
+                    slot_stride,
+                    GATED,
+                    HEADS,
+                    GROUPS,
+                    TAPS,
+                ),
+            ),
+            (
+                _convolve_chunks,
+                (
+                    rows_ptr,
+                    num_items,
+                    raw,
+                    fades,
+                    plain_tile,
+                    faded_tile,
+                    (raw_full, raw_empty, values_full, done),
+                    conv_ptr,
+                    bias_ptr,
+                    ring_ptr,
+                    slot_stride,
+                    GROUPS,
+                    HEADS,
+                    TAPS,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    rows_ptr,
+                    num_items,
+                    descs,
+                    raw,
+                    fades,
+                    k_tile,
+                    q_tile,
+                    lines,
+                    gates,
+                    (raw_full, raw_empty, keys_full, keys_empty, result_empty, gate_full),
+                    GROUPS,
+                    HEADS,
+                    GATED,
+                ),
+            ),
         ],
         [4, 4, 4, 1],
         [80, 56, 152, 24],  # registers of a thread; those that walk get what is left
-    )  # fmt: skip
+    )

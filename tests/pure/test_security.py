@@ -64,6 +64,8 @@ def test_nothing_is_deserialized_or_run_that_can_hold_code() -> None:
         "{% set x = 9 ** 999999 %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'long' * 99999 }}",
+        "{% set _quire_tick = joiner('') %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set ns = namespace(x=3) %}{% for i in range(30) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     ],
 )
 def test_a_template_reaches_nothing_and_builds_nothing_huge(source: str) -> None:
@@ -78,8 +80,13 @@ def test_a_template_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     loops = "{% for a in range(99) %}{% for b in range(99) %}{% endfor %}{% endfor %}"
     assert ChatTemplate(loops, {}).render(MESSAGES) == ""
     monkeypatch.setattr(sandbox, "MAX_TURNS", 5000)
-    with pytest.raises(QuireError, match="turns"):
-        ChatTemplate(loops, {}).render(MESSAGES)
+    shadows = ("_quire_tick", "tick", "environment", "context", "budget")  # no variable switches the counting off
+    for source in (loops, *(f"{{% set {name} = joiner('') %}}{loops}" for name in shadows)):
+        with pytest.raises(QuireError, match="turns"):
+            ChatTemplate(source, {}).render(MESSAGES)
+    forms = ChatTemplate("{% for a in range(1500) %}{% endfor %}" + "{{ messages[0].content }}", {})
+    with pytest.raises(QuireError, match="turns"):  # forms of content are tried within the one budget
+        forms.render([{"role": role, "content": "x"} for role in ("user", "assistant")])
     ticks = iter(range(0, 10**6, 2))
     budget = sandbox.Budget(clock=lambda: next(ticks))
     with pytest.raises(OverflowError, match="seconds"):

@@ -42,6 +42,7 @@ LINE, HOSTS = "quire/server/connection.py", "quire/server/host_names.py"
 GATES = f"{PURE}gate.py::test"
 CONNECTION = f"{PURE}server_connection.py::test_a_head"
 BODIES = f"{PURE}server_bodies.py::test"
+PROMPTS = f"{PURE}text_prompts.py::test"
 TEXTWORK = f"{PURE}server_textwork.py::test"
 SCHEMAS = "quire/server/schemas.py"
 ENDS_EARLY = f"{BODIES}_validation_ends_at_the_first_errors"
@@ -119,6 +120,17 @@ REMOVALS: tuple[Removal, ...] = (
     _one("numbers beyond the engine's", "whole numbers have a range",
          f"{BODIES}_whole_numbers_beyond_their_range_are_refused",
          "quire/types/params.py", '    ("top_k", 0, 1 << 31),\n', ""),
+    # -- control tokens
+    _one("control tokens in content", "spellings are cut",
+         f"{PROMPTS}_control_tokens_spelled_in_content_stay_text", "quire/text/prompts.py",
+         "    if special_in_content:\n        return [template", "    if True:\n        return [template"),
+    _one("control tokens in content", "parts are cut too",
+         f"{PROMPTS}_halves_of_a_control_token_do_not_meet", "quire/text/prompts.py",
+         "if len(texts) < 2 or not any(spelling in joined for spelling in spellings):", "if True:"),
+    _one("control tokens in content", "an assistant's message ends no turn",
+         f"{PROMPTS}_an_assistants_markers_keep_their_meaning_but_end_no_turn", "quire/text/prompts.py",
+         'self._ends if message.get("role") == "assistant" else self._special',
+         '() if message.get("role") == "assistant" else self._special'),
     # -- text workers
     _one("text cost", "a task's processor time is bounded", f"{TEXTWORK}_the_kernel_ends_what_computes_too_long",
          "quire/server/textwork/process.py", "processor_seconds(setup, len(payload)))", "0)"),

@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.amplify import Amplification
 from tests.fuzz.packed import PackedCheckpoint
 from tests.fuzz.targets import TARGETS as WITHOUT_TORCH
 from tests.fuzz.targets import scratch, try_case
 
-TARGETS = (*WITHOUT_TORCH, PackedCheckpoint)
+TARGETS = (*WITHOUT_TORCH, Amplification, PackedCheckpoint)
 
 FINDINGS = Path(__file__).with_name("findings")
 CASE_SECONDS = 10

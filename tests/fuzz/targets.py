@@ -165,9 +165,14 @@ class HttpBodies(Fuzzed):
 
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(make())
+        self._seeds = self.seeds()
+
+    @staticmethod
+    def seeds() -> list[tuple[str, Any]]:
+        """A body for every route that takes one."""
         message = {"role": "user", "content": "hello"}
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        self._seeds: list[tuple[str, Any]] = [
+        return [
             ("/v1/chat/completions", {"messages": [message], "max_tokens": 3, "temperature": 0.5, "stop": ["a"],
                                       "tools": [tool], "tool_choice": "auto", "seed": 3, "n": 2}),
             ("/v1/chat/completions", {"messages": [message, {"role": "assistant", "content": "x", "tool_calls": [
@@ -183,7 +188,8 @@ class HttpBodies(Fuzzed):
             ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 3, "store": True,
                                "text": {"format": {"type": "text"}}}),
             ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "float"}),
-            ("/tokenize", {"text": "hello"}),
+            ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
+            ("/render", {"messages": [message]}),
             ("/detokenize", {"tokens": [1, 2]}),
         ]  # fmt: skip
 

@@ -15,6 +15,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 pytest.importorskip("tokenizers")
 
+from tests.fuzz.amplify import Amplification
 from tests.fuzz.targets import TARGETS, Fuzzed, try_case
 
 FINDINGS = sorted(
@@ -33,6 +34,18 @@ def test_random_input_is_taken_or_refused(kind: type[Fuzzed], tmp_path: Path) ->
     for _ in range(CASES.get(kind.name, 500)):
         case = target.make(rng)
         assert try_case(target, case) is None, case
+
+
+def test_no_body_costs_more_than_its_bytes_allow(tmp_path: Path) -> None:
+    seed = os.environ.get("TEST_SEED", "0")
+    print(f"TEST_SEED={seed}")
+    target, rng = Amplification(tmp_path), random.Random(f"{seed}/amplify")
+    try:
+        for _ in range(120):
+            case = target.make(rng)
+            assert try_case(target, case) is None, case[:2000]
+    finally:
+        target.close()
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.name)

@@ -97,34 +97,38 @@ class Ask:
 
 
 class Flood:
-    """Bytes without end on one connection, until the server closes it or has taken `cap` bytes, which is a wrong answer
-    unless it `may_take` them."""
+    """Bytes without end on one connection, until the server ends it or `cap` have been sent. A server may throw away
+    what it does not want; what it must do, unless it `may_take` everything, is end the connection."""
 
     unsent = 0
-    wait = 5.0  # seconds for the answer once all has been sent
+    wait = 5.0  # seconds for the end once all has been sent
 
     def __init__(self, name: str, start: Callable[[Target], bytes], piece: bytes, cap: int, may_take: bool = False):
         self._name, self._start, self._cap, self._may_take = name, start, cap, may_take
         self._piece = piece * (PIECE // len(piece))
 
     async def once(self, target: Target, tally: Tally) -> None:
-        sent = 0
-        with suppress(ConnectionError):
+        status, ended = CUT, False
+        with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE), connect(target) as (reader, writer):
                 answer = asyncio.create_task(read_answer(reader))
                 try:
-                    writer.write(self._start(target))
-                    while sent < self._cap and not answer.done() and not writer.is_closing():
-                        writer.write(self._piece)
-                        await writer.drain()
-                        sent += len(self._piece)
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(asyncio.shield(answer), self.wait)
+                    tally.sent_bytes += await self._pour(target, writer, answer)
+                    ended = bool((await asyncio.wait((answer,), timeout=self.wait))[0])
+                    status = answer.result() if ended else CUT
                 finally:
                     answer.cancel()
-        tally.sent_bytes += sent
-        was_cut = sent < self._cap
-        tally.count(self._name, CUT if was_cut else "took all", was_cut or self._may_take)
+        tally.count(self._name, status if ended else "took all", ended or self._may_take)
+
+    async def _pour(self, target: Target, writer: asyncio.StreamWriter, answer: asyncio.Task[int]) -> int:
+        sent = 0
+        with suppress(ConnectionError):
+            writer.write(self._start(target))
+            while sent < self._cap and not answer.done() and not writer.is_closing():
+                writer.write(self._piece)
+                await writer.drain()
+                sent += len(self._piece)
+        return sent
 
 
 class Drip:
@@ -245,7 +249,7 @@ def make_attacks(
 ) -> dict[str, list[Attack]]:
     """All kinds; each is several attacks that run beside each other."""
     attacks: dict[str, list[Attack]] = {
-        "trailers": [Flood("trailers", _trailers, b"x-trailer-name: some value\r\n", flood_bytes)],
+        "trailers": [Flood("trailers", _trailers, b"a: b\r\n", flood_bytes)],
         "chunks": [
             Flood("chunk extensions", _chunks, b"1;" + b"e" * 250 + b"\r\nx\r\n", 2 * flood_bytes, True),
             Flood("a refused body", _refused_body, b"x", 2 * flood_bytes),

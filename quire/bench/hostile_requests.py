@@ -175,7 +175,7 @@ def _values(target: Target, sizes: Sizes) -> list[Exchange]:
     """Values that are no text or no number, at every place that keeps or returns them."""
     store = b'{"input":"x","max_output_tokens":1,"store":true,"metadata":%s}'
     item = b'{"input":[{"type":"message","role":"user","content":"%s"}],"max_output_tokens":1}'
-    deep = b'{"a":' * 200 + b"1" + b"}" * 200
+    deep = b'{"a":' * 600 + b"1" + b"}" * 600  # a parser takes it; what keeps and returns it might not
     bodies = {
         "a lone surrogate in metadata": (RESPONSES, store % rb'{"a":"\ud800"}'),
         "NaN in metadata": (RESPONSES, store % b'{"a":NaN}'),

@@ -18,20 +18,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.bench.hostile_requests import costly_template
+from quire.bench.hostile_watch import status_bytes
 from quire.bench.online.stream_client import Endpoint, Fault, parse_url
 from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order
+from quire.chaos.hostile import HostileTraffic
 from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
 from quire.chaos.tiny import make_tiny_model
 from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
 from quire.files.source import resolve_model
 from quire.text.loading import load_tokenizer
+from quire.text.template import template_source
 from quire.types import QuireError
 
 START_SECONDS = 300.0
@@ -53,6 +56,7 @@ class Settings:
     threads: int | None = None
     kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
+    hostile: float = 0.1  # share of requests that are hostile
 
     @property
     def num_pages(self) -> int:
@@ -67,6 +71,7 @@ class Gate:
     report: Report = field(default_factory=Report)
     process: subprocess.Popen[str] | None = None
     endpoint: Endpoint | None = None
+    hostile_traffic: HostileTraffic | None = None
     scripts: list[Script] = field(default_factory=list)
     expected: dict[str, Seen] = field(default_factory=dict)
     noise: NoiseOf | None = None  # of seeded samples; None: deterministic
@@ -97,7 +102,8 @@ class Gate:
                  "--restart-window", "2", "--max-rows", str(min(32, settings.streams)), "--max-batch-tokens", "128",
                  "--max-model-len", "1024", "--num-pages", str(settings.num_pages), "--host-memory",
                  "256MiB", "--keep-alive", "2", "--log-level", "warning", "--send-timeout", "20",
-                 "--response-store", str(self.folder / "responses.sqlite"), "--out-of-memory", "shrink"]  # fmt: skip
+                 "--response-store", str(self.folder / "responses.sqlite"), "--out-of-memory", "shrink",
+                 "--chat-template", costly_template(template_source(tokenizer, None))]  # fmt: skip
         flags += ["--random-weights"] if tiny else []
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
@@ -113,6 +119,7 @@ class Gate:
             words = (self.folder / "server.log").read_text()[-2000:]
             raise QuireError("engine_failed", f"The server did not start: {words.strip() or line}")
         self.endpoint = parse_url(line.split(" at ")[1].strip(), ADMIN_KEY)
+        self.hostile_traffic = HostileTraffic(self.endpoint)
 
     async def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -167,8 +174,11 @@ class Gate:
         return max(shifts)
 
     async def stream_loop(self, number: int) -> None:
-        rng = random.Random(f"{self.settings.seed}/{number}")
+        assert self.hostile_traffic is not None
+        rng, dice = (random.Random(f"{self.settings.seed}/{number}{what}") for what in ("", "/hostile"))
         while not self.is_over:
+            if dice.random() < self.settings.hostile:
+                await self.hostile_traffic.send_one(dice, self.report.hostile_sent, self.report.hostile_wrong)
             script = rng.choice(self.scripts)
             try:
                 seen = await self.ask(script.body)
@@ -359,7 +369,7 @@ class Gate:
         self.report.restarts = state["restarts"]
         self.report.recovery_seconds = sorted(state["recovery_seconds"])
         self.report.engine_peak_bytes = state["peak_memory"]
-        self.report.server_peak_bytes = _peak_bytes(self.process.pid) if self.process is not None else 0
+        self.report.server_peak_bytes = status_bytes(self.process.pid, "VmHWM") if self.process is not None else 0
         self.report.errors = Counter((await self.admin("GET", "/admin/errors"))["counts"])
 
 
@@ -389,11 +399,3 @@ async def run_gate(settings: Settings, say: Callable[[str], None]) -> Report:
         await gate.stop()
         report.log = str(gate.folder / "server.log")
     return report
-
-
-def _peak_bytes(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0

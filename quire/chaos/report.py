@@ -28,6 +28,8 @@ class Report:
     wrong: int = 0
     leaked: int = 0
     shift: float = 0.0  # by which company alone moved the log-probability of a token
+    hostile_sent: Counter[str] = field(default_factory=Counter)  # hostile requests by kind
+    hostile_wrong: Counter[str] = field(default_factory=Counter)  # of these, by request and answer
     near_ties: list[Divergence] = field(default_factory=list)
     resumed: int = 0
     restarts: int = 0
@@ -60,7 +62,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        zero = self.failed + self.lost + self.duplicated + self.wrong + self.leaked
+        zero = self.failed + self.lost + self.duplicated + self.wrong + self.leaked + self.hostile_wrong.total()
         return not zero and not self.problems and self.num_requests > 0
 
     def rows(self) -> list[tuple[str, str]]:
@@ -79,6 +81,8 @@ class Report:
             ("tokens duplicated", str(self.duplicated)),
             ("wrong bytes", str(self.wrong)),
             ("leaked pages", str(self.leaked)),
+            ("hostile requests", f"{self.hostile_sent.total()} of {len(self.hostile_sent)} kinds"),
+            ("hostile requests answered wrongly", _shown(self.hostile_wrong)),
             ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that, and within "
                                                f"{WIDEST_TIE}, are tied)"),
             ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
@@ -106,6 +110,10 @@ class Report:
         if self.problems:
             lines += ["", "Problems:", "", *(f"- {problem}" for problem in self.problems[:MAX_EXAMPLES])]
         return "\n".join(lines) + "\n"
+
+
+def _shown(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common(MAX_EXAMPLES)) or "0"
 
 
 def percentile(values: list[float], percent: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.output import print_note
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -56,5 +57,6 @@ def run_hostile(args: Namespace, _open_llm: object) -> Report:
             flood_bytes=int(args.flood_mb * 2**20),
             connections=args.connections,
             small=args.small,
-        )
+        ),
+        print_note,
     )

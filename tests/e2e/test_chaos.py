@@ -21,7 +21,7 @@ def test_nothing_is_lost_whatever_happens() -> None:
         pytest.skip("the server's packages or torch are not installed")
     command = [sys.executable, "-m", "quire", "chaos", "--model", "tiny", "--minutes", "0.05", "--streams", "6",
                "--deterministic", "--threads", "1", "--max-tokens", "24", "--kinds", ",".join(KINDS),
-               "--hang-timeout", "120", "--json"]  # fmt: skip
+               "--hang-timeout", "120", "--hostile", "0.3", "--json"]  # fmt: skip
     # No hang is injected here: an engine that a busy machine starves for a while must not be taken for one.
     env = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
@@ -29,5 +29,6 @@ def test_nothing_is_lost_whatever_happens() -> None:
     report = json.loads(done.stdout)
     assert report["passed"] and done.returncode == 0, (report["problems"], done.stderr[-2000:])
     assert set(report["faults"]) == set(KINDS) and report["restarts"] == 1
+    assert sum(report["hostile_sent"].values()) > 0 and not report["hostile_wrong"]
     assert report["resumed"] > 0, "some stream must have gone on with another engine"
     assert [report[name] for name in ("lost", "duplicated", "wrong", "leaked", "failed")] == [0] * 5

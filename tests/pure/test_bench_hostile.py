@@ -121,6 +121,7 @@ def test_a_flood_that_is_taken_is_a_wrong_answer_and_one_that_is_cut_is_not() ->
     flood = Flood("flood", lambda _: b"", b"x", 8 << 20)
     flood.wait = 0.0
     assert against(swallow, flood.once).wrong == {"flood: took all": 1}
+    flood.wait = 5.0
     tally = against(cut, flood.once)
     assert tally.answers == {"cut": 1} and not tally.wrong
 

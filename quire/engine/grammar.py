@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from quire.engine.grammar_source import MAX_CHARS, check_size, explain, explain_schema, library_grammar
+from quire.engine.grammar_source import MAX_CHARS, check_size, explain, explain_regex, explain_schema, library_grammar
 from quire.engine.grammar_tokens import Encode
 from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
@@ -281,7 +281,9 @@ class MaskFiller:
 
 
 def _refusal(spec: GrammarSpec, complaint: str) -> QuireError:
-    return explain_schema(complaint) if spec.kind == "json_schema" else explain(complaint, "invalid_schema")
+    if spec.kind == "json_schema":
+        return explain_schema(complaint)
+    return explain_regex(complaint) if spec.kind == "regex" else explain(complaint, "invalid_schema")
 
 
 def too_slow(deadline: float) -> QuireError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from quire.text.schema import normalise
@@ -13,6 +14,9 @@ MAX_CHOICES = 10_000
 # White space between JSON's parts is bounded: a small model would else write it until its tokens run out.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 LEADING_SPACE = r"/[ \n\t]{0,4}/"  # what models write between their reasoning and the answer
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")  # of a complaint about a grammar's text
+_EXCERPT = re.compile(r" \d+ \| .*$")  # a line of that text, and a mark below it
+_REGEX = re.compile(r"^line \d+, column \d+: invalid regex .* \(in regex\): (?:regex parse error: )?")
 _TOO_MUCH = ("too big", "too large", "too complex", "too many", "limit", "fuel", "recursion", "max is")
 
 
@@ -76,6 +80,15 @@ def _choice_grammar(text: str) -> str:
     return f"%llguidance {{}}\nstart: {bodies}\n"
 
 
+def explain_regex(complaint: str) -> QuireError:
+    """The library speaks of a grammar around the pattern, which the client has not written."""
+    error = explain(complaint, "invalid_schema")
+    if error.code != "invalid_schema":
+        return error
+    why = _REGEX.sub("", error.what.partition("can't be used: ")[2])
+    return QuireError(error.code, f"The regular expression can't be used: {why}", "Correct it.")
+
+
 def explain_schema(complaint: str) -> QuireError:
     """What the library says of a schema in which every keyword is known by itself. Its own words would not help: they
     are about the grammar it made of the schema."""
@@ -93,7 +106,10 @@ def explain_schema(complaint: str) -> QuireError:
 
 def explain(complaint: str, code: str) -> QuireError:
     """The library's complaint as an error for people: which kind it is, in one line."""
-    line = " ".join(complaint.replace("<non-verbose/>", "").split())[:300].rstrip(".")
+    line = " ".join(complaint.replace("<non-verbose/>", "").split())
+    line = _EXCERPT.sub("", _PLACE.sub(r"line \1, column \2: ", line))[:300].rstrip(".")
+    if line.startswith("NoExtension"):
+        line = "it allows no text at all"
     if any(word in line.lower() for word in _TOO_MUCH):
         return QuireError("grammar_too_complex", f"The grammar is too complex: {line}.", "Use a simpler one.")
     if code == "grammar_failed":

@@ -8,10 +8,18 @@ import pytest
 
 from tests.e2e.conftest import KEY, Started, need
 
-TAGS = {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True,
-        "maxItems": 2}}, "required": ["tags"], "additionalProperties": False}  # fmt: skip
-PLAIN = {"type": "object", "properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}, "required": ["a"],
-         "additionalProperties": False}  # fmt: skip
+TAGS = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2}},
+    "required": ["tags"],
+    "additionalProperties": False,
+}
+PLAIN = {
+    "type": "object",
+    "properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "null"}]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 MESSAGES = [{"role": "user", "content": "Tags?"}]
 SAID = "'uniqueItems' at #/properties/tags"
 

@@ -117,6 +117,111 @@ def test_notes_are_short_lines_for_a_header() -> None:
     assert str(note).isascii() and str(note).isprintable() and len(str(note)) < 400
 
 
+KEYWORDS = [
+    "type",
+    "enum",
+    "const",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "multipleOf",
+    "minLength",
+    "pattern",
+    "format",
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "minItems",
+    "maxItems",
+    "uniqueItems",
+    "contains",
+    "unevaluatedItems",
+    "properties",
+    "required",
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "unevaluatedProperties",
+    "anyOf",
+    "allOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "$ref",
+    "$dynamicRef",
+    "$defs",
+    "$id",
+    "id",
+    "$anchor",
+    "$schema",
+    "title",
+    "a",
+    "b",
+]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2.5,
+    1e308,
+    float("inf"),
+    "",
+    "a",
+    "string",
+    "object",
+    "#",
+    "#/$defs/a",
+    "#/properties/a",
+    "(",
+    "^a",
+    "[[]",
+    "date",
+    "\r\n",
+    [],
+    {},
+    ["a"],
+    ["string", "null"],
+    [1, "a"],
+    [[]],
+    [{}],
+    "é" * 9,
+]
+
+
+def junk(rng: random.Random, depth: int) -> Any:
+    kind = rng.random()
+    if depth <= 0 or kind < 0.25:
+        return rng.choice(VALUES)
+    if kind < 0.4:
+        return [junk(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(KEYWORDS): junk(rng, depth - 1) for _ in range(rng.randrange(1, 5))}
+
+
+def test_any_junk_is_rewritten_or_refused() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    num_taken = 0
+    for _ in range(3000):
+        schema = junk(rng, rng.randrange(1, 6))
+        try:
+            json.dumps(normalise(schema, strict=False).schema)
+            num_taken += 1
+        except QuireError as error:
+            assert error.code in ("invalid_schema", "grammar_too_complex") and str(error).isprintable(), error
+    assert num_taken > 100
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_cost_little_and_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused or rewritten, after a bounded number of looks."""

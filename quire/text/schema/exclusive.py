@@ -57,7 +57,7 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     if values is not None:
         return frozenset(name for value in values for name in types_of_value(json.loads(value)))
     stated = schema.get("type")
-    names = frozenset([stated] if isinstance(stated, str) else stated if isinstance(stated, list) else TYPES)
+    names = frozenset([stated] if isinstance(stated, str) else _strings(stated) or TYPES)
     return names | {"integer"} if "number" in names else names
 
 

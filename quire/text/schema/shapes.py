@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.text.schema.found import below, broken, shown
@@ -89,9 +89,9 @@ def _read_pattern_properties(walk: Walk, schema: Mapping[str, Any], place: str, 
             found[pattern] = made_schema
         else:
             reason = f"in the pattern {shown(repr(pattern))} {why}"
-    if reason is None and len(found) > 1 and overlap(tuple(found)):
+    if reason is None and len(found) > 1 and _overlap(walk, tuple(found)):
         reason = "a name may match two of its patterns"
-    if reason is None and found and made.get("properties") and overlap((*found, *map(_only, made["properties"]))):
+    if reason is None and found and made.get("properties") and _overlap(walk, (*found, _only(made["properties"]))):
         reason = "it may match a name among 'properties'"
     if reason is not None:
         walk.findings.leave_out("patternProperties", place, reason)
@@ -156,6 +156,14 @@ def _read_counts(walk: Walk, schema: Mapping[str, Any], place: str, made: dict[s
             walk.findings.leave_out("maxProperties", place, "properties that may be left out can't be counted")
 
 
-def _only(name: str) -> str:
-    """A pattern for this name alone."""
-    return "^" + "".join(c if c.isalnum() or c == "_" or ord(c) > 127 else f"\\x{ord(c):02x}" for c in name) + "$"
+def _overlap(walk: Walk, patterns: tuple[str, ...]) -> bool:
+    walk.new_pattern("\0".join(patterns))
+    return overlap(patterns)
+
+
+def _only(names: Iterable[str]) -> str:
+    """One pattern for these names alone: the library's time grows with the number of patterns faster than it may."""
+    each = (
+        "".join(c if c.isalnum() or c == "_" or ord(c) > 127 else f"\\x{ord(c):02x}" for c in name) for name in names
+    )
+    return f"^({'|'.join(each)})$"

@@ -54,6 +54,7 @@ def complaint(pattern: str) -> str | None:
     return "it can't be read"
 
 
+@lru_cache(256)
 def overlap(patterns: tuple[str, ...]) -> bool:
     """May one text match two of these patterns?"""
     return bool(_library_complaint({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}))

@@ -34,15 +34,11 @@ def _read_type(schema: Mapping[str, Any], place: str) -> list[str] | None:
     if "type" not in schema:
         return None
     stated = schema["type"]
-    names = list(dict.fromkeys(stated if _is_texts(stated) else [stated])) if stated != [] else [stated]
+    names = stated if isinstance(stated, list) and stated else [stated]
     for name in names:
         if not isinstance(name, str) or name not in TYPES:
             raise broken("type", place, f"is {shown(repr(name))}, which is no type of JSON")
-    return names
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return list(dict.fromkeys(names))
 
 
 def _read_listed(schema: Mapping[str, Any], place: str, types: list[str] | None, made: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class LlGuidance:
     def __init__(self, tokens: list[bytes], eos_id: int, special_ids: list[int]):
         import llguidance
 
-        from quire.engine.grammar_vocabulary import library_tokenizer
+        from quire.engine.grammar.vocabulary import library_tokenizer
 
         self._library = llguidance
         self._tokenizer = library_tokenizer(tokens, (eos_id,), special_ids)

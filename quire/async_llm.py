@@ -13,7 +13,7 @@ from typing import Any
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
-from quire.engine.thread import EngineThread
+from quire.engine.host.thread import EngineThread
 from quire.startup.early_init import open_engine
 from quire.types import Delta, QuireError, Request, SamplingParams
 

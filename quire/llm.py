@@ -14,11 +14,11 @@ from collections.abc import Generator, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from quire.cache.insight import Explanation, explain, pin
+from quire.cache.explain import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
-from quire.engine.interrupts import HeldInterrupts
+from quire.engine.host.interrupts import HeldInterrupts
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
 from quire.startup.early_init import open_engine

@@ -15,8 +15,8 @@ from quire.cache.lease import Lease, Snapshot
 from quire.cache.match import CacheStats, Lookup, Match
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
-from quire.cache.stock import Stock
 from quire.cache.tree import ABSENT, Node, PrefixTree
+from quire.cache.unit_ledger import Stock
 from quire.cache.windows import Windows
 from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 

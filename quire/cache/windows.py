@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from quire.cache.lease import Lease
 from quire.cache.match import Match
-from quire.cache.stock import Stock
 from quire.cache.tree import ABSENT, PrefixTree
+from quire.cache.unit_ledger import Stock
 from quire.types import CacheSpec, Request
 
 

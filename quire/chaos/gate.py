@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.hostile_requests import costly_template
-from quire.bench.hostile_watch import status_bytes
+from quire.bench.hostile.requests import costly_template
+from quire.bench.hostile.watch import status_bytes
 from quire.bench.online.stream_client import Endpoint, Fault, parse_url
 from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from quire.bench.hostile_attacks import Attack, Tally, make_attacks
-from quire.bench.hostile_requests import SMALL, Target
+from quire.bench.hostile.attacks import Attack, Tally, make_attacks
+from quire.bench.hostile.requests import SMALL, Target
 from quire.bench.online.stream_client import Endpoint
 
 HOLD_SECONDS = 1.0  # of connections that idle or drip

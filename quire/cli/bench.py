@@ -80,7 +80,7 @@ def _show(report: Report) -> None:
         (show_online if report["benchmark"] == "online" else show_comparison)(report)
         return
     if report["benchmark"] == "hostile":
-        from quire.bench.hostile_tables import show_hostile
+        from quire.bench.hostile.tables import show_hostile
 
         show_hostile(report)
         return

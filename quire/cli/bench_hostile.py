@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_hostile(benchmarks: Any) -> None:
-    from quire.bench.hostile_attacks import KINDS
+    from quire.bench.hostile.attacks import KINDS
 
     parser = benchmarks.add_parser(
         "hostile",
@@ -35,8 +35,8 @@ def add_hostile(benchmarks: Any) -> None:
 
 
 def run_hostile(args: Namespace, _open_llm: object) -> Report:
-    from quire.bench.hostile import Settings, bench_hostile
-    from quire.bench.hostile_attacks import KINDS
+    from quire.bench.hostile.attacks import KINDS
+    from quire.bench.hostile.run import Settings, bench_hostile
 
     for name, low in (("seconds", 0.1), ("streams", 1), ("threads", 1), ("rounds", 1), ("flood_mb", 1),
                       ("connections", 4)):  # fmt: skip

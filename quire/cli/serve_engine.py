@@ -12,7 +12,7 @@ import sys
 
 from quire.cli.output import show_warnings_plainly
 from quire.config import Config
-from quire.engine.process import Built, ready_message, run_engine_process
+from quire.engine.host.process import Built, ready_message, run_engine_process
 from quire.startup.early_init import open_engine
 
 # OpenMP's threads wait for each other by spinning. Beside a process that answers HTTP, and needs a core for it, they

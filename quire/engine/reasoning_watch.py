@@ -6,7 +6,7 @@ markers are found by bytes, not by ids: one of several tokens can be written wit
 
 from __future__ import annotations
 
-from quire.engine.grammar_vocabulary import Vocabulary
+from quire.engine.grammar.vocabulary import Vocabulary
 from quire.types import GrammarSpec
 
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Container
 
 from quire.cache.index import CacheIndex
-from quire.engine.books import Books
+from quire.engine.chunking import Chunking, choose_chunking
+from quire.engine.deferred_commit import Books
 from quire.engine.limits import Limits, SchedulerStats
 from quire.engine.outcome import append_tokens, why_bad
-from quire.engine.pacing import Chunking, choose_chunking
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, Refusal
 from quire.engine.recovery import touched_by
-from quire.engine.roster import Roster
+from quire.engine.request_table import Roster
 from quire.types import (
     Delta,
     FinishReason,

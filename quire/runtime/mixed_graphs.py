@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.pacing import STEP_SIZES
+from quire.engine.chunking import STEP_SIZES
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
 from quire.kernels.validation.failures import reason

@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
 from quire.server.anthropic.routes import anthropic_router
-from quire.server.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
-from quire.server.gate import Gate, route_label
+from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
+from quire.server.http.gate import Gate, route_label
 from quire.server.openai.embeddings import embeddings_router
 from quire.server.openai.response_routes import responses_router
 from quire.server.openai.routes import openai_router

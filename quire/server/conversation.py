@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.errors import bad_request
+from quire.server.http.errors import bad_request
 from quire.types import GrammarSpec
 
 # Variables of chat templates that a client may set. All others are the server's.

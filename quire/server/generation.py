@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.client.engine_client import EngineClient, Ticket
 from quire.config import ServerConfig
 from quire.edge import Edge
-from quire.engine.client import EngineClient, Ticket
 from quire.server.chat import ChatPrompts
 from quire.server.metrics import Metrics
 from quire.server.sample import ChannelParser, Piece, PlainText, Sample

@@ -9,8 +9,8 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from quire.server.encoding import to_json
-from quire.server.route_parts import api_router
+from quire.server.http.encoding import to_json
+from quire.server.http.route_parts import api_router
 from quire.server.state import Server
 
 

@@ -20,23 +20,23 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.client.engine_client import EngineClient
+from quire.client.supervisor import Budget, Supervisor, link_starter
 from quire.config import Config
 from quire.config_build import engine_settings
 from quire.edge import Edge
-from quire.engine.client import EngineClient
-from quire.engine.supervisor import Budget, Supervisor, link_starter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
-from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
-from quire.server.connection import Connection
-from quire.server.errors import ApiError
 from quire.server.generation import Generation
-from quire.server.keys import KeyRing, RateLimits
+from quire.server.http.bodies import HeldBodies
+from quire.server.http.connection import Connection
+from quire.server.http.errors import ApiError
+from quire.server.http.keys import KeyRing, RateLimits
+from quire.server.http.loop_delay import LoopDelay
+from quire.server.http.open_connections import OpenConnections, allow_files
 from quire.server.logs import LibraryLines, Log
-from quire.server.loop_delay import LoopDelay
 from quire.server.metrics import Metrics
-from quire.server.open_connections import OpenConnections, allow_files
 from quire.server.state import Server
 from quire.server.store import ResponseStore
 from quire.server.textwork.pool import TextWork, WorkerPool

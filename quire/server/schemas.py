@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 
-from quire.server.errors import bad_request
+from quire.server.http.errors import bad_request
 from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, SamplingParams
 
 MAX_ITEMS = 1 << 20  # of any list in a body that has no closer bound

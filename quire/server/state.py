@@ -6,17 +6,17 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.client.engine_client import EngineClient
+from quire.client.supervisor import Supervisor
 from quire.config import Config
 from quire.edge import Edge
-from quire.engine.client import EngineClient
 from quire.engine.states import ProcessState
-from quire.engine.supervisor import Supervisor
 from quire.files.source import ModelFiles
-from quire.server.bodies import HeldBodies
 from quire.server.chat import ChatPrompts
-from quire.server.errors import INSIDE_CODES, ApiError
 from quire.server.generation import Generation
-from quire.server.keys import KeyRing, RateLimits
+from quire.server.http.bodies import HeldBodies
+from quire.server.http.errors import INSIDE_CODES, ApiError
+from quire.server.http.keys import KeyRing, RateLimits
 from quire.server.logs import Log
 from quire.server.metrics import Metrics
 from quire.server.store import ResponseStore

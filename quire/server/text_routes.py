@@ -11,11 +11,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.server.chat import COUNTED_TOKENS
-from quire.server.encoding import to_json
-from quire.server.errors import bad_request
+from quire.server.http.encoding import to_json
+from quire.server.http.errors import bad_request
+from quire.server.http.route_parts import api_router
 from quire.server.openai.schemas import ChatBody, ChatMessage, JsonObject, Tool
 from quire.server.openai.translate import conversation_of
-from quire.server.route_parts import api_router
 from quire.server.schemas import Body, Items, Name, TokenList
 from quire.server.state import Server
 from quire.text.template import template_source

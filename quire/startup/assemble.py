@@ -17,8 +17,8 @@ from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
 from quire.edge import Edge
-from quire.engine.grammar import GrammarCompiler, MaskFiller
-from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler

@@ -16,9 +16,9 @@ from typing import Any
 import jsonschema
 
 from quire import LLM, GrammarSpec, SamplingParams
-from quire.engine.grammar import GrammarCompiler
-from quire.engine.grammar_desk import GrammarDesk
-from quire.engine.grammar_tokens import Encode
+from quire.engine.grammar.canonical_tokens import Encode
+from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.matcher import GrammarCompiler
 from quire.text.channels import ToolSpec, tool_grammar
 from quire.text.tokenizer import Tokenizer
 from tests.cpu.grammar_cases import CALLS, SCHEMAS, object_of

@@ -17,7 +17,7 @@ import quire.startup.assemble as assemble
 from quire.cache.memory import plan_memory
 from quire.config import CacheConfig, Config
 from quire.config_build import override_config
-from quire.engine.driver import EngineDriver, Message, tell_all
+from quire.engine.host.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.validation.failures import is_out_of_memory, reason

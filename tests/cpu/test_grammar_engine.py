@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.grammar import GrammarCompiler, MaskFiller
+from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
 from quire.engine.trace import Tracer
 from quire.files.gguf import open_gguf

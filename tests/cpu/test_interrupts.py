@@ -17,7 +17,7 @@ import pytest
 
 import quire
 from quire import LLM, AsyncLLM, QuireError, SamplingParams
-from quire.engine.interrupts import MAX_HELD, HeldInterrupts
+from quire.engine.host.interrupts import MAX_HELD, HeldInterrupts
 from tests.cpu.rig import LateDevice
 from tests.cpu.tiny_llm import make_tiny_llm
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quire
-from quire.engine.grammar import GrammarCompiler
+from quire.engine.grammar.matcher import GrammarCompiler
 from quire.types import GrammarSpec, Plan, SamplingParams
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.cpu.rig import load, make_engine, make_request

@@ -14,9 +14,9 @@ from typing import Any
 
 from quire.cache.index import CacheIndex
 from quire.config import Config
+from quire.engine.host.process import Built, ready_message, run_engine_process
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.process import Built, ready_message, run_engine_process
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, RowInit, StepOutput, TokenLogprobs
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.chaos.tiny import make_tiny_model
+from quire.client.engine_client import EngineClient
+from quire.client.supervisor import Budget, Supervisor
 from quire.config import Config
 from quire.config_build import override_config
-from quire.engine import wire
-from quire.engine.client import EngineClient
-from quire.engine.supervisor import Budget, Supervisor
+from quire.engine.host import wire
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.logs import Log

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.engine import wire
+from quire.engine.host import wire
 from quire.files.gguf import open_gguf
 from quire.files.safetensors import check_safetensors
 from quire.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.driver import EngineDriver
+from quire.engine.host.driver import EngineDriver
 from quire.types import QuireError, SamplingParams
 from tests.cpu.rig import load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny

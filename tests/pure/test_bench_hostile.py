@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.hostile_attacks import KINDS, Ask, Crowd, Drip, Flood, Tally, make_attacks, run_attacks
-from quire.bench.hostile_requests import ASKED, SMALL, TEMPLATE_COSTS, Exchange, Target, costly_template, post
-from quire.bench.hostile_watch import MemoryWatch, quantile, read_histograms, subtract
+from quire.bench.hostile.attacks import KINDS, Ask, Crowd, Drip, Flood, Tally, make_attacks, run_attacks
+from quire.bench.hostile.requests import (
+    ASKED,
+    SMALL,
+    TEMPLATE_COSTS,
+    Exchange,
+    Target,
+    costly_template,
+    post,
+)
+from quire.bench.hostile.watch import MemoryWatch, quantile, read_histograms, subtract
 
 TARGET = Target("127.0.0.1", 1, "sk")
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

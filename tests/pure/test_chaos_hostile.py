@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections import Counter
 
-from quire.bench.hostile_attacks import KINDS, Tally
-from quire.bench.hostile_requests import Target
+from quire.bench.hostile.attacks import KINDS, Tally
+from quire.bench.hostile.requests import Target
 from quire.bench.online.stream_client import Endpoint
 from quire.chaos.hostile import HostileTraffic
 from quire.chaos.report import Report

@@ -20,15 +20,12 @@ COMMAND = re.compile(r"\bquire (?P<name>[a-z]+)(?P<rest>[^`;,.:]*)")
 FOREIGN = re.compile(r"\bpip install [^`,]*")  # flags of another program
 OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch", "bench latency", "bench start",
                 "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality")  # fmt: skip
-BENCH = {  # which benchmark the files of `quire/bench` belong to that begin so; others serve all that open a model
-    "arrivals": "online",
-    "calls": "online",
-    "compare": "compare",
-    "hostile": "hostile",
-    "kernels": "kernels",
-    "llama_cpp": "compare-llama-cpp",
-    "online": "online",
-    "stream_client": "online",
+BENCH = {  # file or folder of `quire/bench` -> its benchmark; the others serve all that open a model
+    "bench/online/compare.py": "compare",
+    "bench/hostile": "hostile",
+    "bench/kernels": "kernels",
+    "bench/llama_cpp.py": "compare-llama-cpp",
+    "bench/online": "online",
 }
 
 
@@ -54,10 +51,10 @@ def can_show(path: Path) -> list[str]:
             return ["run", "chat", "serve", "doctor"]
         own = "chat" if own == "messages" else own
         return [*OPENS_MODELS, "pull"] if own in shared else [own]
-    if room == "server" or path.match("engine/link.py") or path.match("engine/supervisor.py"):
+    if room in ("server", "client"):
         return ["serve"]
     if room == "bench":
-        own = next((benchmark for start, benchmark in BENCH.items() if name.startswith(start)), None)
+        own = next((name for place, name in BENCH.items() if path.is_relative_to(place)), None)
         return list(OPENS_MODELS) if own is None else [f"bench {own}"]
     if room == "chaos":
         return ["chaos"]

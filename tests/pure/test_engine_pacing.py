@@ -14,9 +14,9 @@ import pytest
 
 from quire.bench.stats import percentile
 from quire.cache.index import CacheIndex
+from quire.engine.chunking import CostModel, StepTarget
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
-from quire.engine.pacing import CostModel, StepTarget
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, PlanRow, Request, SamplingParams, StepOutput
 

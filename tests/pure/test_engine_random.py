@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from quire.cache.insight import pin
+from quire.cache.explain import pin
 from quire.types import CopyKind, Plan, StepOutput
 from tests.pure.shadow import MIXES, Poisoned, Rig, random_prompt, reference_output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cache.insight import explain, pin
+from quire.cache.explain import explain, pin
 from quire.engine.limits import Limits
 from quire.engine.scheduler import Scheduler
 from quire.types import QuireError

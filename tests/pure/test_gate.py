@@ -17,8 +17,8 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 pytest.importorskip("tokenizers")
 
-from quire.server.body_pace import GRACE_SECONDS, IDLE_SECONDS, BodyPace
-from quire.server.host_names import HostNames
+from quire.server.http.body_pace import GRACE_SECONDS, IDLE_SECONDS, BodyPace
+from quire.server.http.host_names import HostNames
 from tests.fuzz.fake_server import FakeServer
 
 CHAT = "/v1/chat/completions"
@@ -183,7 +183,7 @@ def test_a_body_that_drips_is_cut_off(
     tmp_path: Path, runner: asyncio.Runner, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte comes whenever one is asked for, so no single wait is long; all of them together are."""
-    from quire.server import body_pace
+    from quire.server.http import body_pace
 
     monkeypatch.setattr(body_pace, "GRACE_SECONDS", 0.1)
     serving = Serving(tmp_path, runner, **knobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.grammar import GrammarCompiler, MaskFiller
+from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.types import GrammarSpec
 from tests.pure.shadow import VOCAB, Rig
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.grammar import Grammar, GrammarCompiler
-from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.matcher import Grammar, GrammarCompiler
 from quire.types import GrammarSpec, QuireError, Request, SamplingParams
 
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"<eos>"]

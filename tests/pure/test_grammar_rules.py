@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from quire.engine.grammar import Grammar, GrammarCompiler, MaskFiller
+from quire.engine.grammar.matcher import Grammar, GrammarCompiler, MaskFiller
 from quire.types import GrammarSpec, Plan, PlanRow, QuireError, Request, SamplingParams
 
 WORDS = [b"true", b"false", b'{"', b'":', b'", "', b'"}', b"name", b"age", b"12", b"  ", b"</think>", b"<tool",
@@ -282,7 +282,7 @@ def test_an_ambiguous_grammar_is_found_out_among_others(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its masks cost more with every token; the neighbours in the batch must not wait for it for ever."""
-    monkeypatch.setattr("quire.engine.grammar.SLOW_SECONDS", 0.01)
+    monkeypatch.setattr("quire.engine.grammar.matcher.SLOW_SECONDS", 0.01)
     filler = MaskFiller(num_threads=1)
     specs = [GrammarSpec("ebnf", 'start: s\ns: "a" | s s | s s s\n'), *[GrammarSpec("regex", "a*")] * 5]
     requests = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.grammar import GrammarCompiler, MaskFiller
-from quire.engine.grammar_tokens import LONG_BYTES, CanonicalTokens
+from quire.engine.grammar.canonical_tokens import LONG_BYTES, CanonicalTokens
+from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.files.gguf import open_gguf
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, Plan, PlanRow, Request, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.grammar import Grammar, GrammarCompiler
+from quire.engine.grammar.matcher import Grammar, GrammarCompiler
 from quire.text.channels import (
     FORMATS,
     TextDelta,

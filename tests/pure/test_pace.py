@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.pace import Pace
+from quire.client.throughput import Pace
 
 
 def test_the_pace_is_what_was_measured_while_there_was_work() -> None:
@@ -29,7 +29,7 @@ def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
         pytest.importorskip(package)
     import asyncio
 
-    from quire.engine import wire
+    from quire.engine.host import wire
     from tests.fuzz.fake_server import FakeServer
 
     async def play() -> None:
@@ -58,7 +58,7 @@ def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() ->
     pytest.importorskip("zmq")
     import asyncio
 
-    from quire.engine.client import EngineClient
+    from quire.client.engine_client import EngineClient
     from quire.types import Delta
     from tests.pure.test_supervisor import request
 
@@ -82,7 +82,7 @@ def test_a_send_that_waits_too_long_gives_the_reader_up() -> None:
     pytest.importorskip("starlette")
     import asyncio
 
-    from quire.server.replies import TooSlow, _Reader
+    from quire.server.http.replies import TooSlow, _Reader
 
     async def play() -> None:
         sent: list[object] = []

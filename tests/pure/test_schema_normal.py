@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.grammar import GrammarCompiler
+from quire.engine.grammar.matcher import GrammarCompiler
 from quire.text.schema import normalise
 from quire.types import GrammarSpec, QuireError
 from tests.pure.schemas_enforced import ENFORCED

@@ -95,7 +95,7 @@ def test_a_template_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.server.keys import KeyRing
+    from quire.server.http.keys import KeyRing
 
     compared: list[Any] = []
     real = hmac.compare_digest

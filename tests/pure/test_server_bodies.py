@@ -19,8 +19,8 @@ pytest.importorskip("tokenizers")
 
 from pydantic import ValidationError
 
-from quire.server.bodies import INLINE_BODY, HeldBodies, body_models, decode_json, validate_body
-from quire.server.errors import ApiError
+from quire.server.http.bodies import INLINE_BODY, HeldBodies, body_models, decode_json, validate_body
+from quire.server.http.errors import ApiError
 from tests.fuzz.fake_server import FakeServer
 
 MANY = 20_000  # items: a body of them stays below INLINE_BODY

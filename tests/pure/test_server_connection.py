@@ -19,9 +19,9 @@ pytest.importorskip("httptools")
 
 import uvicorn
 
-from quire.server import connection
-from quire.server.errors import ApiError
-from quire.server.open_connections import OpenConnections
+from quire.server.http import connection
+from quire.server.http.errors import ApiError
+from quire.server.http.open_connections import OpenConnections
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
 Play = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

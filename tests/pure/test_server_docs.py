@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from quire.config import knobs
 from quire.server.anthropic.translate import VOLATILE_HEADERS
 from quire.server.conversation import TEMPLATE_KWARGS
-from quire.server.errors import STATUS_BY_CODE
+from quire.server.http.errors import STATUS_BY_CODE
 from quire.text.channels import FORMATS
 from tests.pure.test_server_metrics import make_text
 

@@ -18,8 +18,8 @@ pytest.importorskip("tokenizers")
 
 from pydantic import BaseModel
 
-from quire.server.bodies import body_models
-from quire.server.errors import INSIDE_CODES, STATUS_BY_CODE
+from quire.server.http.bodies import body_models
+from quire.server.http.errors import INSIDE_CODES, STATUS_BY_CODE
 from quire.server.schemas import Body, Sampling, Service
 from tests.fuzz.fake_server import FakeServer
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.cache.index import CacheIndex
 from quire.config import knobs
-from quire.engine.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
+from quire.engine.host.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
@@ -149,8 +149,8 @@ def test_a_full_queue_refuses_one_and_keeps_the_rest() -> None:
 def test_going_idle_is_told_at_once_even_after_a_single_turn() -> None:
     """One token is asked for, computed and ended within one turn of the loop: the beat after it says so."""
     zmq = pytest.importorskip("zmq")
-    from quire.engine import wire
-    from quire.engine.process import Channel, SocketMailbox
+    from quire.engine.host import wire
+    from quire.engine.host.process import Channel, SocketMailbox
 
     class Socket:
         """An order for each time the engine waits for one."""
@@ -182,7 +182,7 @@ def test_going_idle_is_told_at_once_even_after_a_single_turn() -> None:
 
 def test_no_timeout_takes_an_engine_with_nothing_to_do_for_hung_or_ill() -> None:
     pytest.importorskip("zmq")
-    from quire.engine.process import IDLE_SECONDS
+    from quire.engine.host.process import IDLE_SECONDS
 
     for name in ("hang_timeout", "stall_timeout"):
         assert (knobs()[name].low or 0.0) >= 2 * IDLE_SECONDS

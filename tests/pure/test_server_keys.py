@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from quire.server.errors import ApiError
-from quire.server.keys import KeyRing, RateLimits, key_of
+from quire.server.http.errors import ApiError
+from quire.server.http.keys import KeyRing, RateLimits, key_of
 
 
 def test_keys() -> None:

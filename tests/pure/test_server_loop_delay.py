@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.loop_delay import INTERVAL, MAX_MISSED, LoopDelay
+from quire.server.http.loop_delay import INTERVAL, MAX_MISSED, LoopDelay
 
 
 class FakeLoop:

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from quire.engine.client import EngineClient
-from quire.engine.supervisor import Budget, Supervisor
-from quire.engine.wire import Beat, Group
+from quire.client.engine_client import EngineClient
+from quire.client.supervisor import Budget, Supervisor
+from quire.engine.host.wire import Beat, Group
 from quire.server.metrics import Metrics
 from quire.types import Timing, Usage
 

@@ -16,9 +16,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("fastapi")
 
 from quire.chaos.tiny import make_tiny_model
-from quire.server.bodies import decode_json
 from quire.server.conversation import Conversation
-from quire.server.errors import ApiError
+from quire.server.http.bodies import decode_json
+from quire.server.http.errors import ApiError
 from quire.server.textwork import pool as pools
 from quire.server.textwork.pool import InlineTextWork, WorkerPool
 from quire.server.textwork.tasks import (
@@ -179,7 +179,7 @@ def test_too_many_waiting_tasks_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_body_is_packed_and_read_back_as_it_was(tmp_path: Path) -> None:
     """What a route sees of a large body is what it sees of a small one."""
-    from quire.server.bodies import _read_packed, body_models, pack_body
+    from quire.server.http.bodies import _read_packed, body_models, pack_body
 
     bodies = [
         ("/v1/completions", b'{"prompt": [[1, 2], [3]], "n": 2, "logit_bias": {"1": 2.5}}'),

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from quire.server.anthropic import translate as anthropic
 from quire.server.anthropic.schemas import MessagesBody
-from quire.server.encoding import to_json
-from quire.server.errors import (
+from quire.server.http.encoding import to_json
+from quire.server.http.errors import (
     INSIDE_MESSAGE,
     ApiError,
     counting_output,

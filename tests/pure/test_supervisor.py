@@ -16,12 +16,13 @@ pytest.importorskip("zmq")
 
 import msgspec
 
-from quire.engine import supervisor, wire
-from quire.engine.blame import BLAMELESS, OWN_SIGNALS
-from quire.engine.client import EngineClient, Ticket
-from quire.engine.flight import FlightRecorder, RecordedWorkers, read_aboard
+from quire.client import supervisor
+from quire.client.blame import BLAMELESS, OWN_SIGNALS
+from quire.client.engine_client import EngineClient, Ticket
+from quire.client.supervisor import Budget, Supervisor, with_less_memory
+from quire.engine.host import wire
+from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, read_aboard
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
-from quire.engine.supervisor import Budget, Supervisor, with_less_memory
 from quire.machine import num_memory_kills
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
@@ -258,7 +259,7 @@ def test_a_request_that_kills_the_engine_is_found_whatever_else_does(
     death: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = [0]
-    monkeypatch.setattr("quire.engine.supervisor.num_memory_kills", lambda: kills[0])
+    monkeypatch.setattr("quire.client.supervisor.num_memory_kills", lambda: kills[0])
 
     async def play(rig: Rig) -> None:
         poison, lucky = rig.client.submit([[request("poison")]]), rig.client.submit([[request("lucky")]])
@@ -402,7 +403,7 @@ def test_a_pool_shrinks_to_half_and_to_what_the_longest_request_needs() -> None:
 
 def test_an_engine_the_system_ended_for_lack_of_memory_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter((3, 4))  # before, and after its death
-    monkeypatch.setattr("quire.engine.supervisor.num_memory_kills", lambda: next(kills))
+    monkeypatch.setattr("quire.client.supervisor.num_memory_kills", lambda: next(kills))
 
     async def play(rig: Rig) -> None:
         rig.client.submit([[request("a")]])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.grammar import GrammarCompiler, MaskFiller
+from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.trace import FileTracer, Tracer
 from quire.types import GrammarSpec, Plan, Request, StepOutput
 from tests.pure.shadow import VOCAB, Rig

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from quire.engine import wire
+from quire.engine.host import wire
 from quire.types import (
     Delta,
     FinishReason,

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from quire.server.blocks import Block, Blocks, Change, Grown, Opened
-from quire.server.encoding import named_event
-from quire.server.errors import ApiError, error_body
 from quire.server.gather import new_id
 from quire.server.generation import Run
+from quire.server.http.encoding import named_event
+from quire.server.http.errors import ApiError, error_body
 from quire.server.sample import End, Piece
 
 _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),

@@ -11,8 +11,8 @@ from quire.server.anthropic.messages import MessageState, MessageStream
 from quire.server.anthropic.schemas import CountBody, MessagesBody
 from quire.server.anthropic.translate import conversation_of, params_of
 from quire.server.generation import Job
-from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import api_router, job_of
+from quire.server.http.replies import stream_reply, whole_reply
+from quire.server.http.route_parts import api_router, job_of
 from quire.server.state import Server
 
 

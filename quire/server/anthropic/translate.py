@@ -24,7 +24,7 @@ from quire.server.anthropic.schemas import (
     ToolUseBlock,
 )
 from quire.server.conversation import Conversation
-from quire.server.errors import ApiError, bad_request
+from quire.server.http.errors import ApiError, bad_request
 from quire.server.schemas import sampling_params, schema_text
 from quire.types import GrammarSpec, SamplingParams
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.encoding import COMMENT
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run
+from quire.server.http.encoding import COMMENT
 from quire.server.openai.chunks import Chunks, usage_body
 from quire.server.openai.logprobs import chat_logprobs, prompt_field, whole_chat_logprobs
 from quire.server.openai.schemas import StreamOptions

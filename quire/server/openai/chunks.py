@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.server.encoding import DONE, data_event
-from quire.server.errors import ApiError, error_body
 from quire.server.gather import ReasoningTokens
 from quire.server.generation import Run, Totals
+from quire.server.http.encoding import DONE, data_event
+from quire.server.http.errors import ApiError, error_body
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.encoding import COMMENT
-from quire.server.errors import bad_request
 from quire.server.gather import Gather, Whole, new_id
 from quire.server.generation import Run
+from quire.server.http.encoding import COMMENT
+from quire.server.http.errors import bad_request
 from quire.server.openai.chunks import Chunks, usage_body
 from quire.server.openai.logprobs import CompletionLogprobs, prompt_field
 from quire.server.openai.schemas import CompletionBody

@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from quire.files.pooling import read_pooling
 from quire.files.source import ModelFiles
-from quire.server.errors import bad_request
 from quire.server.gather import Gather
 from quire.server.generation import Run
-from quire.server.replies import whole_reply
-from quire.server.route_parts import api_router, job_of
+from quire.server.http.errors import bad_request
+from quire.server.http.replies import whole_reply
+from quire.server.http.route_parts import api_router, job_of
 from quire.server.schemas import Items, Name, Service, TokenPrompt
 from quire.server.state import Server
 from quire.types import PoolingRule, SamplingParams, choose_pooling

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.encoding import list_json
+from quire.server.http.encoding import list_json
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import TokenLogprobs

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError, counting_output
+from quire.server.http.errors import ApiError, counting_output
+from quire.server.http.replies import stream_reply, whole_reply
+from quire.server.http.route_parts import api_router, job_of
 from quire.server.openai.response_schemas import ResponsesBody
 from quire.server.openai.response_translate import conversation_of, items_of, messages_of, params_of, stored_items
 from quire.server.openai.responses import ResponseState, ResponseStream, ResponseWhole
-from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import api_router, job_of
 from quire.server.state import Server
 from quire.server.store import StoredResponse
 

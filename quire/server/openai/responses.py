@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from quire.server.blocks import Block, Blocks, Change, Grown, Opened
-from quire.server.encoding import COMMENT, named_event
-from quire.server.errors import ApiError
 from quire.server.gather import ReasoningTokens, new_id
 from quire.server.generation import Run
+from quire.server.http.encoding import COMMENT, named_event
+from quire.server.http.errors import ApiError
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_schemas import ResponsesBody
 from quire.server.openai.response_translate import namespaced

@@ -8,15 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError, counting_output
 from quire.server.generation import Run
+from quire.server.http.errors import ApiError, counting_output
+from quire.server.http.replies import stream_reply, whole_reply
+from quire.server.http.route_parts import api_router, job_of
 from quire.server.openai import completions
 from quire.server.openai.chat import ChatStream, ChatWhole
 from quire.server.openai.completions import CompletionStream, CompletionWhole
 from quire.server.openai.schemas import ChatBody, CompletionBody, OpenAISampling
 from quire.server.openai.translate import chat_params, conversation_of, output_grammar, output_param, params_of
-from quire.server.replies import stream_reply, whole_reply
-from quire.server.route_parts import api_router, job_of
 from quire.server.state import Server
 
 

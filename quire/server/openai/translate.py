@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from quire.server.conversation import Conversation
-from quire.server.errors import bad_request, in_client_words
+from quire.server.http.errors import bad_request, in_client_words
 from quire.server.openai.schemas import (
     ChatBody,
     ChatMessage,

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client import Live
+from quire.client.engine_client import Live
 from quire.engine.limits import StepShape
-from quire.server.encoding import named_event, to_json
-from quire.server.errors import ApiError
+from quire.server.http.encoding import named_event, to_json
+from quire.server.http.errors import ApiError
 from quire.server.metrics import SECONDS, TOKEN_SECONDS
 from quire.server.ops_routes import stats_body
 from quire.server.page.history import History

@@ -13,8 +13,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.server.errors import ApiError
-from quire.server.keys import key_of
+from quire.server.http.errors import ApiError
+from quire.server.http.keys import key_of
 from quire.server.page.history import History, RememberingLog
 from quire.server.page.live import LiveFeed
 from quire.server.state import Server

@@ -20,7 +20,7 @@ import msgspec
 from quire.config import Config
 from quire.files.source import ModelFiles
 from quire.server.conversation import Conversation, ConversationLimits
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
 from quire.server.textwork.prompt_maker import PromptMaker
 from quire.text.channels import choose_format, choose_reasoning
 from quire.text.loading import load_tokenizer
@@ -236,7 +236,7 @@ def tool_format_for(source: str, configured: str | None) -> str:
 def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
     """The body, validated and packed, or the error the HTTP process would answer with. A body that grows in memory, or
     that fails after long work, stays out of that process."""
-    from quire.server.bodies import decode_json, pack_body, validate_body
+    from quire.server.http.bodies import decode_json, pack_body, validate_body
 
     try:
         value = decode_json(body)

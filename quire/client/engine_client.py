@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.engine import wire
-from quire.engine.link import EngineLink
-from quire.engine.pace import Pace
+from quire.client.link import EngineLink
+from quire.client.throughput import Pace
+from quire.engine.host import wire
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused

@@ -20,10 +20,10 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.encoding import to_json
-from quire.server.errors import ApiError, dialect_of, error_body
-from quire.server.open_connections import OpenConnections
-from quire.server.request_ids import request_id
+from quire.server.http.encoding import to_json
+from quire.server.http.errors import ApiError, dialect_of, error_body
+from quire.server.http.open_connections import OpenConnections
+from quire.server.http.request_ids import request_id
 
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0  # in which a client may read the reply to a request that was not read to its end

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from quire.bench.hostile_attacks import KINDS, Tally
-from quire.bench.hostile_requests import Target, costly_template
-from quire.bench.hostile_sender import Order
-from quire.bench.hostile_streams import Streams
-from quire.bench.hostile_watch import MemoryWatch, quantile, read_histograms, subtract
+from quire.bench.hostile.attacks import KINDS, Tally
+from quire.bench.hostile.requests import Target, costly_template
+from quire.bench.hostile.sender import Order
+from quire.bench.hostile.streams import Streams
+from quire.bench.hostile.watch import MemoryWatch, quantile, read_histograms, subtract
 from quire.bench.offline import load_average
 from quire.bench.online.stream_client import Connection, Endpoint, parse_url
 from quire.bench.stats import Bar, Report
@@ -265,7 +265,7 @@ async def _sender() -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "quire.bench.hostile_sender",
+        "quire.bench.hostile.sender",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 22,

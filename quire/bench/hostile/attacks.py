@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.bench.hostile_requests import ASKED, CHAT, CUT, LATER, Exchange, Sizes, Target, post
+from quire.bench.hostile.requests import ASKED, CHAT, CUT, LATER, Exchange, Sizes, Target, post
 
 PATIENCE = 120.0  # seconds for one answer; longer is a wrong answer
 PIECE = 1 << 16

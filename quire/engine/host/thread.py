@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from quire.engine.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
-from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
 from quire.engine.loop import Engine
 from quire.types import Delta, QuireError, Request
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
+from quire.engine.device_rows import Rows
 from quire.engine.outcome import last_delta
 from quire.engine.policies import Order
 from quire.engine.queue import HeldRequests, WaitQueue
-from quire.engine.rows import Rows
 from quire.types import Delta, FinishReason, Plan, Request, RowInit, Status
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from quire.server.encoding import to_json
+from quire.server.http.encoding import to_json
 from quire.types import PromptTooLong, QuireError
 
 Dialect = Literal["openai", "anthropic"]

@@ -8,7 +8,7 @@ kept within the same turn, before anything else is planned.
 from __future__ import annotations
 
 from quire.cache.index import CacheIndex
-from quire.engine.roster import Roster
+from quire.engine.request_table import Roster
 from quire.types import FinishReason, Request
 
 

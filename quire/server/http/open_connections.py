@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
 
 MAX_HELD = 64 << 20  # bytes of heads and unread bodies, over all connections
 SPARE_FILES = 128  # descriptors the process needs for anything but connections

@@ -1,4 +1,4 @@
-"""The process that attacks, `python -m quire.bench.hostile_sender`: an order per line on stdin, its tallies on stdout.
+"""The process that attacks, `python -m quire.bench.hostile.sender`: an order per line on stdin, its tallies on stdout.
 
 It runs at a low priority beside the server and keeps its requests ready made, so that what it takes of the machine does
 not count as the server's delay.
@@ -12,8 +12,8 @@ import sys
 
 import msgspec
 
-from quire.bench.hostile_attacks import Tally, make_attacks, run_attacks
-from quire.bench.hostile_requests import SMALL, Sizes, Target
+from quire.bench.hostile.attacks import Tally, make_attacks, run_attacks
+from quire.bench.hostile.requests import SMALL, Sizes, Target
 
 NICENESS = 10
 

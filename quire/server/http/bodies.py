@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, from_validation
+from quire.server.http.errors import ApiError, from_validation
 
 INLINE_BODY = 64 << 10
 MAX_DEPTH = 200  # of objects and lists within each other

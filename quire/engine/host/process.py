@@ -18,10 +18,10 @@ import zmq
 
 from quire.config import Config
 from quire.config_build import override_config
-from quire.engine import wire
-from quire.engine.driver import Cancel, Check, EngineDriver, Message, Report, Stop, check_engine
-from quire.engine.flight import FlightRecorder, RecordedWorkers, flight_path
-from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.host import wire
+from quire.engine.host.driver import Cancel, Check, EngineDriver, Message, Report, Stop, check_engine
+from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, flight_path
 from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire.engine.grammar import DEADLINE_SECONDS, Grammar, GrammarCompiler, too_slow
+from quire.engine.grammar.matcher import DEADLINE_SECONDS, Grammar, GrammarCompiler, too_slow
 from quire.types import GrammarSpec, QuireError, Request
 
 

@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from quire.client.blame import accuses
+from quire.client.engine_client import EngineClient
+from quire.client.error_queue import ErrorQueue
+from quire.client.link import EngineLink
 from quire.config import Config
-from quire.engine import wire
-from quire.engine.blame import accuses
-from quire.engine.client import EngineClient
-from quire.engine.error_queue import ErrorQueue
-from quire.engine.link import EngineLink
+from quire.engine.host import wire
 from quire.engine.states import PROCESS_TRANSITIONS, Move, ProcessState, StateMachine
 from quire.machine import num_memory_kills
 from quire.types import QuireError

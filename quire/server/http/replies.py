@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.engine.client import Closed
-from quire.server.encoding import to_json
-from quire.server.errors import ApiError, from_quire_error
+from quire.client.engine_client import Closed
 from quire.server.generation import Run
+from quire.server.http.encoding import to_json
+from quire.server.http.errors import ApiError, from_quire_error
 from quire.server.sample import Piece
 from quire.server.state import Server
 from quire.types import QuireError

@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Collection
 
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(.+)")

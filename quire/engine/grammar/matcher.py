@@ -16,9 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from quire.engine.grammar_source import MAX_CHARS, check_size, explain, explain_regex, explain_schema, library_grammar
-from quire.engine.grammar_tokens import Encode
-from quire.engine.grammar_vocabulary import Vocabulary, one_token_mask, with_token
+from quire.engine.grammar.canonical_tokens import Encode
+from quire.engine.grammar.source import (
+    MAX_CHARS,
+    check_size,
+    explain,
+    explain_regex,
+    explain_schema,
+    library_grammar,
+)
+from quire.engine.grammar.vocabulary import Vocabulary, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
 from quire.types import GrammarSpec, Plan, QuireError, Request
 

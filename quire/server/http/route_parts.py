@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from quire.server.bodies import body_route
-from quire.server.errors import ApiError, Dialect, error_body
-from quire.server.gate import route_label
 from quire.server.generation import Job
+from quire.server.http.bodies import body_route
+from quire.server.http.errors import ApiError, Dialect, error_body
+from quire.server.http.gate import route_label
 from quire.server.schemas import Service
 from quire.server.state import Server
 from quire.types import SamplingParams

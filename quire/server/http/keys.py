@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
 
 MAX_BUDGETS = 4096  # callers remembered; the one not seen longest goes first
 

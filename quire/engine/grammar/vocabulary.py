@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from quire.engine.grammar_tokens import CanonicalTokens, Encode
+from quire.engine.grammar.canonical_tokens import CanonicalTokens, Encode
 from quire.types import QuireError
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.body_pace import BodyPace
-from quire.server.errors import ApiError, bad_request, dialect_of, error_response
-from quire.server.host_names import HostNames
-from quire.server.keys import key_of, owner_of_key, tenant_of
-from quire.server.request_ids import request_id
+from quire.server.http.body_pace import BodyPace
+from quire.server.http.errors import ApiError, bad_request, dialect_of, error_response
+from quire.server.http.host_names import HostNames
+from quire.server.http.keys import key_of, owner_of_key, tenant_of
+from quire.server.http.request_ids import request_id
 from quire.server.state import Server
 
 PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})

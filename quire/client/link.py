@@ -20,8 +20,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from quire.engine import wire
-from quire.engine.flight import flight_path, read_aboard
+from quire.engine.host import wire
+from quire.engine.host.flight_record import flight_path, read_aboard
 from quire.types import QuireError
 
 GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.engine.grammar_desk import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarDesk
 from quire.engine.loop import Engine, StepFault, is_out_of_memory
 from quire.types import Delta, FinishReason, QuireError, Request, Usage
 

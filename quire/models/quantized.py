@@ -1,5 +1,5 @@
-"""What `--quant` leaves as it is. The loader refuses a model of which nothing would be quantized, and says in a line
-what part of another is not; `quire doctor` shows the same line.
+"""Finds the matrices that `--quant` can't quantize. The loader refuses a model without any that it can, and notes the
+others in one line, which `quire doctor` shows, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FLOATS = {"F32": "float32", "F16": "float16"}
 
 
 def check_quantized(model: Any, quant: str) -> None:
-    """Refuse `quant` where no matrix of the model (a module, still on meta) fits blocks."""
+    """Raise if no matrix of the model (a module, still on meta) fits `quant`."""
     left = _find(model)
     if left is not None and left.is_all:
         what = (
@@ -25,7 +25,7 @@ def check_quantized(model: Any, quant: str) -> None:
 
 
 def list_unquantized(model: Any, quant: str) -> list[str]:
-    """A note that names the matrices which stay floats and says why, if there are any."""
+    """Returns a note that names the matrices which stay floats and says why, if there are any."""
     left = _find(model)
     if left is None:
         return []

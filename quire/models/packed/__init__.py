@@ -1,5 +1,5 @@
-"""Tensors that published checkpoints keep packed beside what makes them numbers again: a file for each way, one table
-(`config.METHODS`) that says which config.json means. `shards` reads them as if they were floats.
+"""Packed tensors of quantized checkpoints, each with the tensors that decode it. There is a module per format and one
+table, `config.METHODS`, that maps `quantization_config` to it. `shards` reads packed tensors as if they were floats.
 """
 
 from quire.models.packed.base import Packed, Stored

@@ -1,5 +1,5 @@
-"""AWQ's files: `X.qweight`, `X.scales` and `X.qzeros`, packed along the outputs of a layer, eight to a word in an order
-that its kernels like.
+"""AWQ: `X.qweight`, `X.scales` and `X.qzeros`, packed along a layer's outputs, eight to a 32-bit word in an interleaved
+order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.models.packed.base import (
 
 BITS = 4
 A_WORD = 32 // BITS
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of eight outputs that are neighbours
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position within a word of each of eight consecutive outputs
 
 
 def find_awq(config: Mapping[str, Any]) -> Find:
@@ -63,7 +63,7 @@ def _find_one(prefix: str, entries: Entries, said: int) -> GroupedMatrix:
         uses.append(f"{prefix}.qzeros")
 
     def unpack(packed: Tensor, skip: int, count: int) -> Tensor:
-        """[n, words] int32 -> [count, n]: the outputs behind `skip` that these words hold"""
+        """Unpack [n, words] int32 into [count, n]: the outputs after the first `skip` in these words."""
         numbers = unpack_bits(packed, BITS).unflatten(1, (-1, A_WORD))[:, :, PLACES].flatten(1)
         return numbers[:, skip : skip + count].t().contiguous()
 

@@ -1,5 +1,5 @@
-"""What every way of packing has in common: `Packed`, one matrix (or several behind each other) and the tensors of a
-file it is made of; and checks of such tensors, from a file's header alone. `shards` reads it as if it were floats.
+"""What all formats share: `Packed`, the description of a packed matrix (or a stack of them) and the tensors that it
+consists of, and checks of such tensors from a file's header alone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The tensors of a file, of one entry where a tensor holds several matrices, on the device they are decoded on."""
+    """Read access to the tensors of a packed matrix, on the device that decodes them."""
 
-    open: Callable[[str], safe_open]  # the file that a tensor lies in
-    entry: int | None
+    open: Callable[[str], safe_open]  # tensor name -> open file that holds it
+    entry: int | None  # index into a stack of matrices; None: tensors hold one matrix
     device: torch.device
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor, of all entries."""
+        """Returns all of a tensor, including all entries of a stack."""
         return self.open(name).get_tensor(name).to(self.device)
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
@@ -44,36 +44,38 @@ class Stored:
 
 
 class Packed(Protocol):
+    """One packed matrix, or a stack of them, which can be decoded a few rows at a time."""
+
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it stands for: [rows, columns], or [entries, rows, columns]."""
+        """Decoded shape: [rows, columns], or [entries, rows, columns]."""
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """The file's tensors that it is made of."""
+        """Names of the file's tensors that it consists of."""
 
     @property
     def kind(self) -> str:
-        """What such numbers are called, for who decides how to keep them."""
+        """Name of the packed format, which schemes use to choose how to keep the weight."""
 
     def decode(self, stored: Stored, first: int, count: int) -> Tensor:
-        """Rows of a matrix, [count, columns] float32"""
+        """Returns rows of a matrix, [count, columns] float32."""
 
     def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
-        """The same numbers in one of GGUF's types, and its name; None: none has them."""
+        """Returns a GGUF type name and the same values as its blocks; None if no GGUF type holds them exactly."""
 
 
-# Finds what is packed among a file's tensors; reads those that are needed to know what they stand for.
+# Finds the packed tensors among a file's entries. The callable reads a tensor whose contents the description needs.
 Find = Callable[[Entries, Callable[[str], Tensor]], dict[str, Packed]]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix:
-    """Whole numbers with scales for groups of columns; `take` knows where a format keeps them."""
+    """Integers with scales for groups of columns. `take` reads rows of them from one format's tensors."""
 
     shape: tuple[int, ...]
     uses: tuple[str, ...]
-    kind: str  # if one of `GROUPED`, it can be had in that type
+    kind: str  # if in `GROUPED`, a GGUF type holds the same values
     take: Callable[[Stored, int, int], Grouped]
 
     def decode(self, stored: Stored, first: int, count: int) -> Tensor:
@@ -85,7 +87,9 @@ class GroupedMatrix:
 
 
 def grouped_kind(called: str, bits: int, group: int | None, columns: int, has_zeros: bool) -> str:
-    """`group`: columns that share a scale; None: they lie about."""
+    """Returns the kind of a grouped integer matrix, or `called` if no GGUF type fits. `group`: consecutive columns that
+    share a scale; None if they are not consecutive.
+    """
     if group is None or group % BLOCK or columns % group:
         return called
     if bits == 8:
@@ -94,8 +98,9 @@ def grouped_kind(called: str, bits: int, group: int | None, columns: int, has_ze
 
 
 def group_size(scales: str, columns: int, groups: int, said: int) -> int:
-    """Columns that share a scale: as config.json says, where -1 are all of them; or, where single layers have others,
-    what their number makes of it."""
+    """Returns the columns that share a scale: `said` by config.json, where -1 means all of them, or else derived from
+    the number of groups, since single layers may differ from the config.
+    """
     size = columns if said == -1 else min(said, columns)
     if groups and -(-columns // size) != groups and columns % groups == 0:
         size = columns // groups
@@ -105,7 +110,7 @@ def group_size(scales: str, columns: int, groups: int, said: int) -> int:
 
 
 def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorEntry:
-    """The tensor of this name, which must be of one of these types and shapes."""
+    """Returns the entry of this name, which must have one of these dtypes and shapes."""
     entry = entries.get(name)
     if entry is None:
         raise bad(f"{name} is missing beside the tensors that it belongs to")
@@ -117,6 +122,7 @@ def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: t
 
 
 def check_filled(name: str, entry: TensorEntry) -> None:
+    """Refuses an empty tensor."""
     if 0 in entry.shape:
         raise bad(f"{name} is empty: {list(entry.shape)}")
 
@@ -130,7 +136,7 @@ def unsupported(what: str, hint: str = "Use the original checkpoint, one in FP8,
 
 
 def read_order(name: str, stored: Stored, groups: int) -> Tensor:
-    """Which group each column is of, [columns] int64."""
+    """Returns each column's group index, [columns] int64."""
     of_column = stored.whole(name).long()
     if not bool(((of_column >= 0) & (of_column < groups)).all()):
         raise bad(f"{name} names groups that there are no scales for")
@@ -138,7 +144,7 @@ def read_order(name: str, stored: Stored, groups: int) -> Tensor:
 
 
 def read_group_size(config: Mapping[str, Any], default: int) -> int:
-    """-1: all columns share a scale."""
+    """Returns the group size of the config; -1 means that all columns share a scale."""
     said = config.get("group_size")
     return default if said is None else said if said == -1 else whole_number(config, "group_size", default)
 

@@ -1,5 +1,5 @@
-"""Files of bitsandbytes: four bits as places in a table of sixteen values (NF4, FP4), with a scale for each run of
-numbers, scales that may be eight-bit places in a table themselves; or eight bits with a scale for each row (LLM.int8).
+"""bitsandbytes: four-bit indices into a table of sixteen values (NF4, FP4) with a scale per run of elements, where
+scales may be eight-bit table indices themselves; or eight bits with a scale per row (LLM.int8).
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ MOST_STATE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TableMatrix:
+    """A four-bit matrix whose elements are indices into a table of values."""
+
     shape: tuple[int, ...]
     weight: str
     kind: str  # NF4, FP4
-    run: int  # numbers that share a scale, over the ends of rows
-    run_of_scales: int  # scales that share one; 0: they are floats
-    offset: float  # of such scales
+    run: int  # elements that share a scale; runs cross row boundaries
+    run_of_scales: int  # scales that share a second-level scale; 0: scales are floats
+    offset: float  # added to decoded scales
     uses: tuple[str, ...]
 
     def decode(self, stored: Stored, first: int, count: int) -> Tensor:
@@ -45,7 +47,7 @@ class TableMatrix:
         start, stop = first * columns, (first + count) * columns
         first_run, last_run = start // run, -(-stop // run)
         data = stored.rows(self.weight, first_run * run // 2, (last_run - first_run) * run // 2).flatten()
-        data = functional.pad(data, (0, (last_run - first_run) * run // 2 - len(data)))  # the last may be short
+        data = functional.pad(data, (0, (last_run - first_run) * run // 2 - len(data)))  # the last run may be short
         table = stored.whole(f"{self.weight}.quant_map")
         numbers = dequantize_table(data, table, self._scales(stored, first_run, last_run))
         return numbers[start - first_run * run : stop - first_run * run].view(count, columns)
@@ -98,7 +100,9 @@ def _table(weight: str, kind: str, state: str, entries: Entries, read: Callable[
 
 
 def _read_sizes(said: Mapping[str, Any], nested: bool) -> tuple[tuple[int, int], int, int, float] | None:
-    """Shape, numbers that share a scale, scales that share one, and what is added to these."""
+    """Returns the shape, elements per scale, scales per second-level scale, and the scales' offset; None if they are
+    invalid.
+    """
     shape: Any = said.get("shape")
     run: Any = said.get("blocksize")
     shared, offset = said.get("nested_blocksize", 256), said.get("nested_offset", 0.0)

@@ -1,6 +1,6 @@
-"""Files of compressed-tensors (llm-compressor, Red Hat's and Moonshot's checkpoints): whole numbers of 2 to 8 bits in
-words (`X.weight_packed`), of eight as they are (`X.weight` in I8), and floats, which `floats` knows. How many bits a
-layer has, and whether zeros, stands in config.json, by layers' names.
+"""compressed-tensors (llm-compressor; Red Hat's and Moonshot's checkpoints): integers of 2 to 8 bits packed into words
+(`X.weight_packed`), plain eight-bit integers (`X.weight` in I8), and floats, which `floats` handles. config.json gives
+the bits of each layer, and whether it has zero points, by patterns of layer names.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ BITS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What config.json says of the layers that `targets` name."""
+    """Quantization settings of config.json for the layers that `targets` match."""
 
     targets: tuple[str, ...]
     bits: int
     size: int  # columns that share a scale; -1: all of them
-    is_even: bool  # no zeros
+    is_even: bool  # symmetric: no zero points
     block: Block | None
 
     def names(self, layer: str) -> bool:
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def names_kinds(self) -> bool:
-        """Of modules: all that nobody else names."""
+        """Whether targets are module classes, which apply to all layers that no group names."""
         return any(target[:1].isupper() for target in self.targets)
 
 
@@ -174,14 +174,14 @@ def _words(prefix: str, entries: Entries, group: Group) -> GroupedMatrix:
 
 
 def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
-    """Numbers from -128 on: 128 more is what others write."""
+    """Describes a signed eight-bit matrix. It is decoded as unsigned with 128 added, as the other formats are."""
     weight = check_entry(entries, f"{prefix}.weight", ("I8",))
     if len(weight.shape) != 2:
         raise bad(f"{prefix}.weight is I8 {list(weight.shape)}, which is no matrix")
     rows, columns = weight.shape
     names = [f"{prefix}.{end}" for end in ("weight", "weight_scale", "weight_zero_point")]
     scales = check_entry(entries, names[1], FLOATS)
-    shape = (*scales.shape, 1, 1)[: max(2, len(scales.shape))]  # dimensions of one are written, or not
+    shape = (*scales.shape, 1, 1)[: max(2, len(scales.shape))]  # trailing dimensions of size 1 are optional
     if len(shape) != 2 or shape[0] not in (1, rows) or columns % shape[1]:
         raise bad(f"{names[1]} is {list(scales.shape)}, where {list(weight.shape)} needs one for each row or group")
     has_zeros = names[2] in entries

@@ -1,5 +1,5 @@
-"""What config.json says of how a checkpoint is quantized, and who finds such tensors then. One line of `METHODS` for
-each way; what is not there is refused by name.
+"""Maps `quantization_config` of config.json to the function that finds packed tensors. `METHODS` has a line per method;
+others are refused by name.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from quire.models.packed.floats import Block, find_floats
 from quire.models.packed.gptq import find_gptq
 from quire.types import QuireError
 
-FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one
+FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # synonyms
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    called: str  # for people
+    """How a checkpoint is quantized."""
+
+    called: str  # display name
     find: Find
 
     @property
     def in_fp8(self) -> str:
-        """What that would keep."""
+        """Describes, for a note, what `--quant fp8` would keep."""
         kept = {"FP8": "linear layers and experts so", "MXFP4": "them in half of that, as good as exactly"}
         return f"keeps {kept.get(self.called, 'linear layers and experts in half of that')}"
 
 
 def read_quantization(hf_config: Mapping[str, Any]) -> Quantization | None:
-    """None: the checkpoint is not quantized, but for MXFP4, whose tensors say all there is to know."""
+    """Returns the checkpoint's quantization; None if it has none. Unlisted MXFP4 needs none: its tensors are
+    self-describing.
+    """
     said = hf_config.get("quantization_config")
     if not said:
         return None
@@ -65,7 +69,7 @@ def _read_block(block: Any) -> Block | None:
 
 
 def _find_by_tensors(config: Mapping[str, Any]) -> Find:
-    """NVIDIA's ModelOpt and Meta's FBGEMM write nothing that a tensor's scales do not say. Blocks are 128 x 128."""
+    """ModelOpt (NVIDIA) and FBGEMM (Meta) are fully described by the shapes of their scales. Blocks are 128 x 128."""
     return find_floats((128, 128))
 
 

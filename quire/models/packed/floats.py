@@ -1,10 +1,9 @@
-"""Floats of eight and four bits, beside their scales. Their tensors say nearly all there is to know.
+"""FP8 and FP4 tensors and their scales, described almost fully by their tensors.
 
-FP8: `X` with `X_scale_inv` or `X_scale`, one scale for all of a matrix, for each row, for groups of a row's columns or
-for blocks of rows and columns, as config.json says (DeepSeek V3, Kimi K2, MiniMax M2, what Qwen, Mistral, Red Hat and
-NVIDIA publish in FP8). MXFP4: `X_blocks` and `X_scales` (gpt-oss), or `X_packed` and `X_scale`. NVFP4: bytes in `X` or
-`X_packed`, FP8 scales for sixteen columns and one more for all of them. Activations and caches are not rounded by a
-file's scales.
+FP8: `X` with `X_scale_inv` or `X_scale`; one scale per matrix, per row, per group of a row's columns, or per block of
+rows and columns as config.json says (DeepSeek V3, Kimi K2, MiniMax M2, and FP8 checkpoints of Qwen, Mistral, Red Hat
+and NVIDIA). MXFP4: `X_blocks` and `X_scales` (gpt-oss), or `X_packed` and `X_scale`. NVFP4: bytes in `X` or `X_packed`,
+FP8 scales per sixteen columns and one scale for all of them. Scales of activations and caches are ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from quire.kernels.formats.packed_ints import (
 )
 from quire.models.packed.base import FLOATS, Entries, Find, Packed, Stored, bad, check_entry, check_filled
 
-MXFP4_BYTES = 16  # of a block of 32 numbers
+MXFP4_BYTES = 16  # bytes of a block of 32 elements
 FP8 = "F8_E4M3"
-POWERS = ("F8_E8M0", "U8")  # scales that are exponents
+POWERS = ("F8_E8M0", "U8")  # scale dtypes that are exponents
 FP8_SCALES = (*FLOATS, *POWERS)
 NVFP4_GROUP = 16
 
@@ -37,7 +36,9 @@ ALL = 1 << 62
 
 
 def find_floats(block: Block | None = None, has_fp8: bool = True) -> Find:
-    """`block`: of FP8's scales, where config.json says; None: their shape does."""
+    """Returns the finder of FP8 and FP4 tensors. `block`: block size of FP8 scales from config.json; None: their shape
+    determines it.
+    """
 
     def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
         found: dict[str, Packed] = {}
@@ -62,7 +63,7 @@ def find_floats(block: Block | None = None, has_fp8: bool = True) -> Find:
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
     shape: tuple[int, ...]
-    uses: tuple[str, str]  # it, and its scales
+    uses: tuple[str, str]  # the tensor and its scales
     block: Block
     kind: str = "FP8"
 
@@ -72,7 +73,7 @@ class Fp8Matrix:
 
     def _scales(self, stored: Stored, first: int, count: int) -> Tensor:
         rows = self.block[0]
-        if rows == ALL:  # one for a matrix, with dimensions or without
+        if rows == ALL:  # one scale per matrix, whatever the dimensions of the scale tensor
             return stored.whole(self.uses[1]).reshape(-1, 1, 1)[stored.entry or 0]
         start = first // rows
         scales = stored.rows(self.uses[1], start, (first + count - 1) // rows + 1 - start)
@@ -101,9 +102,9 @@ def _fp8(name: str, entry: TensorEntry, entries: Entries, block: Block | None) -
 
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> Block | None:
-    """What scales of this shape are for."""
+    """Returns the block size that scales of this shape imply; None if they do not fit."""
     *outer, rows, columns = shape
-    while scales and scales[-1] == 1 and len(scales) > len(outer):  # dimensions of one are written, or not
+    while scales and scales[-1] == 1 and len(scales) > len(outer):  # trailing dimensions of size 1 are optional
         scales = scales[:-1]
     if scales == tuple(outer):
         return ALL, ALL
@@ -120,12 +121,12 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> Block | None:
 
 @dataclass(frozen=True, slots=True)
 class Fp4Matrix:
-    """Two numbers to a byte, scales for groups of columns, and one more for all of them in NVFP4."""
+    """Two FP4 elements per byte, a scale per group of columns, and in NVFP4 one more scale for the whole matrix."""
 
     shape: tuple[int, ...]
-    uses: tuple[str, ...]  # it, its scales, and the one for all
+    uses: tuple[str, ...]  # the data, its scales and, in NVFP4, the scale of the whole matrix
     kind: str  # NVFP4 or MXFP4
-    divides: bool = False  # by the one for all, which others are multiplied with
+    divides: bool = False  # the scale of the whole matrix is a divisor
 
     def decode(self, stored: Stored, first: int, count: int) -> Tensor:
         data, scales = (stored.rows(name, first, count) for name in self.uses[:2])
@@ -142,7 +143,7 @@ class Fp4Matrix:
 
 
 def _fp4(name: str, whole: str, entry: TensorEntry, entries: Entries) -> Fp4Matrix | None:
-    """None: these are no such bytes."""
+    """Describes an FP4 matrix; None if the tensor is not one."""
     scales = entries.get(f"{whole}_scale")
     check_filled(name, entry)
     rows, columns = entry.shape[0], 2 * entry.shape[1]
@@ -163,7 +164,7 @@ def _fp4(name: str, whole: str, entry: TensorEntry, entries: Entries) -> Fp4Matr
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Stack:
-    """gpt-oss's: [entries, rows, blocks, bytes of one], read entry by entry."""
+    """A stack of gpt-oss' MXFP4 matrices, [entries, rows, blocks, bytes of a block], read one entry at a time."""
 
     shape: tuple[int, ...]
     uses: tuple[str, str]

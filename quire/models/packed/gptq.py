@@ -1,5 +1,5 @@
-"""GPTQ's files: `X.qweight`, `X.scales`, `X.qzeros` and `X.g_idx`, packed along the inputs of a layer. AutoRound writes
-the same. What a config says of single layers is not needed: how many bits a layer has follows from its tensors.
+"""GPTQ: `X.qweight`, `X.scales`, `X.qzeros` and `X.g_idx`, packed along a layer's inputs. AutoRound writes the same.
+The config's settings for single layers are not needed: a layer's tensors determine its bits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from quire.models.packed.base import (
 )
 
 BITS = (2, 3, 4, 8)
-# How zeros are written: less one, or as they are.
+# Format -> how much smaller than a zero point its stored value is.
 FORMATS = {"gptq": 1, "gptq_v2": 0}
 AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_gptq": "gptq"}
 
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
-    bits: int  # where a layer's tensors do not tell
-    group_size: int  # -1: all inputs of a layer
-    in_order: bool  # inputs of a group are neighbours
-    is_even: bool  # zeros are all in the middle
-    less: int  # than a zero is what is written for it
+    bits: int  # for layers whose tensors do not determine it
+    group_size: int  # inputs that share a scale; -1: all inputs of a layer
+    in_order: bool  # inputs of a group are consecutive
+    is_even: bool  # symmetric: every zero point is the middle of the range
+    less: int  # difference between a zero point and its stored value
 
 
 def find_gptq(config: Mapping[str, Any]) -> Find:
@@ -99,8 +99,9 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
 
 
 def _zeros(name: str, written: Tensor, bits: int, config: GptqConfig) -> Tensor | int:
-    """Where all are in the middle, either way of writing that is taken: others ignore what is written then, so files of
-    both kinds are about that say nothing of it."""
+    """Returns the zero points. In a symmetric checkpoint either stored form of the middle is accepted: other readers
+    ignore the field then, so published files have both.
+    """
     middle = 1 << (bits - 1)
     if not config.is_even:
         return (written + config.less).bitwise_and_((1 << bits) - 1)

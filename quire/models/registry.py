@@ -1,6 +1,7 @@
-"""Which class runs which model. The loader asks `find_model_type` what a config.json describes, then `find_family`.
+"""Maps model types to classes. The loader calls `find_model_type` with a config.json, then `find_family`.
 
-Families are imported when they are asked for, so a model pays for no other. A new one is a line in `FAMILIES`.
+A family is imported when it is needed, so that a start does not import the others. A new family is a line in
+`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.types import CacheSpec, QuireError
 
 _DENSE = "quire.models.families.dense.decoder:DenseModel"
 _MOE = "quire.models.families.moe:MoEModel"
-FAMILIES = {  # model_type of a config.json -> where its class is
+FAMILIES = {  # model_type of a config.json -> module and class
     "arcee": _DENSE,
     "cohere": _DENSE,
     "cohere2": _DENSE,
@@ -101,7 +102,7 @@ FAMILIES = {  # model_type of a config.json -> where its class is
     "granitemoehybrid": "quire.models.families.granite_hybrid:GraniteHybridModel",
 }
 FALLBACK = "quire.models.fallback.model:FallbackModel"
-ARCHITECTURES = {  # for a config.json that has no model_type
+ARCHITECTURES = {  # entry of `architectures` -> model_type, for a config.json without one
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -121,7 +122,8 @@ ARCHITECTURES = {  # for a config.json that has no model_type
     "BambaForCausalLM": "bamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
-GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converted Mistral models call themselves llama
+# general.architecture of a GGUF file -> model_type; converted Mistral models have the architecture llama
+GGUF_ARCHITECTURES = {
     "arcee": "arcee",
     "chatglm": "glm",
     "cohere2": "cohere2",
@@ -176,26 +178,26 @@ GGUF_ARCHITECTURES = {  # general.architecture of a GGUF -> model_type; converte
 
 
 class Model(Protocol):
-    """What the runtime needs of a model."""
+    """What the runtime requires of a model."""
 
     specs: list[CacheSpec]
     vocab_size: int
     max_positions: int
-    activation_elements: int  # most elements a token has alive at one time in `forward`, for the memory plan
+    activation_elements: int  # peak elements per token that are alive at once in `forward`, for the memory plan
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Compute the step and leave its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab], in the type the model computes in; the sampler works in float32"""
+        """Map hidden [n, width] to logits [n, vocab], in the dtype of the computation; the sampler works in float32."""
 
 
 class Family(Protocol):
-    """A model class: reads its own config, then builds itself on meta."""
+    """A model class: reads its own config and builds itself on meta."""
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Any:
-        """From the fields of a config.json to the family's own frozen config."""
+        """Return the family's own frozen config, from the fields of a config.json."""
 
     def __call__(
         self,
@@ -211,7 +213,7 @@ class Family(Protocol):
 
 
 def find_model_type(config: Mapping[str, Any]) -> str:
-    """What kind of model a config.json describes: by its `model_type`, or else by its `architectures`."""
+    """Returns the model type of a config.json: its `model_type`, or else the one of its `architectures`."""
     names = [config.get("model_type"), *(ARCHITECTURES.get(name) for name in config.get("architectures") or ())]
     model_type = next((name for name in names if name is not None), None)
     if not isinstance(model_type, str):
@@ -222,7 +224,7 @@ def find_model_type(config: Mapping[str, Any]) -> str:
 
 
 def find_family(model_type: str) -> Family:
-    """The family's own class, or else the one that runs what transformers knows."""
+    """Returns the family of a model type, or else the fallback model, which runs transformers models."""
     module, _, attribute = FAMILIES.get(model_type, FALLBACK).partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -232,7 +234,7 @@ def unsupported(what: str) -> QuireError:
 
 
 def supported_types(wanted: str) -> str:
-    """A hint, for who asked for something else: types that are called much the same, and where all are listed."""
+    """Returns the hint for an unsupported type: similar model types, and where all are listed."""
     words = wanted.lower().replace("'", " ").split()
     near = sorted({name for word in words for name in get_close_matches(word, FAMILIES, cutoff=0.75)})
     like = f"Near to it: {', '.join(near)}. " if near else ""

@@ -1,7 +1,7 @@
-"""Which models the deterministic mode covers, and with which row of the ops table. All else is refused in one line.
+"""Selects the ops of the deterministic mode for a model, and refuses the models that it does not cover.
 
-The loader asks when `--deterministic` is given. A model is covered where everything its layers do is in that row, and
-where a test compares its bits: `tests/cpu/test_deterministic.py`, `tests/gpu/test_deterministic.py`.
+The loader calls `fixed_ops` for `--deterministic`. A model is covered if every op of its layers is in the selected row
+of the ops table and a test compares its bits: `tests/cpu/test_deterministic.py`, `tests/gpu/test_deterministic.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from quire.kernels.table import FIXED, Ops, select_fixed_ops
 from quire.models.registry import FAMILIES
 from quire.types import QuireError
 
-FIXED_DENSE = ("llama", "mistral", "qwen2", "qwen3")  # that torch alone runs; the native kernels run all dense ones
-_CLASSES = {  # of a family
+# dense models covered in plain torch; the native kernels cover every dense model
+FIXED_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+_CLASSES = {  # class name of a family -> kind of model
     "DenseModel": "dense",
     "MoEModel": "mixture",
     "GptOssModel": "mixture with sinks",
@@ -26,7 +27,7 @@ _CLASSES = {  # of a family
     "FalconH1Model": "hybrid",
     "Lfm2Model": "hybrid",
 }
-_TYPES = {"granitemoe_swa": "mixture with sinks"}  # of another kind than most of their class
+_TYPES = {"granitemoe_swa": "mixture with sinks"}  # model types whose kind differs from that of their class
 IN_TORCH = ("mixture", "latent", "hybrid")
 NATIVE_OP_BY_OP = ("mixture", "mixture with sinks", "hybrid")
 ON_CUDA = ("dense", "mixture", "mixture with sinks", "hybrid")
@@ -43,8 +44,11 @@ def fixed_ops(
     kernels: str,
     kv_dtype: str = "auto",
 ) -> Ops:
-    """`fits_native`: the native library runs all layers in one call; `in_blocks`: it keeps the weights, and runs the
-    model op by op."""
+    """Returns the ops of the deterministic mode for this model, or raises an error that says why there are none.
+
+    `fits_native`: the native library runs all layers in one call. `in_blocks`: weights are in quantized blocks, so that
+    the native library runs the model op by op.
+    """
     ops, kind = select_fixed_ops(device_type, kernels), kind_of(model_type)
     if device_type == "cuda":
         return _on_cuda(ops, kind, model_type, quant, kv_dtype)
@@ -66,14 +70,15 @@ def fixed_ops(
 
 
 def kind_of(model_type: str) -> str | None:
-    """None: of no kind the mode knows, like what transformers' own code runs."""
+    """Returns the kind of a model type; None for kinds that the mode does not cover, such as transformers models."""
     class_name = FAMILIES.get(model_type, "").rpartition(":")[2]
     return _TYPES.get(model_type) or _CLASSES.get(class_name)
 
 
 def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: str) -> Ops:
-    """What layers do beside the table's ops is done there element by element, or to one row at a time whatever the
-    number of rows."""
+    """Returns the CUDA ops if the mode covers the model. Work of a layer outside the ops table is elementwise, or is
+    done one row at a time whatever the number of rows.
+    """
     if kind not in ON_CUDA:
         raise _uncovered(f"{model_type} models on CUDA", "Leave --deterministic out.")
     if quant != "none":

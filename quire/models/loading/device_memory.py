@@ -1,4 +1,4 @@
-"""How much memory a device has left. The loader asks before it allocates weights, the memory plan asks again."""
+"""Measures a device's available memory, for the loader before it allocates weights and for the memory plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.machine import read_machine
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device, within the container's limit."""
+    """Returns the bytes that can still be allocated on the device, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = read_machine().memory_available

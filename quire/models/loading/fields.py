@@ -1,4 +1,4 @@
-"""Reads fields of a config.json strictly: a value of the wrong kind is an error that names it. Family files call it."""
+"""Strict readers for fields of a config.json: a value of the wrong type is an error that names the field and it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.types import QuireError
 
 
 def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number above 0; a field that is absent or null has the default, if there is one."""
+    """Returns a whole number above 0; an absent or null field has the default, if there is one."""
     value = config.get(key)
     if value is None:
         value = default
@@ -19,6 +19,7 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns a number; an absent or null field has the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -28,6 +29,7 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def above_zero(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns a number above 0; an absent or null field has the default."""
     value = number(config, key, default)
     if not value > 0:
         raise QuireError("bad_config", f"{key}={value!r} must be above 0.", "Check config.json.")
@@ -35,11 +37,12 @@ def above_zero(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def bound(config: Mapping[str, Any], key: str) -> float | None:
-    """What something may come to; None: anything."""
+    """Returns an upper limit above 0; None if the field is absent or null, which means no limit."""
     return None if config.get(key) is None else above_zero(config, key, 0.0)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Returns a boolean; an absent or null field has the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -49,20 +52,22 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with what it leaves out. Null counts as a value (no window, say), but not for rope: a family that has
-    one of its own turns by that."""
+    """Returns the config completed with the family's defaults. Null overrides a default (no window, for example),
+    except in `rope_parameters`, where a family's own default holds.
+    """
     unsaid = ("rope_parameters",) if config.get("rope_parameters") is None else ()
     return {**defaults, **{key: value for key, value in config.items() if key not in unsaid}}
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Requires that key-value heads divide query heads evenly, and that heads have an even size, which rope needs."""
     if num_heads % num_kv_heads or head_dim % 2:
         what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
         raise QuireError("bad_config", what, "Check config.json.")
 
 
 def check_layer_types(kinds: Any, known: Iterable[str], num_layers: int | None = None) -> None:
-    """`kinds`: what config.json calls its layers, one by one; None: it does not say."""
+    """Validates `layer_types`: one known kind per layer. None: config.json has no such field."""
     if kinds is None:
         return
     if not isinstance(kinds, (list, tuple)):
@@ -78,7 +83,7 @@ def check_layer_types(kinds: Any, known: Iterable[str], num_layers: int | None =
 
 
 def check_layer_indices(indices: Any, key: str, num_layers: int) -> None:
-    """`indices`: the layers that config.json names by their numbers; None: it names none."""
+    """Validates a list of layer indices. None: config.json has no such field."""
     if indices is None:
         return
     if not isinstance(indices, (list, tuple)) or not all(
@@ -89,6 +94,7 @@ def check_layer_indices(indices: Any, key: str, num_layers: int) -> None:
 
 
 def check_silu(config: Mapping[str, Any]) -> None:
+    """Refuses an activation other than SiLU."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         what = f"Activation {activation!r} is not supported in a model of this type."
@@ -96,7 +102,7 @@ def check_silu(config: Mapping[str, Any]) -> None:
 
 
 def check_causal(config: Mapping[str, Any]) -> None:
-    """Gemmas may be told to look ahead; what is said of images ("vision") is no matter to text."""
+    """Refuses bidirectional attention between text tokens. The value "vision" concerns image tokens only."""
     ahead = config.get("use_bidirectional_attention")
     if ahead and ahead != "vision":
         what = f"use_bidirectional_attention={ahead!r} is not supported: such a model sees tokens that are yet to come."

@@ -1,8 +1,8 @@
-"""Which kernels a model is built with: every row of the ops table that its layers use is tried first.
+"""Selects the kernels that a model is built with: every op that its layers use is tried on its shapes first.
 
-The loader calls `settle_kernels` with a model on meta, whose modules say what is used and in which shapes. Kernels for
-Hopper alone come first, so that those whose place they take are not compiled in vain; then each row must be right, or
-gives way to torch (`kernels.trial`); what remains are kernels that must also be quicker to be taken.
+The loader calls `settle_kernels` with a model on meta, whose modules determine the ops and shapes. Hopper-only kernels
+come first, so that the kernels they replace are not compiled in vain. Then each op must agree with its reference or is
+replaced by it (`kernels.validation`). Last come the kernels that are taken only if they are also faster.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ from quire.types import CacheSpec
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Of one model on one device."""
+    """Derives the trials of one model on one device from the model's modules."""
 
     model: Any  # a `registry.Model` on meta
-    dtype: torch.dtype  # that it computes in
+    dtype: torch.dtype  # of the computation
     device: torch.device
-    max_len: int  # of a row: page tables are as wide
+    max_len: int  # maximum tokens in a row; determines the width of page tables
 
     def rows(self) -> Iterator[Row]:
-        """What the first request will launch."""
-        if isinstance(self.model, FallbackModel):  # all else is torch's
+        """Yields a trial for each op that the first request launches."""
+        if isinstance(self.model, FallbackModel):  # the rest of a transformers model runs in torch
             for shape in self.attention():
                 yield attention_row(shape, self.device)
             return
@@ -102,7 +102,7 @@ class Trials:
             yield from expert_rows(mixture, self.device)
 
     def attention(self) -> list[TrialShape]:
-        """One of each cache group whose layers attend to keys and values."""
+        """Returns one shape per cache group whose layers attend to keys and values."""
         if isinstance(self.model, FallbackModel):
             return [self._foreign_shape(spec) for spec in self.model.paged_specs if not self.model.gathers]
         layers = [module for module in self._modules() if isinstance(getattr(module, "shape", None), AttentionShape)]
@@ -114,6 +114,7 @@ class Trials:
         return found
 
     def latent(self) -> LatentTrialShape | None:
+        """Returns the shape of latent attention; None if the model has none, or does not use the absorbed form."""
         layer = self._first(LatentAttention)
         if layer is None or layer.form != "absorbed":
             return None
@@ -139,7 +140,7 @@ class Trials:
         return self._first(ChannelDeltaNet)
 
     def largest_gate_up(self) -> GatedTrialShape | None:
-        """Of those with plain weights and no bias."""
+        """Returns the largest gate/up projection with a plain weight and no bias."""
         blocks = [block for block in self._modules() if isinstance(block, GatedMLP)]
         plain = [each for each in blocks if isinstance(each.gate_up.scheme, Dense) and each.gate_up.bias is None]
         if not plain:
@@ -163,7 +164,7 @@ class Trials:
         scaled = next(
             (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
         )
-        if scaled is not None:  # weights in FP8 are read by these kernels alone
+        if scaled is not None:  # no other kernel reads FP8 weights, so there is no reference to fall back to
             yield Row("FP8 product", lambda ops: self._try_scaled(scaled, None), None)
         blocks = (each for each in self._modules() if isinstance(each, SharedExpert | GatedMLP))
         gated = next((each for each in blocks if isinstance(each.gate_up.scheme, Fp8)), None)
@@ -171,7 +172,9 @@ class Trials:
             yield Row("FP8 product with its gate", lambda ops: self._try_scaled(gated.gate_up, gated.curve), None)
 
     def _try_scaled(self, like: Linear, gate: Curve | None) -> None:
-        """A product of many rows and of one, with the norm before it. Raises."""
+        """Compares an FP8 product of many rows and of one, with the norm before it, to plain torch. Raises if they
+        differ.
+        """
         weight = normal(self.device, self.dtype, like.out_features, like.in_features) * like.in_features**-0.5
         norm = RMSNorm("trial", like.in_features, 1e-6, self.dtype, REFERENCE)
         linear = Linear(like.in_features, [("trial", like.out_features)], dtype=self.dtype, scheme=like.scheme)
@@ -183,12 +186,14 @@ class Trials:
             x = normal(self.device, self.dtype, num_rows, like.in_features)
             finish_writes(self.device)
             got = linear(x, norm=norm, gate=gate)
-            if isinstance(got, Scaled):  # filled up with zeros, where it has to be
+            if isinstance(got, Scaled):  # its columns are zero-padded where the kernels need it
                 got = (got.values.float() * got.scale[:, None])[:, : like.out_features // 2]
             compare(got, partial(_plain, norm, x, weight, gate), self.dtype, FP8_TOLERANCE)
 
     def _product(self) -> Product | None:
-        """Gate and up, where there is such a block; else what ends an attention or recurrent layer."""
+        """Returns the first gate/up projection with a plain weight; without one, the first output projection of an
+        attention or recurrent layer.
+        """
         for block in self._modules():
             if isinstance(block, SharedExpert | GatedMLP):
                 linear = block.gate_up
@@ -230,7 +235,7 @@ class Trials:
         )
 
     def _foreign_shape(self, spec: CacheSpec) -> TrialShape:
-        """Of a layer in transformers' own code."""
+        """Returns the shape of an attention layer in a transformers model."""
         layer = self.model.layer_shapes[spec.layers[0]]
         return TrialShape(
             num_heads=layer.num_heads,
@@ -265,7 +270,8 @@ class Trials:
         for block in self._modules():
             experts = getattr(block, "experts", None)
             if isinstance(experts, Experts):
-                # Others than `MoE` norm the stream themselves, or have a norm for the router alone.
+                # Only `MoE` norms the residual stream through `norm`. Other mixtures do it elsewhere, or norm the
+                # router's input only.
                 norm = block.norm if isinstance(block, MoE) else None
                 weight = norm.weight if isinstance(norm, RMSNorm) else getattr(block, "router_norm", None)
                 before_stream = (getattr(block, name, None) for name in ("widen", "after_experts"))
@@ -296,6 +302,7 @@ class Trials:
 
 
 def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:
+    """Computes the reference of `_try_scaled` in torch."""
     out = norm(x) @ weight.t()
     return out if gate is None else REFERENCE.gate_mul(out, gate)
 
@@ -303,8 +310,9 @@ def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tens
 def settle_kernels(
     ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool, findings: Findings | None = None
 ) -> Ops:
-    """The table that the model is to be built with. In the deterministic mode no other kernel may step in, be it right
-    or quick."""
+    """Returns the ops table to build the model with. In the deterministic mode no other kernel may replace one of its
+    row, however correct or fast.
+    """
     device, findings = trials.device, findings or Findings()
     try:
         if not deterministic:
@@ -315,13 +323,14 @@ def settle_kernels(
             ops = settle_gated(ops, gate_up, device, strict=strict, findings=findings)
         if not deterministic and device.type == "cuda":
             ops = settle_library(ops, trials, kernels)
-    finally:  # whoever asks next how much memory is free counts what torch keeps as used
+    finally:  # memory that torch's allocator caches counts as used wherever free memory is measured next
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return ops
 
 
 def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
+    """Tries the Hopper-only kernels and puts those that pass into the table."""
     latent, net, by_channel, mamba = trials.latent(), trials.delta_net(), trials.channel_delta(), trials.mamba()
     device = trials.device
     ops = settle_prompts(ops, trials.attention(), device, strict=strict, findings=findings)
@@ -337,11 +346,11 @@ def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -
 
 
 def settle_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
-    """The ops with a library's attention before them, where one is installed and quicker, or asked for."""
+    """Puts a library's attention kernels into the table, if one is installed and faster, or was requested by name."""
     if kernels not in ("auto", *LIBRARY_NAMES):
         return ops
     shapes = trials.attention()
-    if not isinstance(trials.model, DenseModel):  # or a mixture with its attention
+    if not isinstance(trials.model, DenseModel):  # MoEModel is a DenseModel, with the same attention
         trouble = "it has nothing to do in a model of this kind"
     elif any(shape.softcap is not None or shape.sinks for shape in shapes):
         trouble = "no library does this model's soft caps or sinks"

@@ -1,6 +1,6 @@
-"""The language model inside a checkpoint that also has eyes: its config, and its tensors under their usual names.
+"""Extracts the language model from a multimodal checkpoint: its config, and its tensors under their usual names.
 
-The loader asks `text_part` what a config.json holds; a model with images of its own family never gets here.
+The loader calls `text_part` with a config.json. A multimodal model type with a family of its own is left alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from quire.models.fallback.build import is_causal
 from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.registry import FAMILIES
 
-_BEGINNINGS = {  # as files have been published over the years -> as a model of text alone has them
+_BEGINNINGS = {  # prefix in a published multimodal checkpoint -> prefix in the language model's own
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
-    "model.llm.": "model.llm.",  # which transformers renames
+    "model.llm.": "model.llm.",  # transformers renames these
     "lm_head.": "lm_head.",
 }
-# Said of the whole, true of the part.
+# Fields that multimodal configs have at their top level although they apply to the language model.
 _WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The language model's own config; None where there is nothing but a language model, or none that we know."""
+    """Returns the config of the language model; None if the config is no multimodal one, or its language model is
+    unknown.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict) or config.get("model_type") in FAMILIES:
         return None
@@ -39,12 +41,12 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class TextPart:
-    """A checkpoint as if the language model were all there is of it."""
+    """A view of a multimodal checkpoint that contains the language model's tensors only, under their usual names."""
 
     def __init__(self, whole: SafetensorsCheckpoint):
         self.where = whole.where
         self._whole = whole
-        self._names: dict[str, str] = {}  # our name -> the whole's
+        self._names: dict[str, str] = {}  # name in the language model -> name in the file
         for name in whole.shapes:
             ours = next((new + name[len(old) :] for old, new in _BEGINNINGS.items() if name.startswith(old)), None)
             if ours is not None:

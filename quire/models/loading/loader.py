@@ -1,7 +1,7 @@
 """Turns a model's files into a model that can run: config, memory check, building on meta, weights, defaults.
 
-`assemble` calls it: `load_model` for an engine, `read_config` and `build_model` alone for a memory plan. Both kinds of
-files, folders and GGUF, become the same thing here: the fields of a config.json and named tensors.
+`startup.assemble` calls `load_model` for an engine, and `read_config` and `build_model` alone for a memory plan.
+Safetensors folders and GGUF files both become the fields of a config.json and named tensors here.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from quire.models.registry import Model, find_family, find_model_type
 from quire.types import QuireError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of GGUF tensors
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # GGUF tensor types that are plain floats
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: Model
-    config: Any  # the family's own, e.g. DenseConfig
-    dtype: str  # of the weights; what is computed and cached in stands in the model's cache specs
+    config: Any  # the family's own config class, DenseConfig for example
+    dtype: str  # of the weights; the types of computation and cache are in the model's cache specs
     max_model_len: int
     weights_bytes: int
-    eos_ids: tuple[int, ...] = ()  # from the folder; a GGUF's are read with its tokenizer
+    eos_ids: tuple[int, ...] = ()  # from the folder; the tokenizer reads those of a GGUF file
     generation_defaults: dict[str, Any] = field(
         default_factory=dict
-    )  # the model's own sampling, by SamplingParams name
+    )  # published sampling parameters, by SamplingParams name
 
 
 def load_model(
@@ -71,8 +71,11 @@ def load_model(
     findings: Findings | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Read, check, build and fill. Anything wrong with the files is a QuireError that says so. `findings`: of an
-    earlier start, or to be filled by this one."""
+    """Reads the config, builds the model on meta, checks that it fits in memory and fills its weights.
+
+    Whatever is wrong with the files is a QuireError. `findings`: results of trials at an earlier start, which this
+    start extends.
+    """
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
     model, config = settle_model(
@@ -136,9 +139,13 @@ def settle_model(
     deterministic: bool,
     findings: Findings | None = None,
 ) -> tuple[Any, Any]:
-    """The model on meta with the ops that its trials left it, and its config. `at`: where trials and the model's own
-    tables are, the device; or meta, for who only wants to know what would be launched there (`ahead.rehearsal`)."""
-    if device.type == "cpu" and dtype == "bfloat16":  # several times slower, and on some processors torch dies of it
+    """Returns the model on meta, built with the ops that passed their trials, and its config.
+
+    `at`: the device of trials and of the model's own tables; meta in a dry run, which only finds the kernels that the
+    device would launch.
+    """
+    # several times slower there, and on some processors torch crashes in it
+    if device.type == "cpu" and dtype == "bfloat16":
         what = "bfloat16 is not computed with on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
@@ -166,13 +173,13 @@ def settle_model(
 
 
 def takes_fp8(model: Any, device: torch.device, kernels: str, deterministic: bool) -> bool:
-    """Whether `--quant fp8` would be taken here."""
+    """Returns whether `--quant fp8` is possible for this model and device."""
     is_own = not isinstance(model, FallbackModel)
     return is_own and device.type == "cuda" and kernels != "torch" and not deterministic
 
 
 def keeps_blocks(model: Any, dtype: str, hf_config: Mapping[str, Any]) -> bool:
-    """Whether what a checkpoint keeps packed stays in blocks of a few bits."""
+    """Returns whether tensors that a checkpoint keeps packed stay in quantized blocks."""
     types = _tensor_types(dtype, hf_config)
     return bool(types) and any(weight.packing is not None for _, _, weight in iter_weights(model))
 
@@ -180,8 +187,9 @@ def keeps_blocks(model: Any, dtype: str, hf_config: Mapping[str, Any]) -> bool:
 def list_notes(
     model: Any, files: ModelFiles, hf_config: Mapping[str, Any], dtype: str, quant: str, smaller: bool, in_blocks: bool
 ) -> list[str]:
-    """What whoever starts this model should know of it. `smaller`: it could be had in FP8 and was not asked for so;
-    `in_blocks`: nothing is decoded."""
+    """Returns the notes to show when the model starts. `smaller`: FP8 is possible and was not requested; `in_blocks`:
+    packed tensors are not decoded.
+    """
     notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
     if text_part(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
@@ -195,7 +203,7 @@ def list_notes(
 
 
 def read_config(files: ModelFiles) -> dict[str, Any]:
-    """The fields of a config.json: the folder's own, or what a GGUF's metadata amounts to."""
+    """Returns the fields of a config.json: the folder's own, or their equivalent from a GGUF file's metadata."""
     return _hf_config(files, open_gguf(files.path) if files.kind == "gguf" else None)
 
 
@@ -210,9 +218,10 @@ def build_model(
     ops: Ops | None = None,
     at: torch.device | None = None,
 ) -> tuple[Any, Any]:
-    """The model on meta, which costs nothing yet, and its config. `ops`: by default the device's own; `at`: where its
-    tables of angles are, by default there, too."""
-    read_quantization(hf_config)  # or refuse what can't be decoded while loading
+    """Returns the model on meta, without memory for weights, and its config. `ops`: the device's own by default; `at`:
+    the device of the model's own tables, `device` by default.
+    """
+    read_quantization(hf_config)  # raises for a quantization that can't be decoded
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
@@ -242,7 +251,9 @@ def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _in_one_line(model_type: str) -> Iterator[None]:
-    """Families name the field that is wrong. What no one thought of still ends in one line."""
+    """Turns an unexpected exception of a family into a one-line error. The expected ones name the wrong field
+    themselves.
+    """
     try:
         yield
     except QuireError:
@@ -254,7 +265,7 @@ def _in_one_line(model_type: str) -> Iterator[None]:
 
 
 def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]) -> str:
-    """ "auto" is float32 on a CPU, where other types are slower, and the checkpoint's own type elsewhere."""
+    """Resolves "auto": float32 on a CPU, where other types are slower, and the checkpoint's own type elsewhere."""
     if dtype != "auto":
         return dtype
     if device.type == "cpu":
@@ -264,8 +275,9 @@ def resolve_dtype(dtype: str, device: torch.device, hf_config: Mapping[str, Any]
 
 
 def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: Mapping[str, Any]) -> bool:
-    """Whether a CPU's library runs the model: all of it in one call; or, where weights are in blocks, op by op.
-    Plain floats in layers it does not know are torch's business, whose products of many tokens are faster."""
+    """Returns whether the native library runs the model on a CPU: in one call, or op by op where weights are in blocks.
+    Plain float weights in other models stay with torch, which is faster at products of many tokens.
+    """
     if family is FallbackModel:
         return False
     has_blocks = not set(_tensor_types(dtype, hf_config).values()) <= set(FLOAT_TYPES)
@@ -273,14 +285,14 @@ def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: 
 
 
 def _fits_native(family: Any, config: Any) -> bool:
-    """Whether all layers are one native call."""
+    """Returns whether the native library runs all layers in one call."""
     return bool(getattr(family, "fits_native", lambda config: False)(config))
 
 
 def _choose_scheme(
     dtype: str, device: torch.device, ops: Ops, quant: str, hf_config: Mapping[str, Any]
 ) -> tuple[torch.dtype, Scheme]:
-    """What to compute in, and how linears keep their weights."""
+    """Returns the dtype of the computation and the scheme of linear weights."""
     types = _tensor_types(dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
     if quant == "fp8":
@@ -300,8 +312,9 @@ def _choose_scheme(
 
 
 def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Of tensors that stay what they are in the file. On a CPU nobody who leaves the type open wants blocks decoded:
-    they are smaller and faster as they are."""
+    """Returns the checkpoint's tensor types, by name, if tensors may stay packed. On a CPU that is so unless a dtype
+    was requested: blocks are smaller and faster than floats.
+    """
     types: Mapping[str, str] = hf_config.get("tensor_types", {})
     return types if dtype == "auto" else {}
 
@@ -338,7 +351,7 @@ def _need_cuda(setting: str, device: torch.device, ops: Ops) -> None:
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """How the model's makers sample from it; nothing if they say that it should not be sampled from."""
+    """Returns the published sampling parameters; none if the model is published with `do_sample` false."""
     if generation_config.get("do_sample") is False:
         return {}
     return {key: generation_config[key] for key in _SAMPLING_KEYS if generation_config.get(key) is not None}
@@ -347,8 +360,9 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 def read_eos_ids(
     generation_config: Mapping[str, Any], hf_config: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """generation_config.json knows best (chat models often end a turn in several ways), else config.json. What no token
-    can be would never end a sequence."""
+    """Returns the end-of-sequence ids of generation_config.json, where chat models often list several, or else of
+    config.json. An id outside the vocabulary is an error, since it would never end a sequence.
+    """
     for name, config in (("generation_config.json", generation_config), ("config.json", hf_config)):
         given = config.get("eos_token_id")
         if given is None:
@@ -373,7 +387,7 @@ def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
 
 
 def _has_weights(files: ModelFiles) -> bool:
-    """All of them: for random ones some may be missing."""
+    """Returns whether all shards are there; with random weights some may be missing."""
     try:
         return bool(list_shards(files.path))
     except QuireError:

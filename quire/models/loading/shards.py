@@ -1,5 +1,5 @@
-"""A checkpoint in any number of safetensors files. They stay mapped, tensors are read one at a time. What is packed
-beside its scales looks like one tensor (`packed`), and is decoded as it is read, a few rows at a time.
+"""A checkpoint in one or more safetensors files. Files stay memory-mapped, and tensors are read one at a time. A packed
+tensor and its scales appear as one tensor (`packed`), which is decoded a few rows at a time as it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.types import QuireError
 
 CPU = torch.device("cpu")
 FLOATS = ("F64", "F32", "F16", "BF16")
-# Of activations and caches, which are not rounded by what a file says.
+# Scales of activations and caches, which Quire does not quantize by the file's scales.
 USELESS = (
     "activation_scale",
     "input_scale",
@@ -36,7 +36,7 @@ class SafetensorsCheckpoint:
     def __init__(self, shards: list[Path], where: str, quantized: Quantization | None = None):
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.types: dict[str, str] = {}  # as GGUF calls them, or as what is packed is called
+        self.types: dict[str, str] = {}  # GGUF's type name, or the kind of a packed tensor
         self._shard_of: dict[str, Path] = {}
         self._open: tuple[Path, safe_open] | None = None
         entries = {}
@@ -96,7 +96,7 @@ class SafetensorsCheckpoint:
         return torch.stack([self._decode(name, entry, 0, rows, CPU) for entry in entries])
 
     def _decode(self, name: str, entry: int | None, first: int, count: int, device: torch.device) -> Tensor:
-        """Rows of a packed matrix, or of an entry of several, in float32."""
+        """Returns rows of a packed matrix, or of one entry of a stack of them, in float32."""
         packed = self._packed[name]
         return packed.decode(Stored(self._file_of, entry, device), first, min(count, packed.shape[-2] - first))
 

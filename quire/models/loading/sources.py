@@ -1,8 +1,9 @@
-"""Where weights come from: a checkpoint (`shards`, or a GGUF file), or nowhere (random, for speed measurements).
+"""Fills the weights of a model on meta from a checkpoint (`shards`, or a GGUF file), or with random numbers for
+benchmarks.
 
-The loader picks one and calls `fill_model`. Every name and shape is checked before the first byte is read; then each
-weight is filled in place, part by part, so at no time is there a second copy of the model in memory beside the file's
-mapped pages.
+The loader picks a source and calls `fill_model`. Every name and shape is checked before the first byte is read. Then
+each weight is filled in place, part by part, so memory never holds a second copy of the model beside the file's mapped
+pages.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from quire.layers.weights import (
 from quire.models.gguf import checkpoint as gguf
 from quire.types import QuireError
 
-READ_ELEMENTS = 1 << 24  # how much of a quantized tensor is decoded at a time
+READ_ELEMENTS = 1 << 24  # elements of a quantized tensor that are decoded at a time
 HEAD = "lm_head.weight"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
-# In some checkpoints although nothing needs them: tables that follow from the config, the head of a tied model,
-# heads that draft, a vision tower where the text model alone runs.
+# Tensors that are ignored: tables that follow from the config, the head of a tied model, draft heads, and the vision
+# tower where only the language model runs.
 NEEDLESS = re.compile(
     r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
     r"model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
@@ -44,20 +45,20 @@ NEEDLESS = re.compile(
 
 
 class Fill(Protocol):
-    """Makes the weights of a model on meta real."""
+    """Source of the values of a model's weights."""
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
-        """Fill the weight's empty tensor."""
+        """Fill `tensor`, the weight's empty storage."""
 
     def sources(self, weight: Weight) -> list[PartSource]:
-        """The parts of a weight that is packed and not kept as a tensor."""
+        """Return the parts of a packed weight, which has no tensor to fill."""
 
 
 def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Callable[[int], None]) -> None:
-    """Make every weight of a model on meta real. `on_bytes` hears the progress."""
+    """Make every weight of a model on meta real. `on_bytes` is called with the total bytes filled so far."""
     uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
     shared: dict[object, Any] = {}
-    done: dict[tuple[object, ...], int] = {}  # as `weights_bytes` counts
+    done: dict[tuple[object, ...], int] = {}  # bytes by weight, counted as in `weights_bytes`
     for module in model.modules():
         for name, weight in own_weights(module):
             key = (weight.parts, weight.packing)
@@ -69,12 +70,12 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
             put_weight(module, name, value)
             done[weight.kept_as] = weight.stored_bytes
             on_bytes(sum(done.values()))
-            value = None  # or what is replaced below stays in memory meanwhile
+            value = None  # drops the reference, so that a value replaced in `finish_module` is freed
         finish_module(module)
 
 
 def finish_module(module: nn.Module) -> None:
-    """What a module has left to do once its weights are real."""
+    """Run a module's last loading step, once its weights are real."""
     if isinstance(module, Linear | Experts):
         module.finish()
 
@@ -88,7 +89,7 @@ def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
 
 
 class RandomFill:
-    """Small normal numbers in every matrix and ones in every norm, so that activations stay in a sane range."""
+    """Fills matrices with small normal numbers and norms with ones, so that activations stay in a sane range."""
 
     def __init__(self, device: torch.device, seed: int = 0):
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -111,18 +112,20 @@ class RandomFill:
 
 
 class Checkpoint(Protocol):
+    """Named tensors in files, under Hugging Face names."""
+
     where: str  # for error messages
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
-        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; type and device may differ."""
+        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; dtype and device may differ."""
 
     def source(self, name: str, index: int | None = None) -> PartSource:
-        """A tensor's rows, or those of entry `index` of it, for who keeps them as something else than a tensor."""
+        """Return access to a tensor's rows, or to those of entry `index` of it, for weights that are packed."""
 
 
 class CheckpointFill:
-    """Fills weights from a checkpoint that holds exactly what the model needs."""
+    """Fills weights from a checkpoint, which must hold exactly the tensors that the model needs."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint):
         check_tensors(model, checkpoint)
@@ -157,11 +160,11 @@ class CheckpointFill:
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """A missing, unexpected or wrong-shaped tensor is an error that names it."""
+    """Raise an error that names the tensors if some are missing, unexpected or of the wrong shape."""
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # of names, where a family has such
+    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # prefixes that the family ignores
     needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
     unexpected = [
         name
@@ -181,7 +184,7 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
-    """A bias of zeros where the model has none, which some write for every layer that they quantize."""
+    """Returns whether a tensor is an all-zero bias of a layer without bias. Some quantizers write these."""
     shape = checkpoint.shapes[name]
     if not name.endswith(".bias") or name.replace(".bias", ".weight") not in wanted or len(shape) != 1:
         return False
@@ -191,8 +194,9 @@ def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object
 
 
 def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Where config.json says that the head is the embedding, a checkpoint may hold it as a copy, and as nothing else:
-    transformers would go by the checkpoint."""
+    """Raise if a tied checkpoint holds a head that differs from the embedding. With `tie_word_embeddings` the head may
+    only be a copy, since transformers would use the checkpoint's.
+    """
     uses = Counter(weight.parts_in(checkpoint.shapes) for _, _, weight in iter_weights(model))
     if HEAD not in checkpoint.shapes or any(part.name == HEAD for parts in uses for part in parts):
         return
@@ -203,7 +207,7 @@ def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """By rows from all over them: reading two whole tables would take as long as loading one."""
+    """Compares 64 rows spread over both matrices. Reading both in full would take as long as loading one."""
     num_rows, width = checkpoint.shapes[one]
     if checkpoint.shapes[other] != (num_rows, width):
         return False
@@ -226,7 +230,7 @@ def _some(names: list[str]) -> str:
 
 
 def _some_experts(names: list[str]) -> str:
-    """Which experts of which layers are missing; nothing if other tensors are, too."""
+    """Names the missing experts by layer; empty if other tensors are missing, too."""
     found = [_EXPERT.fullmatch(name) for name in names]
     layers: dict[str, list[int]] = {}
     for match in found:
@@ -263,7 +267,7 @@ class GGUFCheckpoint:
             return
         permuted = gguf.is_permuted(self.file, name)
         row_elements = max(1, target[:1].numel())
-        # Whole heads at a time, since rows are only reordered within a head.
+        # Rows are permuted within a head, so whole heads are read at a time.
         step = max(1, READ_ELEMENTS // row_elements // self.head_dim) * self.head_dim
         for first in range(0, tensor.shape[0], step):
             rows = gguf.read_rows(tensor, first, min(step, tensor.shape[0] - first))

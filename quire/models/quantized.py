@@ -15,7 +15,7 @@ _FLOATS = {"F32": "float32", "F16": "float16"}
 
 
 def check_quantized(model: Any, quant: str) -> None:
-    """Raise if no matrix of the model (a module, still on meta) fits `quant`."""
+    """Raises if no matrix of the model (a module, still on meta) fits `quant`."""
     left = _find(model)
     if left is not None and left.is_all:
         what = (

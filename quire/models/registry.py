@@ -186,10 +186,10 @@ class Model(Protocol):
     activation_elements: int  # peak elements per token that are alive at once in `forward`, for the memory plan
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step and leave its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
+        """Computes the step and leaves its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden [n, width] to logits [n, vocab], in the dtype of the computation; the sampler works in float32."""
+        """Maps hidden [n, width] to logits [n, vocab], in the dtype of the computation; the sampler works in float32."""
 
 
 class Family(Protocol):
@@ -197,7 +197,7 @@ class Family(Protocol):
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Any:
-        """Return the family's own frozen config, from the fields of a config.json."""
+        """Returns the family's own frozen config, from the fields of a config.json."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Strict readers for fields of a config.json: a value of the wrong type is an error that names the field and it."""
+"""Strict readers for fields of a config.json: a value of the wrong type is an error that names field and value."""
 
 from __future__ import annotations
 

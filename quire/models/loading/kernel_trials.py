@@ -346,7 +346,7 @@ def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -
 
 
 def settle_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
-    """Puts a library's attention kernels into the table, if one is installed and faster, or was requested by name."""
+    """Puts a library's attention kernels into the table, if one is installed and faster, or requested by name."""
     if kernels not in ("auto", *LIBRARY_NAMES):
         return ops
     shapes = trials.attention()

@@ -48,14 +48,14 @@ class Fill(Protocol):
     """Source of the values of a model's weights."""
 
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
-        """Fill `tensor`, the weight's empty storage."""
+        """Fills `tensor`, the weight's empty storage."""
 
     def sources(self, weight: Weight) -> list[PartSource]:
-        """Return the parts of a packed weight, which has no tensor to fill."""
+        """Returns the parts of a packed weight, which has no tensor to fill."""
 
 
 def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Callable[[int], None]) -> None:
-    """Make every weight of a model on meta real. `on_bytes` is called with the total bytes filled so far."""
+    """Makes every weight of a model on meta real. `on_bytes` is called with the total bytes filled so far."""
     uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
     shared: dict[object, Any] = {}
     done: dict[tuple[object, ...], int] = {}  # bytes by weight, counted as in `weights_bytes`
@@ -75,7 +75,7 @@ def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Cal
 
 
 def finish_module(module: nn.Module) -> None:
-    """Run a module's last loading step, once its weights are real."""
+    """Runs a module's last loading step, once its weights are real."""
     if isinstance(module, Linear | Experts):
         module.finish()
 
@@ -118,10 +118,10 @@ class Checkpoint(Protocol):
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
-        """Copy a tensor, or entry `index` of it, into `target`, which has its shape; dtype and device may differ."""
+        """Copies a tensor, or entry `index` of it, into `target`, which has its shape; dtype and device may differ."""
 
     def source(self, name: str, index: int | None = None) -> PartSource:
-        """Return access to a tensor's rows, or to those of entry `index` of it, for weights that are packed."""
+        """Returns access to a tensor's rows, or to those of entry `index` of it, for weights that are packed."""
 
 
 class CheckpointFill:
@@ -160,7 +160,7 @@ class CheckpointFill:
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise an error that names the tensors if some are missing, unexpected or of the wrong shape."""
+    """Raises an error that names the tensors if some are missing, unexpected or of the wrong shape."""
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
@@ -194,7 +194,7 @@ def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object
 
 
 def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise if a tied checkpoint holds a head that differs from the embedding. With `tie_word_embeddings` the head may
+    """Raises if a tied checkpoint holds a head that differs from the embedding. With `tie_word_embeddings` the head may
     only be a copy, since transformers would use the checkpoint's.
     """
     uses = Counter(weight.parts_in(checkpoint.shapes) for _, _, weight in iter_weights(model))

@@ -63,7 +63,7 @@ def _find_one(prefix: str, entries: Entries, said: int) -> GroupedMatrix:
         uses.append(f"{prefix}.qzeros")
 
     def unpack(packed: Tensor, skip: int, count: int) -> Tensor:
-        """Unpack [n, words] int32 into [count, n]: the outputs after the first `skip` in these words."""
+        """Unpacks [n, words] int32 into [count, n]: the outputs after the first `skip` in these words."""
         numbers = unpack_bits(packed, BITS).unflatten(1, (-1, A_WORD))[:, :, PLACES].flatten(1)
         return numbers[:, skip : skip + count].t().contiguous()
 

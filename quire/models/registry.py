@@ -189,7 +189,7 @@ class Model(Protocol):
         """Computes the step and leaves its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Maps hidden [n, width] to logits [n, vocab], in the dtype of the computation; the sampler works in float32."""
+        """Maps hidden [n, width] to logits [n, vocab], in the dtype it computes in; the sampler works in float32."""
 
 
 class Family(Protocol):

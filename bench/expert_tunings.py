@@ -17,10 +17,30 @@ from quire.kernels.expert_types import ExpertWeights
 from quire.kernels.triton.experts.experts import ExpertsTuning, ProductTuning, run_experts, tune
 
 NUM, TOP_K, WIDTH, INNER = 128, 8, 2048, 768
-FEW = [ProductTuning(*sizes) for sizes in ((32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
-                                           (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3))]  # fmt: skip
-MANY = [ProductTuning(*sizes) for sizes in ((64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4),
-                                            (128, 128, 8, 2), (256, 64, 8, 3), (256, 64, 8, 4))]  # fmt: skip
+FEW = [
+    ProductTuning(*sizes)
+    for sizes in (
+        (32, 128, 4, 4),
+        (64, 64, 4, 5),
+        (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (64, 256, 4, 3),
+        (128, 64, 4, 4),
+        (128, 128, 8, 3),
+    )
+]
+MANY = [
+    ProductTuning(*sizes)
+    for sizes in (
+        (64, 64, 4, 4),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (256, 64, 8, 3),
+        (256, 64, 8, 4),
+    )
+]
 
 
 def main() -> None:
@@ -48,8 +68,9 @@ def main() -> None:
             print(f"  {us:9.1f} µs  rows {tuning.rows:3}  gate-up {_sizes(tuning.gate_up)}  down {_sizes(tuning.down)}")
 
 
-def time_tuning(layers: list[ExpertWeights], x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor,
-                tuning: ExpertsTuning) -> float:  # fmt: skip
+def time_tuning(
+    layers: list[ExpertWeights], x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, tuning: ExpertsTuning
+) -> float:
     try:
         return microseconds(lambda index: run_experts(x, layers[index % 2], chosen, weights, x, tuning))
     except Exception as error:  # too much shared memory, mostly

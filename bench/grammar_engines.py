@@ -157,10 +157,17 @@ def measure(engine: Any, schemas: list[str], closing: np.ndarray, eos_id: int, s
     def ms(values: list[float], percent: float) -> float:
         return round(float(np.percentile(values, percent)) * 1e3, 3) if values else 0.0
 
-    return {"schemas": len(schemas), "refused": refused, "failed": failed, "ended": ended, "masks": len(masks),
-            "compile_ms": {p: ms(compiles, p) for p in (50, 99, 100)},
-            "first_mask_ms": {p: ms(first, p) for p in (50, 99, 100)},
-            "mask_ms": {p: ms(masks, p) for p in (50, 90, 99, 100)}, "slowest_chars": slowest[1]}  # fmt: skip
+    return {
+        "schemas": len(schemas),
+        "refused": refused,
+        "failed": failed,
+        "ended": ended,
+        "masks": len(masks),
+        "compile_ms": {p: ms(compiles, p) for p in (50, 99, 100)},
+        "first_mask_ms": {p: ms(first, p) for p in (50, 99, 100)},
+        "mask_ms": {p: ms(masks, p) for p in (50, 90, 99, 100)},
+        "slowest_chars": slowest[1],
+    }
 
 
 def main() -> None:

@@ -156,8 +156,9 @@ def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.latency import Load, bench_latency
 
     config = config_from_args(args)
-    load = Load(args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone,
-                args.rest)  # fmt: skip
+    load = Load(
+        args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone, args.rest
+    )
     return bench_latency(lambda: open_llm(config), load, targets_ms=args.targets, seed=args.seed)
 
 
@@ -179,8 +180,13 @@ def _gap(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.gap import bench_gap
 
     config = config_from_args(args)
-    return bench_gap(lambda: open_llm(config), rows=args.rows, prompt_len=args.prompt_len, steps=args.steps,
-                     max_idle_share=args.max_idle)  # fmt: skip
+    return bench_gap(
+        lambda: open_llm(config),
+        rows=args.rows,
+        prompt_len=args.prompt_len,
+        steps=args.steps,
+        max_idle_share=args.max_idle,
+    )
 
 
 def _growth(args: Namespace, open_llm: OpenLLM) -> Report:

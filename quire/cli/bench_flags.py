@@ -29,11 +29,20 @@ def _offline(benchmarks: Any) -> None:
         metavar="FILE",
         help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
     )
-    work.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS),
-                      help="work made from the seed, the same for every engine; several share one start")  # fmt: skip
+    work.add_argument(
+        "--workload",
+        nargs="+",
+        choices=tuple(WORKLOADS),
+        help="work made from the seed, the same for every engine; several share one start",
+    )
     _seed(parser, "what to draw from")
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="X",
-                        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=TEMPERATURE,
+        metavar="X",
+        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})",
+    )
     _count(parser, "--repeat", 1, "runs, each with the next seed; the median is reported too")
     parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
     _bar(parser, "--min-output-tps", "X", "if the median is below this")
@@ -73,8 +82,13 @@ def _latency(benchmarks: Any) -> None:
     _seconds(parser, "--every", load.every, "between arrivals")
     _seconds(parser, "--alone", load.alone_s, "the decodes are watched alone")
     _seconds(parser, "--rest", load.rest_s, "between prompts on an idle engine: one that worked hard runs slower")
-    parser.add_argument("--targets", type=_targets, default=(None, 50.0, 30.0), metavar="LIST",
-                        help="step-time targets in ms, or off, separated by commas (default: off,50,30)")  # fmt: skip
+    parser.add_argument(
+        "--targets",
+        type=_targets,
+        default=(None, 50.0, 30.0),
+        metavar="LIST",
+        help="step-time targets in ms, or off, separated by commas (default: off,50,30)",
+    )
     _seed(parser)
     _common(parser)
 

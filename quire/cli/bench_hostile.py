@@ -27,8 +27,13 @@ def add_hostile(benchmarks: Any) -> None:
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="beside the attacks (default: 16)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the engine (default: 1)")
     parser.add_argument("--rounds", type=int, default=200, metavar="N", help="of each attack, at most (default: 200)")
-    parser.add_argument("--flood-mb", type=float, default=40, metavar="MB",
-                        help="most that one connection sends without end (default: 40)")  # fmt: skip
+    parser.add_argument(
+        "--flood-mb",
+        type=float,
+        default=40,
+        metavar="MB",
+        help="most that one connection sends without end (default: 40)",
+    )
     parser.add_argument("--connections", type=int, default=400, metavar="N", help="that idle (default: 400)")
     parser.add_argument("--small", action="store_true", help="send small requests of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -38,8 +43,14 @@ def run_hostile(args: Namespace, _open_llm: object) -> Report:
     from quire.bench.hostile.attacks import KINDS
     from quire.bench.hostile.run import Settings, bench_hostile
 
-    for name, low in (("seconds", 0.1), ("streams", 1), ("threads", 1), ("rounds", 1), ("flood_mb", 1),
-                      ("connections", 4)):  # fmt: skip
+    for name, low in (
+        ("seconds", 0.1),
+        ("streams", 1),
+        ("threads", 1),
+        ("rounds", 1),
+        ("flood_mb", 1),
+        ("connections", 4),
+    ):
         if getattr(args, name) < low:
             raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low:g}.")
     kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS

@@ -42,24 +42,48 @@ def add_online(benchmarks: Any) -> None:
     parser.add_argument("--requests", type=_count, required=True, metavar="N", help="how many to send")
     parser.add_argument("--scale-time", type=_positive, metavar="X", help="multiply the trace's times (default: 1)")
     parser.add_argument("--scale-len", type=_positive, metavar="X", help="multiply the trace's lengths (default: 1)")
-    parser.add_argument("--input-len", type=_lengths, metavar="LEN",
-                        help="128, 100-1024 or lognormal:MEDIAN:SIGMA tokens (default: 128)")  # fmt: skip
+    parser.add_argument(
+        "--input-len",
+        type=_lengths,
+        metavar="LEN",
+        help="128, 100-1024 or lognormal:MEDIAN:SIGMA tokens (default: 128)",
+    )
     parser.add_argument("--output-len", type=_lengths, metavar="LEN", help="likewise (default: 64)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE",
-                        help='one {"prompt": …}, {"prompt_token_ids": …} or {"messages": …} a line')  # fmt: skip
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='one {"prompt": …}, {"prompt_token_ids": …} or {"messages": …} a line',
+    )
     parser.add_argument("--chat", action="store_true", help="send conversations, not token ids to be continued")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="what to draw from (default: 0)")
-    parser.add_argument("--temperature", type=_not_negative, default=TEMPERATURE, metavar="X",
-                        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})")  # fmt: skip
-    parser.add_argument("--stop-at-eos", action="store_true",
-                        help="let answers end early; without it ignore_eos is sent")  # fmt: skip
+    parser.add_argument(
+        "--temperature",
+        type=_not_negative,
+        default=TEMPERATURE,
+        metavar="X",
+        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})",
+    )
+    parser.add_argument(
+        "--stop-at-eos", action="store_true", help="let answers end early; without it ignore_eos is sent"
+    )
     parser.add_argument("--ttft-target", type=_positive, metavar="MS", help="latest good first token, milliseconds")
     parser.add_argument("--tpot-target", type=_positive, metavar="MS", help="slowest good time per token, milliseconds")
     parser.add_argument("--min-goodput", type=_share, metavar="X", help="exit 2 if fewer than this share are good")
-    parser.add_argument("--max-open", type=_count, default=900, metavar="N",
-                        help="connections at a time; a note says if it held requests back (default: 900)")  # fmt: skip
-    parser.add_argument("--timeout", type=_positive, default=600.0, metavar="S",
-                        help="seconds before a request is given up (default: 600)")  # fmt: skip
+    parser.add_argument(
+        "--max-open",
+        type=_count,
+        default=900,
+        metavar="N",
+        help="connections at a time; a note says if it held requests back (default: 900)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="seconds before a request is given up (default: 600)",
+    )
     parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed request before the first")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -75,8 +99,13 @@ def add_compare(benchmarks: Any) -> None:
     )
     parser.add_argument("a", type=Path, metavar="A.json", help="the run to measure against")
     parser.add_argument("b", type=Path, metavar="B.json", help="the run in question")
-    parser.add_argument("--tolerance", type=_share, default=0.05, metavar="X",
-                        help="exit 2 if B is worse by more than this share (default: 0.05)")  # fmt: skip
+    parser.add_argument(
+        "--tolerance",
+        type=_share,
+        default=0.05,
+        metavar="X",
+        help="exit 2 if B is worse by more than this share (default: 0.05)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap (default: 0)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

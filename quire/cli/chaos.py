@@ -29,8 +29,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the traffic and the order of the faults")
     parser.add_argument("--faults", type=int, help=f"how many (default: one every 8 s, at least {len(KINDS)})")
     parser.add_argument("--kinds", help=f"only these, separated by commas, of: {', '.join(KINDS)}")
-    parser.add_argument("--hostile", type=float, default=0.1, metavar="X",
-                        help="share of requests that are hostile (default: 0.1)")  # fmt: skip
+    parser.add_argument(
+        "--hostile", type=float, default=0.1, metavar="X", help="share of requests that are hostile (default: 0.1)"
+    )
     parser.add_argument("--max-tokens", type=int, default=48, help="longest answer (default: 48)")
     parser.add_argument("--deterministic", action="store_true", help="every answer must be the same to the byte")
     parser.add_argument("--hang-timeout", type=float, default=20.0, help="when a stuck engine is given up (seconds)")
@@ -53,9 +54,20 @@ def run(args: Namespace) -> int:
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
-    settings = Settings(args.model, args.minutes * 60, args.streams, args.seed, args.deterministic, args.max_tokens,
-                        faults=args.faults, hang_timeout=args.hang_timeout, threads=args.threads, kernels=args.kernels,
-                        kinds=kinds, hostile=args.hostile)  # fmt: skip
+    settings = Settings(
+        args.model,
+        args.minutes * 60,
+        args.streams,
+        args.seed,
+        args.deterministic,
+        args.max_tokens,
+        faults=args.faults,
+        hang_timeout=args.hang_timeout,
+        threads=args.threads,
+        kernels=args.kernels,
+        kinds=kinds,
+        hostile=args.hostile,
+    )
     say = _teller(args.json)
     report = asyncio.run(run_gate(settings, say))
     if args.report is not None:

@@ -108,8 +108,15 @@ class _PlainWarnings:
     def __init__(self, others: Callable[..., None]):
         self._others = others
 
-    def __call__(self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
-                 file: TextIO | None = None, line: str | None = None) -> None:  # fmt: skip
+    def __call__(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if category is UserWarning and filename.startswith(self.OURS):
             print_note(str(message))
         else:

@@ -37,8 +37,9 @@ def run(args: Namespace) -> int:
     return serve_config(config_from_args(take_positional_model(args)))
 
 
-def serve_config(config: Config, engine_command: Sequence[str] | None = None,
-                 load: Callable[[ModelFiles], Any] | None = None) -> int:  # fmt: skip
+def serve_config(
+    config: Config, engine_command: Sequence[str] | None = None, load: Callable[[ModelFiles], Any] | None = None
+) -> int:
     """Until told to stop. Tests and the chaos gate bring an engine command or a tokenizer of their own."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:

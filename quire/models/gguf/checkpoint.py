@@ -1,6 +1,6 @@
-"""What a GGUF file says, in the words of a Hugging Face checkpoint: its config, tensor names and defaults.
+"""Translates a GGUF file's metadata, tensor names and defaults to those of a Hugging Face checkpoint.
 
-The loader calls these and then treats both kinds of files alike. Reading the container is `files.gguf`'s business.
+The loader calls these functions and treats both kinds of files alike. `files.gguf` reads the container.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.types import QuireError
 
 ROPE_DIVISORS = "rope_freqs.weight"
 ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-# The field of a config.json -> the metadata that gives it, where a file has it. Families read what is theirs.
+# Field of a config.json -> metadata key. Families read the fields that they know.
 _FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -40,8 +40,8 @@ _FIELDS = {
 _LARGE_GEMMAS = {
     ("gemma2", 46),
     ("gemma3", 62),
-}  # 27B: scores are scaled by the width of a head as if there were no gap
-_MIXTURES = {  # architecture -> model_type, where there are experts
+}  # 27B models: scores are scaled by hidden size / heads, which differs from their head_dim
+_MIXTURES = {  # architecture -> model_type of its mixture of experts
     "deepseek2": "deepseek_v2",
     "dots1": "dots1",
     "ernie4_5-moe": "ernie4_5_moe",
@@ -62,7 +62,7 @@ _MIXTURES = {  # architecture -> model_type, where there are experts
     "qwen3moe": "qwen3_moe",
     "qwen3next": "qwen3_next",
 }
-_EXPERT_FIELDS = {  # likewise, of a mixture
+_EXPERT_FIELDS = {  # field -> metadata key, in mixtures
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
@@ -82,7 +82,7 @@ _SAMPLING = {
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
-    """The metadata as the fields of a config.json."""
+    """Returns the metadata as the fields of a config.json."""
     arch = file.metadata.get("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise unsupported(f"GGUF architecture {arch!r}")
@@ -139,7 +139,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _read(file: GGUFFile, style: GGUFStyle, key: str, default: int | None = None) -> int | None:
-    """A number for all layers; the default where the style reads it apart."""
+    """Returns a number that holds for all layers; the default if the style reads it per layer."""
     if key in style.apart:
         return default
     return need(file, key) if default is None else get(file, key, default)
@@ -148,7 +148,7 @@ def _read(file: GGUFFile, style: GGUFStyle, key: str, default: int | None = None
 def _layers(
     file: GGUFFile, style: GGUFStyle, num_layers: int, num_heads: int, window: int | None
 ) -> tuple[int | None, list[str]]:
-    """How many heads of keys and values there are, and of which type each layer is."""
+    """Returns the number of key-value heads and the type of each layer."""
     kind = "full_attention" if window is None else "sliding_attention"
     windows = None if window is None else get_layers(file, "attention.sliding_window_pattern")
     if windows is not None:
@@ -162,7 +162,7 @@ def _layers(
 
 
 def named_tensors(file: GGUFFile) -> dict[str, GGUFTensor]:
-    """A file's tensors by their checkpoint names, in the shapes a checkpoint has, without those of drafting layers."""
+    """Returns a file's tensors by checkpoint name, in checkpoint shapes, without those of draft layers."""
     style, num_layers = style_of(file.metadata["general.architecture"]), count_layers(file)
     named = {}
     for name, tensor in file.tensors.items():
@@ -178,7 +178,7 @@ def named_tensors(file: GGUFFile) -> dict[str, GGUFTensor]:
 
 
 def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
-    """Some rows of a tensor in float32; only their bytes are touched."""
+    """Returns rows of a tensor in float32. Only their bytes are read."""
     form = FORMATS.get(tensor.type.name)
     if form is None:
         what = f"Tensor {tensor.name} has the type {tensor.type.name}, which is not supported."
@@ -189,36 +189,39 @@ def read_rows(tensor: GGUFTensor, first: int, num_rows: int) -> Tensor:
 
 
 def raw_blocks(tensor: GGUFTensor) -> Tensor:
-    """The tensor's own bytes, [bytes] uint8, as they lie in the mapped file."""
+    """Returns the tensor's bytes, [bytes] uint8, as they are in the mapped file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the map is read-only, and nothing here writes to it
         return torch.from_numpy(tensor.data)
 
 
 def sampling_defaults(file: GGUFFile) -> dict[str, Any]:
-    """`general.sampling.*`, under our names."""
+    """Returns `general.sampling.*` by SamplingParams name."""
     keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
     return {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
 
 
 def is_permuted(file: GGUFFile, name: str) -> bool:
-    """Whether the rows of this tensor (by its checkpoint name) were reordered within each head.
+    """Returns whether the rows of this tensor (by its checkpoint name) are permuted within each head.
 
-    Files of the llama architecture and its kin keep queries and keys so that rope turns neighbouring elements; ours,
-    like the checkpoints they were made from, turn element i against element i + head_dim / 2.
+    Files of the llama architecture and similar ones order queries and keys so that rope rotates adjacent elements.
+    Quire, like the original checkpoints, rotates element i with element i + head_dim / 2.
     """
     is_permuted = style_of(file.metadata["general.architecture"]).permuted
     return is_permuted and bool(re.search(r"\.self_attn\.[qk]_proj\.", name))
 
 
 def unpermute(tensor: Tensor, head_dim: int) -> Tensor:
-    """[heads * head_dim, ...] with the two halves of each head interleaved -> one half after the other."""
+    """Deinterleaves the two halves of each head: [heads * head_dim, ...] -> the same shape, one half after the
+    other.
+    """
     return tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _experts(file: GGUFFile, num_experts: int) -> dict[str, Any]:
-    """Where a file does not say so, a token's experts are weighted so that they add up to one, unless the
-    architecture's style knows better."""
+    """Returns the fields of a mixture. Expert weights are normalized unless the file or the architecture's style says
+    otherwise.
+    """
     fields = {
         "num_local_experts": num_experts,
         "num_experts": num_experts,

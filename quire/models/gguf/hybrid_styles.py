@@ -1,5 +1,5 @@
-"""What GGUF files of recurrent hybrids call their tensors, and how their metadata gives a config: Granite 4, Falcon-H1,
-Nemotron-H, Mamba2, Qwen3-Next and Qwen3.5. `gguf_names` looks architectures up here.
+"""Tensor names and config fields of GGUF files of recurrent hybrids: Granite 4, Falcon-H1, Nemotron-H, Mamba2,
+Qwen3-Next and Qwen3.5. `tensor_names` includes these styles in its table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _mamba_names(mixer: str) -> dict[str, str]:
 
 
 def _recurrent_names(mixer: str) -> dict[str, str]:
-    """Of what is no module's weight or bias, or is kept in another form."""
+    """Names of tensors that are no module's weight or bias, or are stored in another form."""
     return {
         "ssm_a": f"{mixer}.A",
         "ssm_d": f"{mixer}.D",
@@ -52,7 +52,7 @@ _FALCON = {
     **{f"ffn_{matrix}": f"feed_forward.{matrix}_proj" for matrix in ("gate", "up", "down")},
     "ffn_norm": "pre_ff_layernorm",
 }
-_MIXER = {  # Mamba2 and Nemotron-H have one block a layer, called that
+_MIXER = {  # Mamba2 and Nemotron-H have one block per layer, named mixer
     **_mamba_names("mixer"),
     **{f"attn_{matrix}": f"mixer.{matrix}_proj" for matrix in ("q", "k", "v")},
     "attn_norm": "norm",
@@ -74,7 +74,7 @@ _QWEN = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
-    "ssm_in": "linear_attn.in_proj_qkvz",  # of the first files of Qwen3-Next
+    "ssm_in": "linear_attn.in_proj_qkvz",  # early files of Qwen3-Next
     "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
@@ -87,12 +87,12 @@ _QWEN = {
 
 
 def _has(file: GGUFFile, tensor: str) -> bool:
-    """Whether some layer has a tensor of this name."""
+    """Returns whether some layer has a tensor of this name."""
     return any(name.endswith(f".{tensor}") for name in file.tensors)
 
 
 def _mamba(file: GGUFFile, names: MambaFields) -> dict[str, Any]:
-    """The sizes of Mamba2 layers, as the family calls them."""
+    """Returns the sizes of Mamba2 layers under the family's field names."""
     heads, values = need(file, "ssm.time_step_rank"), need(file, "ssm.inner_size")
     fields: dict[str, Any] = {
         names.num_heads: heads,
@@ -111,7 +111,7 @@ def _mamba(file: GGUFFile, names: MambaFields) -> dict[str, Any]:
 
 
 def _granite(file: GGUFFile, fields: Fields) -> Fields:
-    """Converted Bambas are such files, too: with rope, and without the multipliers."""
+    """Converted Bamba models have this architecture, too: with rope, and without the multipliers."""
     return {
         **_mamba(file, bamba.FIELDS),
         "num_local_experts": fields.get("num_local_experts", 0),
@@ -130,7 +130,9 @@ def _mamba2(file: GGUFFile, fields: Fields) -> Fields:
 
 
 def _nemotron(file: GGUFFile, fields: Fields) -> Fields:
-    """A layer is what it has a size for: heads of keys, or a feed-forward block; or else it is recurrent."""
+    """A layer's type follows from its sizes: key-value heads, a feed-forward width, or neither, which means
+    recurrent.
+    """
     heads, inner = need_layers(file, "attention.head_count_kv"), need_layers(file, "feed_forward_length")
     block = "moe" if "num_experts" in fields else "mlp"
     kinds = [block if width else "attention" if keys else "mamba" for keys, width in zip(heads, inner, strict=True)]
@@ -158,7 +160,7 @@ def _qwen(file: GGUFFile, fields: Fields) -> Fields:
     heads, values = need(file, "ssm.time_step_rank"), need(file, "ssm.inner_size")
     recurrent = get_layers(file, "attention.recurrent_layers")
     kinds = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent or ()]
-    has_width = key_of(file, "feed_forward_length") in file.metadata  # where all layers have experts, nothing has it
+    has_width = key_of(file, "feed_forward_length") in file.metadata  # absent where all layers have experts
     return {
         "linear_num_value_heads": heads,
         "linear_value_head_dim": values // max(heads, 1),
@@ -173,10 +175,10 @@ def _qwen(file: GGUFFile, fields: Fields) -> Fields:
 
 
 def _qwen_style(*, tiled: bool) -> GGUFStyle:
-    """`tiled`: converters keep the first head of every group of the delta nets, then the second, and so on."""
+    """`tiled`: value heads of the delta nets are ordered by their index in a group, then by group."""
     return GGUFStyle(
         _QWEN,
-        {"norm_offset": 0.0, "value_heads_tiled": tiled},  # they have already added the one
+        {"norm_offset": 0.0, "value_heads_tiled": tiled},  # converters have already added the 1
         patterned=True,
         apart=frozenset({"feed_forward_length"}),
         metadata={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},

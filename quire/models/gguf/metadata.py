@@ -1,5 +1,5 @@
-"""Reads a GGUF file's metadata strictly: a value of the wrong kind is an error that names it. `gguf` and the styles of
-architectures (`gguf_names`, `gguf_hybrid`, `gguf_special`) call it.
+"""Strict readers for a GGUF file's metadata: a value of the wrong type is an error that names it. `checkpoint` and the
+architecture styles (`tensor_names`, `hybrid_styles`, `special_styles`) use them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from quire.types import QuireError
 
 
 def key_of(file: GGUFFile, key: str) -> str:
+    """Returns the full key of an architecture's metadata."""
     return f"{file.metadata['general.architecture']}.{key}"
 
 
 def get(file: GGUFFile, key: str, default: Any) -> Any:
-    """A number or word of this architecture; a default of some type also says which type it must have."""
+    """Returns a number or string of this architecture. The type of a default is the required type."""
     value = file.metadata.get(key_of(file, key), default)
-    if isinstance(value, list) and len(set(value)) == 1:  # per layer, and the same in each
+    if isinstance(value, list) and len(set(value)) == 1:  # per layer, and equal in all
         value = value[0]
     fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
     if (default is not None and not fits) or isinstance(value, (bool, list)):
@@ -33,7 +34,7 @@ def get_flag(file: GGUFFile, key: str, default: bool) -> bool:
 
 
 def get_layers(file: GGUFFile, key: str) -> list[int] | None:
-    """A number (or a flag) for each layer; None: the file gives none, or one for all."""
+    """Returns a number (or flag) per layer; None: the file gives none, or one for all."""
     values = file.metadata.get(key_of(file, key))
     if not isinstance(values, list):
         return None
@@ -43,6 +44,7 @@ def get_layers(file: GGUFFile, key: str) -> list[int] | None:
 
 
 def need_layers(file: GGUFFile, key: str) -> list[int]:
+    """Returns a number (or flag) per layer, which the file must give."""
     values = get_layers(file, key)
     if values is None:
         need(file, key)
@@ -51,7 +53,7 @@ def need_layers(file: GGUFFile, key: str) -> list[int]:
 
 
 def count_layers(file: GGUFFile) -> int:
-    """Without those that only draft tokens, which stand behind the others and are left aside."""
+    """Returns the number of layers, without draft layers, which follow the others and are not used."""
     num_layers, drafting = need(file, "block_count"), get(file, "nextn_predict_layers", 0)
     if not 0 <= drafting < max(num_layers, 1):
         raise bad(file, "nextn_predict_layers")
@@ -59,13 +61,14 @@ def count_layers(file: GGUFFile) -> int:
 
 
 def need(file: GGUFFile, key: str) -> int:
+    """Returns a number that the file must give."""
     if key_of(file, key) not in file.metadata:
         raise QuireError("bad_config", f"{file.path} lacks {key_of(file, key)}.", "Fetch or convert it again.")
     return get(file, key, 0)
 
 
 def get_per_layer(file: GGUFFile, key: str, default: int | None = None) -> list[int]:
-    """A number (or flag) of every layer, of files that may give one for all of them."""
+    """Returns a number (or flag) per layer, from files that may give one for all."""
     numbers = get_layers(file, key)
     if numbers is not None:
         return numbers
@@ -78,6 +81,6 @@ def get_per_layer(file: GGUFFile, key: str, default: int | None = None) -> list[
 
 
 def bad(file: GGUFFile, key: str) -> QuireError:
-    """What to say of a value that makes no model."""
+    """Returns the error for a metadata value that no model can have."""
     value = file.metadata.get(key_of(file, key))
     return QuireError("bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again.")

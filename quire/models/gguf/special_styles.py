@@ -1,5 +1,5 @@
-"""The styles of GGUF architectures whose metadata takes more than a table: gpt-oss, Gemma 4, and DeepSeek with those
-that convert to its architecture. `gguf_names` has them among the others.
+"""Styles of GGUF architectures whose metadata needs more than a table: gpt-oss, Gemma 4 and DeepSeek, including models
+that convert to its architecture. `tensor_names` includes these styles in its table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "
 
 
 def _gpt_oss(file: GGUFFile, fields: Fields) -> Fields:
-    """Its ramp between fast and slow pairs has no rounded ends, of which files say nothing."""
+    """gpt-oss' YaRN ramp is not truncated, which files do not say."""
     return {
         "intermediate_size": need(file, "expert_feed_forward_length"),
         "num_local_experts": need(file, "expert_count"),
@@ -55,7 +55,7 @@ _GEMMA4_WHOLE = {
 
 
 def _gemma4(file: GGUFFile, fields: Fields) -> Fields:
-    """Layers with a window, and those that see everything, have sizes and ropes of their own."""
+    """Layers with a window and full-attention layers differ in head size and rope."""
     num_layers = fields["num_hidden_layers"]
     pattern = get_per_layer(file, "attention.sliding_window_pattern")
     kv_heads = get_per_layer(file, "attention.head_count_kv")
@@ -90,7 +90,7 @@ def _gemma4(file: GGUFFile, fields: Fields) -> Fields:
 
 
 def _gemma4_widths(file: GGUFFile, num_layers: int, num_shared: int) -> tuple[int, bool]:
-    """Of the feed-forward blocks; and whether they are twice that in layers that share keys and values."""
+    """Returns the width of feed-forward blocks, and whether it is doubled in layers that share keys and values."""
     widths = get_per_layer(file, "feed_forward_length")
     for is_double in (False, True):
         of_shared = 2 * widths[0] if is_double else widths[0]
@@ -100,7 +100,7 @@ def _gemma4_widths(file: GGUFFile, num_layers: int, num_shared: int) -> tuple[in
 
 
 def _gemma4_ropes(file: GGUFFile, rope: Fields) -> Fields:
-    """Files say which pairs turn by what they are divided by: those that do not, by next to infinity."""
+    """Files encode the pairs that rope does not rotate by divisors close to infinity."""
     if "divisors" not in rope:
         what = f"{file.path} lacks the tensor rope_freqs.weight."
         raise QuireError("bad_weights", what, "Fetch or convert it again.")
@@ -117,14 +117,15 @@ _DEEPSEEK = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",  # of older files
+    "attn_kv_b": "self_attn.kv_b_proj",  # older files
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
-_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-_BY_TOKENIZER = {"glm4": "glm4_moe_lite", "kimi-k2": "kimi_k2"}  # nothing else tells them from DeepSeek V3
-_GROUPS = {160: (8, 3), 256: (8, 4)}  # of as many experts, in files of DeepSeek's own models that do not say
+_SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
+# tokenizer -> model_type, the only difference from DeepSeek V3
+_BY_TOKENIZER = {"glm4": "glm4_moe_lite", "kimi-k2": "kimi_k2"}
+_GROUPS = {160: (8, 3), 256: (8, 4)}  # experts -> groups, in files of DeepSeek models that do not say
 
 
 def _deepseek(file: GGUFFile, fields: Fields) -> Fields:
@@ -144,7 +145,9 @@ def _deepseek(file: GGUFFile, fields: Fields) -> Fields:
 
 
 def _head_sizes(file: GGUFFile) -> Fields:
-    """Under the plain names newer files have what the cache holds, and older ones, which know no others, heads."""
+    """Newer files give the cache's sizes under the plain keys and heads' sizes under `_mla`; older files give heads'
+    sizes.
+    """
     newer = "_mla" if key_of(file, "attention.key_length_mla") in file.metadata else ""
     rope_dim = need(file, "rope.dimension_count")
     nope_dim = need(file, f"attention.key_length{newer}") - rope_dim
@@ -161,7 +164,7 @@ def _deepseek_experts(file: GGUFFile, num_layers: int) -> Fields:
     normed = get_flag(file, "expert_weights_norm", False)
     if score not in (_SOFTMAX, _SIGMOID):
         raise bad(file, "expert_gating_func")
-    if score == _SOFTMAX and normed:  # DeepSeek V2 does not
+    if score == _SOFTMAX and normed:  # DeepSeek V2 does not normalize
         raise bad(file, "expert_weights_norm")
     num_groups, top_groups = _GROUPS.get(num_experts, (1, 1))
     if key_of(file, "expert_group_count") in file.metadata:
@@ -181,8 +184,7 @@ def _deepseek_experts(file: GGUFFile, num_layers: int) -> Fields:
 
 
 def _deepseek_rope(file: GGUFFile, rope: Fields) -> Fields:
-    """A tenth of what sharpens scores is in the file; what scales the angles is the same in every model, and so they
-    are left as they are."""
+    """Files hold a tenth of the scores' `mscale`. The scale of angles is 1 in every published model."""
     sharper = get(file, "rope.scaling.yarn_log_multiplier", 0.0) * 10
     return {**rope, "mscale": sharper, "mscale_all_dim": sharper} if sharper else rope
 

@@ -1,7 +1,7 @@
-"""What GGUF files of each architecture call their tensors, and where they differ from a Hugging Face checkpoint.
+"""GGUF tensor names of each architecture, and how its files differ from a Hugging Face checkpoint.
 
-`models.gguf` reads files with it. An architecture is a line in `STYLES` (of hybrids in `gguf_hybrid`, of those whose
-metadata takes more than a table in `gguf_special`), and one in the registry.
+`checkpoint` reads files with them. An architecture is a line in `STYLES` (hybrids: `hybrid_styles`; architectures whose
+metadata needs more than a table: `special_styles`), and one in the registry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",  # of Gemma 4, as are the next two
+    "per_layer_token_embd": "model.embed_tokens_per_layer",  # Gemma 4, as the next two
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
@@ -112,17 +112,17 @@ def _ernie_moe(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_neox(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converters part queries, keys and values, which checkpoints have head by head."""
+    """Converters split queries, keys and values, which checkpoints interleave by head."""
     return {"qkv_by_head": False, "use_parallel_residual": get_flag(file, "use_parallel_residual", True)}
 
 
 def _olmo3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """OLMo 3 calls itself OLMo 2, and is told by its windows."""
+    """OLMo 3 files have the architecture of OLMo 2 and differ by their windows."""
     return {} if fields["sliding_window"] is None else {"model_type": "olmo3"}
 
 
 def _ministral3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """How its queries grow; and rope that is stretched without the factor that others have for it."""
+    """Adds the growth of queries with their position. YaRN of this model has no attention factor."""
     rope = {**fields["rope_parameters"], "llama_4_scaling_beta": get(file, "attention.temperature_scale", 0.0)}
     if get(file, "rope.scaling.yarn_log_multiplier", 0.0):
         rope["attention_factor"] = 1.0
@@ -130,18 +130,18 @@ def _ministral3(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_normalised(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Their experts' weights are as they come out of the router, unless the file says otherwise."""
+    """Expert weights are not normalized unless the file says so."""
     return {"norm_topk_prob": get_flag(file, "expert_weights_norm", False)}
 
 
-_LFM2_TOP = {"token_embd_norm": "model.embedding_norm"}  # by which its output is normed
+_LFM2_TOP = {"token_embd_norm": "model.embedding_norm"}  # the final norm
 _LFM2_FIELDS = {
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache",
     "num_dense_layers": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
 }
-_RAISED = {"norm_offset": 0.0}  # converters have already added the one
+_RAISED = {"norm_offset": 0.0}  # converters have already added the 1
 STYLES = {
     "arcee": GGUFStyle(permuted=True),
     "chatglm": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
@@ -200,7 +200,9 @@ def style_of(arch: object) -> GGUFStyle:
 
 
 def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:
-    """The checkpoint name of a GGUF tensor; a name we do not know stays, so that the strict load can complain of it."""
+    """Returns the checkpoint name of a GGUF tensor. An unknown name is unchanged, so that the loader's check reports
+    it.
+    """
     found = _IN_BLOCK.fullmatch(name)
     stem, _, kind = (found[2] if found else name).rpartition(".")
     if not found:

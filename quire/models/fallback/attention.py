@@ -1,7 +1,8 @@
-"""Attention for models of other people's making: what transformers calls in place of its own, by the name `ATTENTION`.
+"""The attention of transformers models: the function that transformers calls in place of its own, under the name
+`ATTENTION`.
 
-Every layer of such a model ends up here with its queries, keys and values. While the model is built a `Rehearsal` notes
-what comes; in a step `PagedStep` writes it to pages and attends over them. `fallback` hands in the one or the other.
+Every layer of such a model calls it with queries, keys and values. In a dry run a `Rehearsal` records the calls. In a
+step `PagedStep` writes keys and values to pages and attends over them. `model` passes one of them through the model.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from quire.layers.attention import AttentionPlan
 from quire.models.registry import supported_types
 from quire.types import QuireError
 
-ATTENTION = "quire"  # our name among the attention functions of transformers
+ATTENTION = "quire"  # key in transformers' registry of attention functions
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token, and how it attends."""
+    """Sizes of a layer's keys and values, and how the layer attends."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,7 +37,7 @@ class LayerShape:
 
 @dataclass(slots=True)
 class Rehearsal:
-    """Stands in for a step while a model is built: notes what each layer's attention is called with."""
+    """Records what each layer's attention is called with in a dry run."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
@@ -56,7 +57,7 @@ class Rehearsal:
             what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
             raise QuireError("bad_config", what, "Check config.json.")
         layer = _layer_index(module)
-        if layer in self.layers:  # pages would hold what the last call brought
+        if layer in self.layers:  # pages would hold the keys of the last call only
             raise unsupported(_type_of(module), "a layer of it attends more than once")
         self.layers[layer] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
@@ -66,9 +67,9 @@ class Rehearsal:
 
 @dataclass(slots=True)
 class PagedStep:
-    """One step's caches, for the attention of every layer."""
+    """The caches and plans of one step, for the attention of every layer."""
 
-    plans: dict[int, tuple[AttentionPlan, int]]  # layer -> its group's plan, its place in the group
+    plans: dict[int, tuple[AttentionPlan, int]]  # layer -> the plan of its cache group, the layer's index in the group
     ops: Ops
 
     def attend(
@@ -82,13 +83,13 @@ class PagedStep:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """q [rows, heads, n, head_dim] and so on -> [rows, n, heads, v_dim]"""
+        """Attends over pages: q [rows, heads, n, head_dim], k and v alike -> [rows, n, heads, v_dim]."""
         plan, place = self.plans[_layer_index(module)]
         k_cache, v_cache = plan.planes[2 * place], plan.planes[2 * place + 1]
         num_rows, num_heads, count, _ = q.shape
         width, v_dim = k_cache.shape[-1], v.shape[-1]
         q, k, v = (widen(x.transpose(1, 2).flatten(0, 1), width) for x in (q, k, v))  # [tokens, heads, width]
-        slots = plan.slots.clamp(min=0)  # tokens that stand for nobody have -1, and page 0 is nobody's
+        slots = plan.slots.clamp(min=0)  # padding tokens have slot -1, and page 0 is scratch
         reference.write_kv(k.to(k_cache.dtype), v.to(v_cache.dtype), k_cache, v_cache, slots)
         out = self.ops.paged_attention(q.contiguous(), k_cache, v_cache, plan.kernel, scale, softcap, sinks)
         return out.view(num_rows, count, num_heads, width)[..., :v_dim].contiguous()  # some models take views of it
@@ -107,8 +108,9 @@ def paged_attention(
     quire: Rehearsal | PagedStep | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Registered with transformers under the name `ATTENTION`. `quire` is what `run_body` of
-    `fallback_build` was called with."""
+    """Attention function that transformers calls as `ATTENTION`. `quire` is the object that `run_body` passes through
+    the model.
+    """
     if quire is None:
         raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
     if any(x is not None for x in (attention_mask, others.get("position_bias"))):
@@ -131,6 +133,7 @@ def _type_of(module: nn.Module) -> str:
 
 
 def widen(x: Tensor, width: int) -> Tensor:
+    """Zero-pads the last dimension of `x` to `width`."""
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
 

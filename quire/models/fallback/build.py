@@ -1,5 +1,4 @@
-"""Building a model of other people's making on meta: its tables, its weights' names, where what its layers keep goes;
-and running it. For `fallback`."""
+"""Builds transformers models on meta (buffers, weight names, cache specs) and runs their body. Used by `model`."""
 
 from __future__ import annotations
 
@@ -27,10 +26,13 @@ from quire.models.fallback.attention import (
 from quire.models.fallback.recurrent_states import RowStates, StateRehearsal
 from quire.types import CacheSpec, QuireError
 
-CACHES = ("past_key_values", "cache_params")  # what models call the cache they are given
+CACHES = ("past_key_values", "cache_params")  # parameter names of models for a cache
 
 
 def import_transformers(model_type: str) -> Any:
+    """Imports transformers and registers the attention function; raises an error that says how to install it if
+    missing.
+    """
     try:
         import transformers
     except ImportError:
@@ -44,7 +46,7 @@ def import_transformers(model_type: str) -> Any:
 
 @cache
 def is_causal(model_type: str) -> bool:
-    """Whether an installed transformers, if there is one, has a causal model of that type."""
+    """Returns whether transformers is installed and has a causal model of this type."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     except ImportError:
@@ -53,6 +55,7 @@ def is_causal(model_type: str) -> bool:
 
 
 def check_ropes(model_type: str, hf: Any) -> None:
+    """Refuses ropes whose frequencies depend on sequence length."""
     ropes = getattr(hf, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") == "longrope":  # its frequencies would follow the longest row of a step
@@ -67,18 +70,21 @@ def build_on_meta(hf: Any, dtype: torch.dtype, attention: str) -> Any:
             causal = transformers.AutoModelForCausalLM.from_config(
                 copy.deepcopy(hf), attn_implementation=attention, dtype=dtype
             )
-        except Exception as error:  # anything can happen in other people's code
+        except Exception as error:  # model code of transformers can raise anything
             by_name = isinstance(error, KeyError) and error.args[:1] == (ATTENTION,)
             reason = "it has attention classes of its own" if by_name else first_line(error)
             raise unsupported(hf.model_type, reason) from None
     causal.eval()
-    with suppress(Exception):  # some insist on having one
-        causal.config.pad_token_id = None  # no row is padded, and who looks for padding looks at tensors from the host
+    with suppress(Exception):  # some configs refuse to have none
+        # rows are never padded, and a check for padding tokens would synchronize with the device
+        causal.config.pad_token_id = None
     return causal
 
 
 def body_name(causal: Any) -> str:
-    """Of its part that is everything but the head. Some say it wrong."""
+    """Returns the name of the submodule that is everything but the head. `base_model_prefix` is wrong in some
+    models.
+    """
     return next((name for name in (causal.base_model_prefix, "model") if name in causal._modules), "")
 
 
@@ -93,9 +99,11 @@ def run_body(
     quire: Rehearsal | PagedStep | None,
     states: StateRehearsal | RowStates | None = None,
 ) -> Tensor:
-    """tokens and positions [rows, n] -> hidden states [rows, n, width]. `states`: for models that keep some."""
+    """Runs tokens and positions [rows, n] through a body -> hidden states [rows, n, width]. `states`: the cache object
+    of models that keep states.
+    """
     taken = parameters_of(base.__class__)
-    # Whether they use a cache they are given, none of them asks `use_cache`; some make one of their own then.
+    # Models use a cache that is passed whatever `use_cache` says; with it some create one of their own.
     given: dict[str, Any] = {"use_cache": False, **({} if quire is None else {"quire": quire})}
     if "position_ids" in taken:
         given["position_ids"] = positions
@@ -116,6 +124,7 @@ def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
 
 
 def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+    """Returns the cache specs of index keys, by which sparse attention selects tokens: one group per dimension."""
     by_dim: dict[int, list[int]] = {}
     for layer, dim in sorted(dims.items()):
         by_dim.setdefault(dim, []).append(layer)
@@ -127,7 +136,7 @@ def index_specs(dims: dict[int, int], dtype: torch.dtype, page_tokens: int) -> l
 
 
 def cache_specs(shapes: dict[int, LayerShape], dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
-    """Layers that keep the same, over the same window, are one group."""
+    """Returns the cache specs of keys and values. Layers of equal shape and window are one group."""
     groups: dict[tuple[int | None, int, int], list[int]] = {}
     for layer, shape in sorted(shapes.items()):
         groups.setdefault((shape.window, shape.num_kv_heads, max(shape.k_dim, shape.v_dim)), []).append(layer)
@@ -146,8 +155,9 @@ def cache_specs(shapes: dict[int, LayerShape], dtype: torch.dtype, page_tokens: 
 
 
 def rebuild_buffers(causal: Any, model_type: str, device: torch.device) -> None:
-    """Tables that are in no checkpoint (frequencies, scales): made anew the way the model itself initialises them, each
-    by its own module or by one that this is a part of."""
+    """Initializes buffers that no checkpoint holds (frequencies, scales) with the model's own code: by their module's,
+    or else by that of a module around it.
+    """
     kept = set(causal.state_dict())
     modules = dict(causal.named_modules())
     for prefix, module in modules.items():
@@ -168,7 +178,9 @@ def rebuild_buffers(causal: Any, model_type: str, device: torch.device) -> None:
 
 
 def _initialise(modules: Mapping[str, Any], prefix: str) -> None:
-    """By the model that the module is nearest to: some are made of several, each with its own ways."""
+    """Initializes a module by the nearest enclosing model. Some models consist of several, with initializers of their
+    own.
+    """
     path = prefix.split(".") if prefix else []
     owners = (modules[".".join(path[:end])] for end in range(len(path), -1, -1))
     model = next(owner for owner in owners if hasattr(owner, "_init_weights"))
@@ -177,13 +189,15 @@ def _initialise(modules: Mapping[str, Any], prefix: str) -> None:
 
 
 def _unmade(module: nn.Module) -> list[str]:
+    """Returns the names of buffers that are still NaN, which means that no initializer has set them."""
     tables = module.named_buffers(recurse=False)
     return [name for name, x in tables if not x.is_meta and x.is_floating_point() and bool(x.isnan().any())]
 
 
 def make_weights(causal: Any, dtype: torch.dtype) -> None:
-    """Every parameter, and every buffer that is in checkpoints, becomes a weight that names its checkpoint tensor. Tied
-    ones name the same tensor, and the loader then makes them one."""
+    """Turns every parameter, and every buffer that checkpoints hold, into a weight that names its checkpoint tensor.
+    Tied parameters get the same name, so the loader makes them one tensor.
+    """
     in_full = _kept_in_full(causal, dtype)
     names: dict[int, str] = {}
     for prefix, module in list(causal.named_modules()):
@@ -194,7 +208,7 @@ def make_weights(causal: Any, dtype: torch.dtype) -> None:
             first = names.setdefault(id(value), _join(prefix, name))
             shape = tuple(value.shape)
             kept = value.dtype if not value.is_floating_point() else torch.float32 if in_full(first) else dtype
-            rows = shape or (1,)  # a single number is kept as a row of one
+            rows = shape or (1,)  # a scalar is kept as a row of one
             layouts = [(Part(called, shape, 0, rows[0]),) for called in _checkpoint_names(first)]
             weight = Weight(rows, kept, layouts[0], tuple(layouts[1:]))
             module._buffers.pop(name, None)
@@ -202,8 +216,9 @@ def make_weights(causal: Any, dtype: torch.dtype) -> None:
 
 
 def _kept_in_full(causal: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which of its weights a model wants in float32, whatever it computes in: some always, others unless they are
-    bfloat16."""
+    """Returns a predicate for the weights that the model keeps in float32 in every dtype, or in every dtype but
+    bfloat16.
+    """
     fields = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
     parts = [part for field in fields for part in getattr(causal, field, None) or ()]
     wanted = [re.compile(rf"(^|\.){part}($|\.)") for part in parts]
@@ -211,7 +226,7 @@ def _kept_in_full(causal: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 def _checkpoint_names(name: str) -> list[str]:
-    """What a checkpoint may call a parameter: as the model does, or as it once did."""
+    """Returns the names that a checkpoint may use for a parameter: the model's, or an older one."""
     return [name, name.replace("lm_head.", "embed_out.")] if name.startswith("lm_head.") else [name]
 
 
@@ -220,7 +235,9 @@ def _join(prefix: str, name: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """With what follows it, where the first line only announces that. A key error says no more than the key."""
+    """Returns the first line of an error, with the second if the first ends with a colon. A KeyError has only the
+    key.
+    """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return (f"it does not know {said}" if isinstance(error, KeyError) else said)[:300].rstrip(".")

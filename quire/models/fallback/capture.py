@@ -1,7 +1,7 @@
-"""Whether a decode step of other people's code can be captured as a CUDA graph. For `fallback`.
+"""Tests whether a decode step of a transformers model can be captured as a CUDA graph. Used by `model`.
 
-Such code may look at numbers from the host (experts taken one by one, frequencies that follow a length): capturing it
-then fails. What can be captured launches the same whatever the numbers are, and is replayed many times quicker.
+Some models read tensors on the host while they compute (loops over experts, frequencies that follow a length), and then
+capture fails. What can be captured launches the same kernels whatever the values are, and replays many times faster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from quire.kernels.capture import capture
 
 
 def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], most: float) -> bool:
-    """Whether what `compute` launches can be captured, and comes to the same, within `most` of the largest, when it is
-    replayed. It works on `caches`, which are left as they were."""
+    """Returns whether `compute` can be captured and its replay gives the same result, within `most` of the largest
+    value. `compute` works on `caches`, which are restored.
+    """
     before = {name: cache.clone() for name, cache in caches.items()}
 
     def restore() -> None:
@@ -29,7 +30,7 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
-            compute()  # compiles and warms what a capture may not
+            compute()  # compiles kernels and warms up, which capture does not allow
             restore()
             with _no_waiting():
                 wanted = compute().clone()
@@ -37,8 +38,8 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
             out.fill_(torch.nan)
             restore()
             graph.replay()
-            return bool((out - wanted).abs().max() <= most * wanted.abs().max())  # NaN is not
-    except Exception:  # anything can happen in other people's code
+            return bool((out - wanted).abs().max() <= most * wanted.abs().max())  # false for NaN
+    except Exception:  # model code of transformers can raise anything
         return False
     finally:
         torch.cuda.current_stream().wait_stream(stream)
@@ -47,10 +48,10 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Whoever waits for the device in here fails. To find out by a capture that fails costs more: see `capture`."""
+    """Makes each synchronization with the device raise. That is cheaper than to let a capture fail: see `capture`."""
     usual = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype, torch says
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch warns that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,9 +1,9 @@
-"""What the layers of a model of other people's making keep, seen before it has weights. For `fallback`.
+"""Finds what the layers of a transformers model keep, in a dry run before it has weights. Used by `model`.
 
-A pass over a few tokens, with weights that are no more than shapes, tells it: what attention is called with
-(`fallback_attention`) and what a cache is used for (`fallback_states`). It is tried with the model's attention swapped
-for ours; if that can't be, with its own over keys that are gathered (`fallback_gathered`); and then with what it keeps
-in a form of its own (`fallback_own`).
+A few tokens run through the model on meta. `attention` records the calls of attention, `recurrent_states` the use of
+the cache. The first attempt replaces the model's attention by Quire's. If that fails, the second keeps the model's own,
+over keys gathered from pages (`gathered_attention`), and the third looks for states outside any cache
+(`opaque_states`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ from quire.models.fallback.synthetic_values import MadeUp
 from quire.types import QuireError
 
 _KEEP_KEYS = {"full_attention", "sliding_attention"}
-_KEEP_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two: and keys
+_KEEP_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the hybrid types keep keys and values, too
 _KEEP_NOTHING = {"moe", "mlp"}
-_OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two: names of one thing
+_OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two are synonyms
 _OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
-_OLD_NAMES = {"attention", "mamba"}  # which transformers replaces
-_REHEARSED = torch.bfloat16  # some kernels of other people's code know no other type on meta
-CALL_TOKENS = 256  # of one call, where layers scan or attend by themselves: that may take a megabyte for each,
-MOST_CALL_TOKENS = 4096  # where it takes little,
-FEWEST_CALL_TOKENS = 16  # where it takes much,
-CALL_BYTES = 2**28  # for the largest tensor
-MOST_OPERATIONS = 40_000  # that are looked at to find it
+_OLD_NAMES = {"attention", "mamba"}  # transformers replaces these names by current ones
+_REHEARSED = torch.bfloat16  # the only dtype that some kernels of transformers models accept on meta
+# Tokens per call for layers that scan or attend by themselves, which may take a megabyte a token: the usual number, the
+# most where a token takes little, and the fewest where it takes much, so that the largest tensor has CALL_BYTES at
+# most.
+CALL_TOKENS = 256
+MOST_CALL_TOKENS = 4096
+FEWEST_CALL_TOKENS = 16
+CALL_BYTES = 2**28
+MOST_OPERATIONS = 40_000  # operations observed in the search for the largest tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the layers of a model keep: of each token in pages, of a sequence in slots. A layer may do both."""
+    """What the layers of a model keep: of each token in pages, of a sequence in state slots. A layer may do both."""
 
     shapes: dict[int, LayerShape]
     states: dict[int, LayerStates]
-    index_dims: dict[int, int] = field(default_factory=dict)  # layers that keep a key to choose among others, too
-    own: OwnForm | None = None  # states are those of all layers at once, in a form of the model's own
+    # dimension of the index keys of layers with sparse attention
+    index_dims: dict[int, int] = field(default_factory=dict)
+    own: OwnForm | None = None  # form of states outside any cache; `states` is then one entry for all layers
     gathers: bool = False  # attention is the model's own, over keys gathered from pages
 
     @property
@@ -56,6 +60,7 @@ class Kept:
 
 
 def check_layers(model_type: str, kinds: Any) -> None:
+    """Refuses unknown layer types, whose state would not be found."""
     known = _KEEP_KEYS | _KEEP_STATE | _KEEP_NOTHING | _OWN_MASKS | _OLD_NAMES
     other = next((kind for kind in kinds or () if kind not in known), None)
     if other is not None:
@@ -63,7 +68,7 @@ def check_layers(model_type: str, kinds: Any) -> None:
 
 
 def rehearse(hf: Any) -> Kept:
-    """What each layer keeps, seen in a forward pass without weights."""
+    """Returns what each layer keeps, from a forward pass without weights."""
     try:
         return _rehearse_exchanged(hf)
     except QuireError as refused:
@@ -74,7 +79,7 @@ def rehearse(hf: Any) -> Kept:
 
 
 def _rehearse_exchanged(hf: Any) -> Kept:
-    """With our attention in place of the model's own."""
+    """Runs the model with Quire's attention in place of its own."""
     causal = build_on_meta(hf, _REHEARSED, ATTENTION)
     states = _rehearse_states(causal, exchanged=True) or StateRehearsal(_REHEARSED)
     exchanges = getattr(causal, "_supports_attention_backend", False) or states.layers
@@ -85,7 +90,7 @@ def _rehearse_exchanged(hf: Any) -> Kept:
         shapes = _rehearse_body(body_of(causal), True, cache)[0].layers
     except QuireError:
         raise
-    except Exception as error:  # anything can happen in other people's code
+    except Exception as error:  # model code of transformers can raise anything
         raise unsupported(hf.model_type, f"a rehearsal of it failed: {first_line(error)}") from None
     if not set(states.with_keys) <= set(shapes):
         raise unsupported(hf.model_type, "some of its attention can't be exchanged")
@@ -94,8 +99,9 @@ def _rehearse_exchanged(hf: Any) -> Kept:
 
 
 def _rehearse_gathered(hf: Any) -> Kept | None:
-    """With the model's own attention. None: it fails so, too, or keeps what is not seen. If it can't be built, that is
-    what there is to say of it."""
+    """Runs the model with its own attention and a cache. Returns None if that fails, too, or if a layer keeps a state
+    that is not recorded. A model that can't be built with its own attention raises the reason.
+    """
     causal = build_on_meta(hf, _REHEARSED, "eager")
     try:
         states = _rehearse_states(causal, exchanged=False)
@@ -108,7 +114,9 @@ def _rehearse_gathered(hf: Any) -> Kept | None:
 
 
 def _rehearse_own(hf: Any) -> Kept | None:
-    """With states in a form of the model's own, and our attention if it has any. None: nothing is seen so, either."""
+    """Runs the model with states in a form of its own, and with Quire's attention if it attends. Returns None if no
+    states are found.
+    """
     causal = build_on_meta(hf, _REHEARSED, ATTENTION)
     body = body_of(causal)
     probes: list[tuple[Rehearsal, StateRehearsal]] = []
@@ -119,7 +127,7 @@ def _rehearse_own(hf: Any) -> Kept | None:
 
     try:
         found = find_own(body, parameters_of(body.__class__), probe, _REHEARSED)
-    except Exception:  # anything can happen in other people's code
+    except Exception:  # model code of transformers can raise anything
         return None
     if found is None:
         return None
@@ -132,13 +140,15 @@ def _rehearse_own(hf: Any) -> Kept | None:
 def _rehearse_body(
     body: Any, exchanged: bool, cache: type[StateRehearsal] | None, count: int = 2, num_rows: int = 1
 ) -> tuple[Rehearsal, StateRehearsal]:
-    """What tokens call on their way through a body whose weights are on meta: our attention, if its own is exchanged
-    for it, and a cache, if it is given one. On meta as well; or with numbers, if it looks at them."""
+    """Runs tokens through a body on meta and returns the recorded calls of attention, if `exchanged`, and of the cache,
+    if one is passed. A body that reads values on the host runs with synthetic values instead of meta tensors.
+    """
     try:
         return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long, device="meta"))
     except QuireError:
         raise
-    except Exception:  # anything can happen in other people's code; it is said what happens with numbers
+    # model code of transformers can raise anything; an error with synthetic values is the one that is reported
+    except Exception:
         with MadeUp():
             return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long))
 
@@ -153,19 +163,23 @@ def _pass_tokens(
 
 
 def _rehearse_states(causal: Any, exchanged: bool) -> StateRehearsal | None:
-    """With a cache at hand: what it is used for. None: the model takes none, or fails with one. It may still run
-    without: most keep keys and values alone, which our attention sees."""
+    """Returns the recorded use of a cache. None: the model takes no cache, or fails with one. It may still run without,
+    since most keep only keys and values, which the attention function records.
+    """
     body = body_of(causal)
     if not any(name in parameters_of(body.__class__) for name in CACHES):
         return None
     try:
         return _rehearse_body(body, exchanged, StateRehearsal)[1]
-    except Exception:  # anything can happen in other people's code; who rehearses without a cache will say what
+    # model code of transformers can raise anything; the dry run without a cache reports its own error
+    except Exception:
         return None
 
 
 def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
-    """Every layer keeps something, or says that it does not; and who says that there is a state has shown it."""
+    """Raises unless every layer keeps something or is of a type that keeps nothing, and a model that declares states
+    has shown them.
+    """
     hf = causal.config
     num_layers = int(hf.num_hidden_layers)
     kinds = getattr(hf, "layer_types", None) or [None] * num_layers
@@ -178,8 +192,9 @@ def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
 
 
 def _with_windows(shapes: dict[int, LayerShape], causal: Any, hf: Any) -> dict[int, LayerShape]:
-    """Some models tell their mask of a window and not their attention, and give neither to one that makes no use of
-    masks. Those that have it in some layers only say which (`layer_types`), and tell the attention of each."""
+    """Completes the windows of layers. Some models apply their window through masks only, which are not created for
+    Quire's attention. Models with windows in some layers declare `layer_types` and pass the window to attention.
+    """
     masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
     told = any(shape.window for shape in shapes.values()) or getattr(hf, "layer_types", None) is not None
     window = getattr(hf, "sliding_window", None) if masks and not told else None
@@ -187,9 +202,10 @@ def _with_windows(shapes: dict[int, LayerShape], causal: Any, hf: Any) -> dict[i
 
 
 class _LargestTensor(TorchDispatchMode):
-    """While it is entered, notes how many bytes the largest tensor has that an operation makes; one that shows
-    another's memory, such as a weight's, is not made. Fails after very many operations: layers are much alike, and a
-    scan token by token would hold up a start for half a minute."""
+    """Records the size of the largest tensor that an operation allocates; views of existing memory, such as weights, do
+    not count. Raises after MOST_OPERATIONS: layers are much alike, and a scan token by token would delay a start by
+    half a minute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,20 +224,23 @@ class _LargestTensor(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
+    """Returns the identity of a tensor's storage."""
     return int(x.untyped_storage()._cdata)
 
 
 def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
-    """How many tokens a call may have, and bytes of the largest tensor that it makes then, seen on meta: scans of other
-    people's making may take a thousand times what they return. Of attention by itself that is scores of all tokens
-    before."""
+    """Returns the maximum tokens of one call and the bytes of the largest tensor it allocates, measured on meta.
+
+    Recurrent scans in transformers may allocate a thousand times their output. With the model's own attention the
+    largest tensor is the scores over all previous tokens.
+    """
     body = body_of(build_on_meta(hf, _REHEARSED, kept.attention))
     largest = _LargestTensor()
-    with suppress(Exception), largest:  # anything can happen in other people's code; what was seen so far counts
+    with suppress(Exception), largest:  # model code of transformers can raise anything; the size found so far counts
         _rehearse_body(body, not kept.gathers, StateRehearsal if kept.own is None else OwnRehearsal, CALL_TOKENS)
     num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
     if kept.gathers:
-        scores = 4 * _most_heads(hf) * max_len  # of one token
+        scores = 4 * _most_heads(hf) * max_len  # per token
         call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, FEWEST_CALL_TOKENS))
         return call_tokens, max(num_bytes, call_tokens * scores)
     times = 1
@@ -231,7 +250,8 @@ def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple
 
 
 def _most_heads(hf: Any) -> int:
+    """Returns the number of attention heads of the layer with the most."""
     try:
         return int(getattr(hf, "num_attention_heads", 1))
-    except RuntimeError:  # layers have their own, and a config says so rather than name one
+    except RuntimeError:  # configs with per-layer values raise instead of returning one
         return max(int(layer.num_attention_heads) for layer in hf.per_layer_config)

@@ -1,10 +1,9 @@
-"""Attention that can't be exchanged: a model's own, over keys and values that are gathered from pages.
+"""Attention of models that can't use Quire's: the model's own, over keys and values gathered from pages.
 
-Older models, and those whose masks or biases are their own (ALiBi, chunks, keys of another kind that choose among the
-others), attend by themselves to whatever a cache of transformers returns to them. `GatheredRow` is such a cache for one
-row of a step: it writes what is new to the row's pages and returns all that is there. Each row is a call of its own,
-and each layer copies all its keys: slower still, but most models that keep their keys in a cache of transformers can be
-run so.
+Older models, and models with their own masks or biases (ALiBi, chunks, index keys), attend by themselves to whatever a
+transformers cache returns. `GatheredRow` is such a cache for one row of a step: it writes new keys and values to the
+row's pages and returns all of the row's. Each row is a call of its own, and each layer copies all its keys. That is
+slower than paged attention, but works with most models that keep keys in a transformers cache.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from quire.models.fallback.attention import widen
 from quire.models.fallback.recurrent_states import RowStates, StateSlots
 from quire.types import CacheSpec
 
-Places = Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place there
+Places = Mapping[int, tuple[CacheSpec, int]]  # layer -> its cache group, its index there
 
 
 class GatheredRow(RowStates):
-    """What the layers have kept of one row so far: states (see `RowStates`), and keys and values."""
+    """A cache with the keys and values of one row, and its states (see `RowStates`)."""
 
     def __init__(
         self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor], places: Places, index_places: Places
@@ -31,21 +30,22 @@ class GatheredRow(RowStates):
         super().__init__(slots, step, caches)
         self._places = places
         self._index_places = index_places
-        self._length = int(step.seq_lens[0])  # once this step is done; waits for the device, as such models do anyway
+        # length after this step; synchronizes with the device, as such models do anyway
+        self._length = int(step.seq_lens[0])
         self._start = self._length - step.counts[0]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        """[1, heads, n, dim] each -> the same of all tokens so far"""
+        """Appends keys and values, [1, heads, n, dim] each, and returns those of all tokens so far."""
         new = (keys[0].transpose(0, 1), values[0].transpose(0, 1))
         k, v = (self._append(x, self._places[layer_idx], plane) for plane, x in enumerate(new))
         return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """[1, n, dim] -> the same of all tokens so far"""
+        """Appends index keys, [1, n, dim], and returns those of all tokens so far."""
         return self._append(keys[0].unsqueeze(1), self._index_places[layer_idx], 0).squeeze(1).unsqueeze(0)
 
     def _append(self, new: Tensor, place: tuple[CacheSpec, int], plane: int) -> Tensor:
-        """New tokens' [n, heads, dim] go to the row's pages -> all tokens'"""
+        """Writes new tokens, [n, heads, dim], to the row's pages and returns all tokens."""
         spec, layer = place
         inputs = self._step.groups[spec.group]
         assert isinstance(inputs, PagedInputs)

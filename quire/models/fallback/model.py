@@ -1,10 +1,10 @@
-"""Any other causal model of an installed `transformers`: its own code, with its attention swapped for the paged one.
+"""Runs any other causal model of an installed `transformers`: its own code, with its attention replaced by paged
+attention.
 
-The registry names `FallbackModel` for model types without a family. Its layers are built on meta; a rehearsal then
-tells what each layer keeps (`fallback_rehearse`), so that nothing is guessed from names in a config. A step is one flat
-sequence to the model: rows are told apart by their positions and, in attention (`fallback_attention`), by their pages.
-Where layers keep a state (`fallback_states`), rows with as many tokens as each other are a batch. Slower than a
-family's own file, and said so at start.
+The registry names `FallbackModel` for model types without a family. A dry run finds what each layer keeps (`dry_run`),
+so that nothing is inferred from names in a config. A step is one flat sequence to the model: positions and, in
+attention (`attention`), pages separate the rows. Where layers keep a state (`recurrent_states`), rows with equally many
+tokens are a batch. It is slower than a model family, which a note at start says.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ TOKEN_BY_TOKEN = (
 )
 NO_BATCHES = "knows no rows beside each other: each is computed by itself"
 NOT_CAPTURED = "looks at its numbers while it computes: none of its steps is captured, which is slower still"
-_OURS = ("model_type", "served_len", "quantization_config", "tensor_types")  # weights are decoded when they are read
+# fields that are Quire's own or that transformers must not act on; weights are decoded while loading
+_OURS = ("model_type", "served_len", "quantization_config", "tensor_types")
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackConfig:
     model_type: str
-    hf: Any  # transformers' own config
-    served_len: int | None = None  # how long sequences may become, if that is known
-    head_dim: int = 1  # a GGUF's heads are not reordered
+    hf: Any  # config class of transformers
+    served_len: int | None = None  # maximum sequence length that is served, if known
+    head_dim: int = 1  # rows of GGUF heads are not permuted
 
 
 class FallbackModel(nn.Module):
-    eager_only = True  # until `verify` has seen that its decode steps can be captured,
-    decodes_only = True  # which no other step is, nor rehearsed: that would hold up others for seconds
+    eager_only = True  # until `verify` has found that decode steps can be captured
+    decodes_only = True  # no other step is captured or warmed up, which would delay other requests for seconds
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class FallbackModel(nn.Module):
         self.states = StateSlots.of(kept.states, dtype, page_tokens)
         index = index_specs(kept.index_dims, cache_dtype, page_tokens)
         self.specs = [*self.paged_specs, *index, *self.states.specs]
-        # Layers that keep a state take up several tokens behind it, and know rows; `verify` knows better.
+        # Assumed until `verify` measures it: layers continue from a state with several tokens, and batches are
+        # possible.
         self.goes_on, self.apart = True, kept.gathers
         self._call_rows = MANY if kept.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
         self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
@@ -126,7 +128,7 @@ class FallbackModel(nn.Module):
         fields = {key: value for key, value in config.items() if key not in _OURS}
         try:
             hf = transformers.AutoConfig.for_model(model_type, **fields)
-        except Exception as error:  # whatever its checks raise
+        except Exception as error:  # config checks of transformers can raise anything
             what = f"transformers refuses this {model_type} config: {first_line(error)}."
             raise QuireError("bad_config", what, "Check config.json.") from None
         check_layers(model_type, getattr(hf, "layer_types", None))
@@ -162,25 +164,28 @@ class FallbackModel(nn.Module):
         return PagedStep({layer: (plans[spec.group], n) for layer, (spec, n) in self.places.items()}, self.ops)
 
     def _run(self, step: Step, num_rows: int, paged: PagedStep | None, states: RowStates | None) -> Tensor:
-        """Hidden states of all tokens, [tokens, width], as a batch of so many rows."""
-        positions = step.positions.clamp(min=0)  # tokens that stand for nobody have -1, which some look up in a table
+        """Returns the hidden states of all tokens, [tokens, width], computed as a batch of `num_rows` rows."""
+        positions = step.positions.clamp(min=0)  # padding tokens have position -1, which some models look up in a table
         tokens, positions = step.tokens.view(num_rows, -1), positions.view(num_rows, -1)
         return run_body(body_of(self.causal), tokens, positions, paged, states).flatten(0, 1)
 
     def work_bytes(self, max_rows: int) -> int:
-        """What a call takes beyond its activations, for the memory plan: a few of its largest tensors at a time, and of
-        what one layer keeps of all rows."""
+        """Returns the bytes that a call takes beyond its activations, for the memory plan: a few of its largest
+        tensors, and the states of one layer for all rows.
+        """
         return 3 * self._call_bytes + 4 * min(max_rows, self._call_rows) * self.states.layer_bytes
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab], with whatever the model does to its logits"""
+        """Maps hidden [n, width] to logits [n, vocab], including what the model does to its logits."""
         return self.head(hidden)
 
     @torch.inference_mode()
     def verify(self) -> list[str]:
-        """Once loaded: two rows in three chunks over pages must come to what transformers' own attention comes to. A
-        model that does something unforeseen is refused here, before it says anything wrong. What else there is to say
-        of it, is returned."""
+        """Compares two rows in three chunks over pages with the model's own attention, once weights are loaded.
+
+        A model whose results differ is refused here, before it can give a wrong answer. Returns notes about what it
+        can't do.
+        """
         device = next(self.causal.parameters()).device
         count = min(12, self.max_positions)
         rows = torch.arange(2 * count, device=device).view(2, count) * 7 % self.vocab_size
@@ -198,7 +203,7 @@ class FallbackModel(nn.Module):
         return notes
 
     def _own_logits(self, rows: Tensor) -> Tensor:
-        """As the model computes them without us, [rows, n, vocab]."""
+        """Returns the logits of the model without a cache, [rows, n, vocab]."""
         config = self.causal.config
         attention, config._attn_implementation = config._attn_implementation, "eager"
         try:
@@ -209,16 +214,18 @@ class FallbackModel(nn.Module):
             config._attn_implementation = attention
 
     def _looks_ahead(self, rows: Tensor, logits: Tensor) -> bool:
-        """Whether another last token changes anything before it. That may be little: in half precision an encoder
-        passes for what it is not."""
+        """Returns whether another last token changes logits before it. The change may be small: in half precision an
+        encoder could pass for a decoder.
+        """
         others = rows.clone()
         others[:, -1] = (others[:, -1] + 1) % self.vocab_size
         changed = (self._own_logits(others) - logits)[:, :-1].abs().max()
         return not bool(changed <= 1e-4 * logits.abs().max())
 
     def _find_way(self, rows: Tensor, wanted: Tensor, most: float) -> None:
-        """How rows are handed in so that logits are right: those that keep states as batches, if they may be, else
-        each by itself."""
+        """Chooses how rows are passed so that logits are right: rows with states as batches if possible, else one by
+        one.
+        """
         ways = (False, True) if self.states.specs and not self.gathers else (self.apart,)
         for self.apart in ways:
             try:
@@ -244,17 +251,19 @@ class FallbackModel(nn.Module):
         return can_capture(lambda: self.logits(self.forward(step, caches)), caches, most)
 
     def _takes_up_states(self, rows: Tensor) -> bool:
-        """Whether layers take up several tokens behind what they have kept, as they do one by one. Logits may not tell:
-        of a few tokens little may be kept, and little be made of it. So it is random numbers that were kept, and what
-        is left and returned in both ways is compared with what these numbers change of it, which may be nothing: a
-        short convolution has forgotten them by then."""
+        """Returns whether layers continue from a state with several tokens as they do one by one.
+
+        Logits may not show it, since a state of few tokens may have little effect. So states are filled with random
+        numbers, and the difference of both ways is compared with the effect of these numbers. A short convolution may
+        have none left.
+        """
         left, rounding = [], min(16 * torch.finfo(self.states.dtype).eps, 0.03)
         for drawn, together in ((True, True), (True, False), (False, False)):
             caches = {spec.group: _empty_cache(spec, len(rows), 3, rows.device) for spec in self.specs}
             generator = torch.Generator().manual_seed(0)
             for layer, (spec, place) in self.states.places.items() if drawn else ():
                 self.states.fill(layer, caches[spec.group][place], generator)
-            spans = ((1, 3),) if together else ((1, 2), (2, 3))  # what begins may take up nothing
+            spans = ((1, 3),) if together else ((1, 2), (2, 3))  # a row that begins need not continue from a state
             hidden = [self._try(_rehearsed_step(self.specs, rows[:, :3], *span), caches) for span in spans]
             kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
             left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
@@ -264,9 +273,12 @@ class FallbackModel(nn.Module):
         )
 
     def _error(self, rows: Tensor, wanted: Tensor) -> float:
-        """How far logits of `rows` [rows, n], in three chunks, are from those wanted, relative to the largest."""
+        """Returns the largest error of logits of `rows` [rows, n], computed in three chunks, relative to the largest
+        logit.
+        """
         num_rows, count = rows.shape
-        spans = ((0, count // 2), (count // 2, count - 1), (count - 1, count))  # the last as a decoding row has it
+        # the last span is one token, as in decode
+        spans = ((0, count // 2), (count // 2, count - 1), (count - 1, count))
         caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
         hidden = [self._try(_rehearsed_step(self.specs, rows, *span), caches) for span in spans]
         got = [self.logits(part).float().view(num_rows, -1, self.vocab_size) for part in hidden]
@@ -277,16 +289,16 @@ class FallbackModel(nn.Module):
             return self.forward(step, caches)
         except QuireError:
             raise
-        except Exception as failure:  # anything can happen in other people's code
+        except Exception as failure:  # model code of transformers can raise anything
             raise unsupported(self.causal.config.model_type, f"it fails with pages: {first_line(failure)}") from failure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Its body and its head
+# The model's body and head
 
 
 class _GivenStates:
-    """What a base model returns: hidden states, and nothing where more is asked for."""
+    """Output of a base model that holds given hidden states; all other fields are None."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -299,13 +311,14 @@ class _GivenStates:
 
 
 class _GivenBody(nn.Module):
-    """A base model whose hidden states are already there. Some reach for their body's decoder: it is that, too; and
-    some for the numbers that it keeps."""
+    """A base model that returns given hidden states. It also serves as the decoder of its body, and has the body's
+    attributes, since some heads read them.
+    """
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.__dict__["decoder"] = self
-        self.__dict__["body"] = body  # not a part of this one: its weights are walked over elsewhere
+        self.__dict__["body"] = body  # not a submodule, so that its weights are not visited twice
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.body, name)
@@ -315,20 +328,21 @@ class _GivenBody(nn.Module):
 
 
 class _Head:
-    """The model with its body left out: hidden states to logits, the way its own forward does it. Not a module, so that
-    weights it shares with the whole are not walked over twice."""
+    """The model without its body: maps hidden states to logits by the model's own forward. Not a module, so that
+    weights it shares with the whole are not visited twice.
+    """
 
     def __init__(self, causal: Any):
         self._model = copy.copy(causal)
         self._model._modules = {**causal._modules, body_name(causal): _GivenBody(body_of(causal))}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width]"""
+        """Maps hidden [n, width] to logits [n, vocab]."""
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
 
 
 def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int) -> Step:
-    """Tokens start : stop of each row, as a step; row r's pages are the r-th share of each group's."""
+    """Returns a step over tokens start : stop of each row; row r has the r-th share of each group's pages."""
     num_rows, count = rows.shape[0], stop - start
     positions = torch.arange(start, stop, device=rows.device).repeat(num_rows)
     groups: dict[str, PagedInputs | StateInputs] = {}

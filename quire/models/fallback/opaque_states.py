@@ -1,9 +1,8 @@
-"""States that models of other people's making keep in a form of their own, in no cache of transformers.
+"""States that transformers models keep in a form of their own, outside any transformers cache.
 
-Some return what they have kept and take it again with the next tokens, others leave it in their modules. Either way it
-is tensors that have a dimension for rows and do not grow. `find_own` finds them in a rehearsal; `OwnRows` hands in
-those of some rows of a step, from their state slots, and takes them back. A row that begins is handed nothing: how it
-begins, the model knows itself.
+Some models return their states and take them again with the next tokens; others keep them in their modules. In both
+cases they are tensors with a row dimension and a fixed size. `find_own` finds them in a dry run. `OwnRows` passes the
+states of some rows of a step from their slots and collects them. A row that begins gets none: the model initializes it.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from quire.models.fallback.recurrent_states import (
     StateSlots,
 )
 
-LAYER = 0  # states of all layers are kept as if they were one's: which is whose, nothing tells
-_PROBES = ((2, 3), (4, 5))  # rows and tokens of two calls: what differs between them tells what a dimension is
+LAYER = 0  # states of all layers are one entry, since nothing tells which layer has which
+_PROBES = ((2, 3), (4, 5))  # rows and tokens of two calls, whose differences in shape identify the row dimension
 
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """Where a model has its states, and in which dimension each of their tensors has its rows; None: in none."""
+    """Where a model has its states, and the row dimension of each tensor; None: it has none."""
 
-    returned: Mapping[str, Any]  # by the names under which they are returned and taken, as they came in a rehearsal
-    attributes: tuple[tuple[str, str], ...]  # module, and what it calls it
+    returned: Mapping[str, Any]  # by output and parameter name, with the values of the dry run
+    attributes: tuple[tuple[str, str], ...]  # (path of the module, attribute)
     row_dims: tuple[int | None, ...]
 
     def tensors(self, body: nn.Module, output: Any) -> list[Tensor]:
@@ -44,14 +43,14 @@ class OwnForm:
 
 
 class OwnRehearsal(StateRehearsal):
-    """While a model is built: has it keep what it keeps, in whatever form."""
+    """Records a dry run in which the model keeps states in its own form."""
 
     def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_cache": True, **{name: None for name in ("cache_params",) if name in taken}}
 
 
 class OwnRows(RowStates):
-    """Some rows' states in the model's own form. All of them begin, or none does."""
+    """The states of some rows in the model's own form. Either all rows begin, or none does."""
 
     def __init__(self, form: OwnForm, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
         super().__init__(slots, step, caches)
@@ -60,7 +59,7 @@ class OwnRows(RowStates):
 
     def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
         form = self._form
-        _forget(body, form.attributes)  # a call that failed may have left some
+        _forget(body, form.attributes)  # an earlier call that failed may have left states
         if self._begins:
             return {"use_cache": True, **dict.fromkeys(form.returned)}
         tensors = self._in_their_form()
@@ -73,7 +72,7 @@ class OwnRows(RowStates):
         states = iter(self.states_of(LAYER).values())
         rehearsed = list(_leaves(list(self._form.returned.values())))
         for place, dim in enumerate(self._form.row_dims):
-            if dim is None:  # a count of tokens or the like, in what was returned
+            if dim is None:  # a token count or the like in the returned value
                 yield torch.zeros_like(rehearsed[place], device=self._step.tokens.device)
             else:
                 yield next(states).movedim(0, dim).contiguous()
@@ -92,8 +91,9 @@ class OwnRows(RowStates):
 def find_own(
     body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any], rehearsed: torch.dtype
 ) -> tuple[OwnForm, LayerStates] | None:
-    """What a body keeps by itself, and where. `taken`: names that it can be called with; `probe`: calls it, with so
-    many rows and tokens, and returns its output. None: it keeps nothing, or what grows with the tokens."""
+    """Finds the states that a body keeps by itself. `taken`: its parameter names; `probe(rows, tokens)`: calls it and
+    returns its output. Returns None if there are none, or if they grow with the tokens.
+    """
     unset = [(path, name) for path, module in body.named_modules() for name, x in vars(module).items() if x is None]
     seen: list[list[Tensor]] = []
     for num_rows, count in _PROBES:
@@ -108,7 +108,8 @@ def find_own(
         if changed and [(few.shape[dim], many.shape[dim]) for dim in changed] != [(_PROBES[0][0], _PROBES[1][0])]:
             return None
         row_dims.append(changed[0] if changed else None)
-    if None in row_dims[len(row_dims) - len(attributes) :]:  # a table, or of nobody knows whom
+    # a tensor without rows may be a table, or belong to any row
+    if None in row_dims[len(row_dims) - len(attributes) :]:
         return None
     of_rows = [x.movedim(dim, 0) for x, dim in zip(seen[0], row_dims, strict=True) if dim is not None]
     kept = [KeptState(tuple(x.shape[1:]), None if x.dtype == rehearsed else x.dtype) for x in of_rows]
@@ -131,7 +132,7 @@ def _forget(body: nn.Module, attributes: tuple[tuple[str, str], ...]) -> None:
 
 
 def _leaves(x: Any) -> Iterator[Tensor]:
-    """All tensors in lists, mappings and objects of other people's classes; configs are none of these."""
+    """Yields all tensors in lists, mappings and objects, but not in configs."""
     if isinstance(x, Tensor):
         yield x
     elif (parts := _parts(x)) is not None:
@@ -140,7 +141,7 @@ def _leaves(x: Any) -> Iterator[Tensor]:
 
 
 def _rebuild(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with other tensors, in the order in which `_leaves` comes by them."""
+    """Returns a copy of `x` with other tensors, in the order of `_leaves`."""
     if isinstance(x, Tensor):
         return next(tensors)
     parts = _parts(x)
@@ -157,7 +158,7 @@ def _rebuild(x: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _parts(x: Any) -> Mapping[Any, Any] | None:
-    """None: it has none, or none that may be looked into."""
+    """Returns the parts of a container by key; None for anything else."""
     if isinstance(x, (type, nn.Module, StateRehearsal)) or hasattr(x, "model_type"):
         return None
     if isinstance(x, (list, tuple)):

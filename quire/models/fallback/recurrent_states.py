@@ -1,12 +1,12 @@
-"""Recurrent layers of models of other people's making: what they keep of a sequence, in state slots.
+"""Recurrent layers of transformers models, whose states are kept in state slots.
 
-Such a layer asks a cache of transformers for the inputs its convolution still sees and for its matrix, and leaves new
-ones there. `StateRehearsal` is such a cache while a model is built, and notes what is kept; `RowStates` is one for some
-rows of a step, filled from their slots and written back to them, layer by layer. Keys and values pass through both
-untouched: attention (`fallback_attention`) keeps them in pages.
+Such a layer reads the last inputs of its convolution and its recurrent matrix from a transformers cache, and writes new
+ones there. `StateRehearsal` is this cache in a dry run and records what is kept. `RowStates` is the cache of some rows
+of a step: it is filled from their slots and written back, layer by layer. Keys and values pass through both unchanged,
+since `attention` keeps them in pages.
 
-A slot of zeros is as good as none at all: a convolution sees zeros before a sequence, and a matrix begins with them.
-Where that does not hold, or a layer can't go on from what it left, `FallbackModel.verify` finds other logits.
+A slot of zeros equals no state: a convolution is padded with zeros, and a matrix begins with them. Where that does not
+hold, or a layer can't continue from its state, `FallbackModel.verify` finds other logits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models.fallback.attention import LayerShape
 from quire.types import CacheSpec
 
-MANY = 2**31  # more than there ever are of anything counted here
+MANY = 2**31  # larger than any count here
 Kind = Literal["conv", "recurrent"]
-Key = tuple[Kind, int]  # a layer may keep several of each
+Key = tuple[Kind, int]  # a layer may keep several of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class KeptState:
     """One tensor that a layer keeps of a sequence."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: the model's own
+    dtype: torch.dtype | None  # None: the model's own dtype
 
     @property
     def elements(self) -> int:
@@ -47,18 +47,18 @@ LayerStates = dict[Key, KeptState]
 
 
 class _PassingCache:
-    """What both caches answer alike."""
+    """Methods of a transformers cache that both caches share."""
 
     is_compileable = False
-    is_initialized = True  # asked for by who masks a prompt's beginning otherwise, if it is told what that is
-    is_sliding = (False,)  # pages hold all tokens of a layer that does not exchange its attention
+    is_initialized = True  # read where a mask would otherwise be created for the beginning of a prompt
+    is_sliding = (False,)  # pages hold all tokens of a layer with the model's own attention
 
     def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
-        """What else a body is called with, of what it can be: see `fallback_own`."""
+        """Returns further arguments for the body, out of the parameters it takes: see `opaque_states`."""
         return {}
 
     def take_back(self, body: nn.Module, output: Any) -> None:
-        """Hears what came of it."""
+        """Receives the output of the body."""
 
     def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return keys, values
@@ -67,7 +67,7 @@ class _PassingCache:
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Only asked for to make up positions and masks, and those are given or not needed."""
+        """Returns 0. Models use it for positions and masks only, which are passed or not needed."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -78,14 +78,14 @@ class _PassingCache:
 
 
 class StateRehearsal(_PassingCache):
-    """Stands in for a step while a model is built, in the type `rehearsed`: notes what each layer keeps."""
+    """Records what each layer keeps, in a dry run in the dtype `rehearsed`."""
 
     def __init__(self, rehearsed: torch.dtype):
         self._rehearsed = rehearsed
         self.layers: dict[int, LayerStates] = {}
-        self.with_keys: dict[int, LayerShape] = {}  # layers that keep keys and values,
+        self.with_keys: dict[int, LayerShape] = {}  # layers that keep keys and values
         self.output: Any = None  # of the model
-        self.index_dims: dict[int, int] = {}  # and those that keep a key of another kind, to choose among them
+        self.index_dims: dict[int, int] = {}  # layers that keep index keys, which select tokens for sparse attention
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         heads = keys.shape[1]
@@ -137,13 +137,14 @@ class StateRehearsal(_PassingCache):
 
 
 class RowStates(_PassingCache):
-    """What the layers have kept of some rows so far. A layer reads it, and changes it or puts other things in its
-    place; when the next one comes, that goes back to the rows' slots: no more than one layer's is at hand."""
+    """The states of some rows of a step. A layer reads and replaces them; when the next layer follows, they are written
+    to the rows' slots, so that one layer's states are held at a time.
+    """
 
     def __init__(self, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
         self._slots, self._step, self._caches = slots, step, caches
         self._layer: int | None = None
-        self._states: dict[Key, Tensor] = {}  # of that layer: each [rows, ...]
+        self._states: dict[Key, Tensor] = {}  # of that layer, each [rows, ...]
 
     def states_of(self, layer: int) -> dict[Key, Tensor]:
         if layer != self._layer:
@@ -152,7 +153,7 @@ class RowStates(_PassingCache):
         return self._states
 
     def flush(self) -> None:
-        """Leaves in the slots what the last layer has put here."""
+        """Writes the states of the current layer to the slots."""
         if self._layer is not None:
             self._slots.write(self._layer, self._states, self._step, self._caches)
         self._layer, self._states = None, {}
@@ -171,7 +172,9 @@ class RowStates(_PassingCache):
         return self.states_of(layer_idx).get(("recurrent", state_idx))
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any) -> Tensor:
-        """The new inputs behind those that were kept: what the convolution sees. Of these the last are kept."""
+        """Appends new inputs to the kept ones and returns both, which is what the convolution sees. Keeps the last of
+        them.
+        """
         states = self.states_of(layer_idx)
         old = states["conv", state_idx]
         seen = torch.cat([old, conv_states.to(old.dtype)], -1)
@@ -192,7 +195,7 @@ class RowStates(_PassingCache):
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The same by layers, for releases of transformers whose layers look for it there."""
+    """The same states by layer, for transformers releases whose layers look for them there."""
 
     rows: RowStates
 
@@ -224,18 +227,18 @@ class _LayerOfRows:
 
 
 def place_layers(specs: list[CacheSpec]) -> dict[int, tuple[CacheSpec, int]]:
-    """layer -> its group, its place there"""
+    """Returns layer -> its cache group, its index there."""
     return {layer: (spec, place) for spec in specs for place, layer in enumerate(spec.layers)}
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Where the layers' states lie: those that keep as much are one group of slots."""
+    """The slots of the layers' states. Layers with states of equal size are one group."""
 
     layers: Mapping[int, LayerStates]
     dtype: torch.dtype  # of the model
     specs: list[CacheSpec]
-    places: Mapping[int, tuple[CacheSpec, int]]  # layer -> its group, its place there
+    places: Mapping[int, tuple[CacheSpec, int]]  # layer -> its cache group, its index there
 
     @classmethod
     def of(cls, layers: Mapping[int, LayerStates], dtype: torch.dtype, page_tokens: int) -> StateSlots:
@@ -250,7 +253,7 @@ class StateSlots:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one row and layer, the largest."""
+        """Bytes of the largest layer's states for one row."""
         return 4 * max((spec.shape[0] for spec in self.specs), default=0)
 
     def read(self, layer: int, step: Step, caches: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -270,7 +273,7 @@ class StateSlots:
         cache.index_copy_(0, _slots(step, spec), kept)
 
     def fill(self, layer: int, cache: Tensor, generator: torch.Generator) -> None:
-        """Random numbers for what a layer keeps that is a number and no index, [slots, elements] of its cache."""
+        """Fills a layer's floating-point states, in its cache [slots, elements], with random numbers. Indices stay."""
         first = 0
         for state in self.layers[layer].values():
             if (state.dtype or self.dtype).is_floating_point:
@@ -286,18 +289,21 @@ def _slots(step: Step, spec: CacheSpec) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of equal length together
+# Batches of rows with equally many tokens
 
 
 def split_rows(
     step: Step, goes_on: bool, apart: bool, most: int, begin_apart: bool = False, most_rows: int = MANY
 ) -> Iterator[tuple[Step, Tensor | None]]:
-    """Rows of a step that have as many tokens as each other, as a step of their own, and where in the whole their
-    tokens stand; None: they are the whole. A recurrent layer of other people's making knows batches and no ragged
-    rows: all that decode are a batch, and most prompts are batches of one. Unless a model `goes_on` behind what it has
-    kept, only rows that begin are taken whole, and others are taken token by token. `apart`: each row is a step of its
-    own; `begin_apart`: those that begin are not with others. No step has more than `most_rows` rows, nor more than
-    `most` tokens, but for decodes, which stay together: such a step can be captured."""
+    """Yields steps of rows with equally many tokens, and the indices of their tokens in the whole step; None: all of
+    them.
+
+    Recurrent layers of transformers have batches and no ragged rows, so all decodes are one batch, and most prompts are
+    batches of one. Unless a model `goes_on` from a kept state with several tokens, only beginnings run as a chunk, and
+    other tokens run one by one. `apart`: each row is a step of its own. `begin_apart`: rows that begin are not with
+    others. A step has at most `most_rows` rows and `most` tokens, except that all decodes stay together, so that the
+    step can be captured.
+    """
     by_count: dict[tuple[int, bool, bool], list[int]] = {}
     for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):
         key = (count, goes_on or count in (1, bound), begin_apart and count == bound)
@@ -324,7 +330,9 @@ def _batches(rows: list[int], most: int) -> list[list[int]]:
 
 
 def _spans(count: int, goes_on: bool, whole: bool, most: int) -> list[range]:
-    """The tokens of each call. What can't go on takes as many as it may at its beginning, then one by one."""
+    """Returns the tokens of each call. Without `goes_on`, a beginning takes up to `most` tokens, and the rest one
+    each.
+    """
     if goes_on:
         return [range(n, min(n + most, count)) for n in range(0, count, most)]
     first = min(count, most) if whole else 0
@@ -332,7 +340,7 @@ def _spans(count: int, goes_on: bool, whole: bool, most: int) -> list[range]:
 
 
 def _take(step: Step, rows: list[int], span: range, left: int, of_rows: Tensor, of_tokens: Tensor) -> Step:
-    """Some of the tokens of some rows, `left` of which are still to come."""
+    """Returns a step of some tokens of some rows; `left` tokens of each row follow later."""
     groups: dict[str, PagedInputs | StateInputs] = {}
     for name, inputs in step.groups.items():
         if isinstance(inputs, StateInputs):

@@ -1,8 +1,8 @@
-"""Numbers where there are none yet, so that code that looks at numbers can be rehearsed. For `fallback_rehearse`.
+"""Synthetic values for dry runs of code that reads values on the host. Used by `dry_run`.
 
-Weights of a model that is being built are on meta, and so would be all that is computed from them. Some code looks at
-it from the host all the same: how many tokens an expert has, and which. While `MadeUp` is entered, tokens are numbers,
-and whatever comes of numbers and weights is made up: no weight is needed, and the shapes are those of a real run.
+Weights of a model that is being built are on meta, and so is all that is computed from them. Some code still reads such
+tensors on the host, the number of tokens of each expert, for example. While `MadeUp` is active, tokens are real
+tensors, and results that combine them with weights are random. No weight is needed, and shapes are those of a real run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MadeUp(TorchDispatchMode):
         if not among_numbers or not any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            return args[0]  # numbers stay what they are, and a weight is none
+            return args[0]  # the in-place target stays as it is: a real tensor has values, and meta weights have none
         return tree_map(self._make_up, func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs)))
 
     def _make_up(self, x: Any) -> Any:

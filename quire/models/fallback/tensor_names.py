@@ -1,8 +1,9 @@
-"""A checkpoint under the names that a model of transformers has for its tensors: files are often older than its code.
+"""Presents a checkpoint under the tensor names of a transformers model, since files are often older than the model
+code.
 
-The loader wraps checkpoints in `OwnNames` for models of `fallback`. Which name became which, whether experts that lie
-one by one in the file, or matrices that lie apart, are one tensor in the model, and which tensors lie there in another
-order, or several as one, transformers itself knows; what it would do beyond that to the numbers of a file is refused.
+The loader wraps the checkpoints of `FallbackModel` in `OwnNames`. transformers' conversion mapping defines which names
+change, which tensors of a file are joined into one of the model (experts, matrices), and which are reordered or split.
+Conversions beyond these are refused.
 """
 
 from __future__ import annotations
@@ -21,49 +22,51 @@ from quire.layers.weights import PartSource
 from quire.models.fallback.attention import unsupported
 from quire.models.loading.sources import Checkpoint, bad_weights, lacks
 
-_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last one: an expert's, not its layer's
+_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number in a name: the expert's, not the layer's
 Rename = Callable[
     [str], tuple[str, str | None]
-]  # a file's name -> the model's, and by which pattern tensors are joined
+]  # file's name -> model's name, and the pattern by which tensors are joined
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a joined tensor one of the file's lies."""
+    """Location of one of the file's tensors in a joined tensor."""
 
-    entry: int | None  # of the first dimension; None: the file's is no entry, but some rows of the whole
-    start: int  # of the dimension that follows, or of the first one
+    entry: int | None  # index in the first dimension; None: some rows of the whole
+    start: int  # in the dimension that follows, or in the first
     size: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Tensors of a file, found by these patterns in this order, that are one in the model."""
+    """Tensors of a file, matched by these patterns in this order, that are one in the model."""
 
     patterns: list[str]
-    below: bool  # they lie below each other; else they are numbered, and are entries, of several matrices or of one
+    below: bool  # concatenated along rows; otherwise the tensors are numbered entries of a stack
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Makes one of the model's tensors of one in a file: its rows in another order, or some of them."""
+    """Makes one of the model's tensors from one in a file: reordered, transposed, or a part of it."""
 
     target: str  # pattern of its name
     change: Callable[[Tensor], Tensor]
-    by_entries: bool  # it does the same to each entry of the first dimension
+    by_entries: bool  # applies to each entry of the first dimension on its own
 
 
 class OwnNames:
+    """A view of a checkpoint with the tensor names and shapes of a transformers model."""
+
     def __init__(self, whole: Checkpoint, causal: Any):
         self.where = whole.where
         self._whole = whole
-        self._names: dict[str, str] = {}  # the model's -> the file's
+        self._names: dict[str, str] = {}  # model's name -> file's name
         self._joined: dict[str, list[Place]] = {}
         self._formed: dict[str, Form] = {}
         wanted = {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()}
         rename, joins, forms = _read_conversions(causal, wanted)
-        members: dict[str, dict[str, dict[int, str]]] = {}  # the model's name -> pattern -> number -> the file's name
+        members: dict[str, dict[str, dict[int, str]]] = {}  # model's name -> pattern -> number -> file's name
         for name in whole.shapes:
             ours, pattern = (name, None) if name in wanted else rename(name)
             number = _number(name, joins[pattern]) if pattern in joins else None
@@ -80,7 +83,7 @@ class OwnNames:
             self._join(ours, found, joins[next(iter(found))], (wanted.get(ours) or (0,))[0])
 
     def _shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the model's tensor, if the file's has this one."""
+        """Returns the shape of the model's tensor, given that of the file's."""
         form = self._formed.get(ours)
         if form is None:
             return shape
@@ -91,7 +94,9 @@ class OwnNames:
             raise bad_weights(f"{what}, which makes no {ours}") from None
 
     def _join(self, ours: str, found: dict[str, dict[int, str]], join: Join, num_entries: int) -> None:
-        """`found`: for each pattern the file's tensors by number; the model has `num_entries` of them."""
+        """Adds a joined tensor. `found`: the file's tensors by pattern and number; the model has `num_entries` of
+        them.
+        """
         shapes = self._whole.shapes
         sample = next(iter(next(iter(found.values())).values()))
         entries = range(1 if join.below else max(num_entries, 1 + max(max(names) for names in found.values())))
@@ -133,7 +138,7 @@ class OwnNames:
                 self._whole.read(place.name, entry[place.start : place.start + place.size])
 
     def _read_formed(self, name: str, target: Tensor, index: int | None) -> None:
-        """No more of the file's tensor is at hand than must be: experts behind each other may be most of a model."""
+        """Reads a changed tensor, entry by entry where possible: a stack of experts may be most of a model."""
         form, file_name = self._formed[name], self._names[name]
         shape = self._whole.shapes[file_name]
         if not form.by_entries:
@@ -151,7 +156,7 @@ class OwnNames:
 
 
 def _number(name: str, join: Join) -> int | None:
-    """Which entry a file's tensor is."""
+    """Returns the index of a file's tensor in its stack."""
     if join.below:
         return 0
     found = _NUMBER.search(name)
@@ -159,13 +164,14 @@ def _number(name: str, join: Join) -> int | None:
 
 
 def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict[str, Join], dict[str, list[Form]]]:
-    """How transformers renames; for each pattern by which it joins tensors all those that are joined with it; and for
-    each by which it takes one apart, or orders it anew, what is made of it."""
+    """Returns the function that renames tensors, and by pattern the joins and the forms of transformers'
+    conversions.
+    """
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping as find
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key
-    except ImportError:  # a release that renames nothing
+    except ImportError:  # a release without conversions
         return lambda name: (name, None), {}, {}
     conversions = [*_conversions_of_whole(causal.config, find), *get_model_conversion_mapping(causal)]
     renamings: list[Any] = [conversion for conversion in conversions if not hasattr(conversion, "operations")]
@@ -185,8 +191,9 @@ def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict
 
 
 def _conversions_of_whole(config: Any, find: Callable[[str], list[Any] | None]) -> list[Any]:
-    """Of the model with images whose language model this is, unless it has some of its own: it is published as a part
-    of that one, and named so."""
+    """Returns the conversions of the multimodal model that has this language model, unless the language model has its
+    own: published files may use the multimodal names.
+    """
     if find(config.model_type) is not None:
         return []
     kinds: list[Any] = [kind for kind in vars(sys.modules[type(config).__module__]).values() if isinstance(kind, type)]
@@ -195,8 +202,9 @@ def _conversions_of_whole(config: Any, find: Callable[[str], list[Any] | None]) 
 
 
 def _join_of(converter: Any) -> Join | None:
-    """Experts one behind the other, each of one matrix, or of several one below the other; or just these. None: it
-    does something else."""
+    """Returns the join of a converter: a stack of experts, each of one or more concatenated matrices, or a
+    concatenation. None: the converter does something else.
+    """
     done = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
     below = done == [("Concatenate", 0)]
     if below or (done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])):
@@ -205,8 +213,9 @@ def _join_of(converter: Any) -> Join | None:
 
 
 def _forms_of(converter: Any) -> list[Form] | None:
-    """Rows that take turns one behind the other, dimensions the other way round; then equal parts. None: something
-    else."""
+    """Returns the forms of a converter: interleaves and transposes, then a split into equal parts. None: it does
+    something else.
+    """
     if len(converter.source_patterns) != 1:
         return None
     steps: list[Callable[[Tensor], Tensor]] = []
@@ -236,5 +245,5 @@ def _forms_of(converter: Any) -> list[Form] | None:
 
 
 def _take_turns(x: Tensor, dim: int, back: bool) -> Tensor:
-    """What lies in turn along a dimension, one kind behind the other; `back`: the other way round."""
+    """Deinterleaves two kinds of rows along a dimension; `back`: interleaves them."""
     return x.unflatten(dim, (2, -1) if back else (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)

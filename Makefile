@@ -1,7 +1,7 @@
-# What a person runs before a commit. `make check` is quick; `make slow` takes minutes and the real model.
+# Checks to run before a commit. `make check` is quick, `make slow` takes minutes, `make nightly` takes hours.
 PYTHON ?= python
 
-.PHONY: check format lint types imports fast test slow paths native fuzz rules chaos
+.PHONY: check format lint types imports fast test slow paths native fuzz rules chaos nightly
 
 check: lint types imports fast
 
@@ -43,3 +43,6 @@ rules:
 
 chaos:
 	$(PYTHON) -m quire chaos --model tiny --deterministic
+
+nightly:
+	$(PYTHON) -m tests.nightly --out docs/nightly.md

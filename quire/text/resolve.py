@@ -6,23 +6,42 @@ nothing of the kind pass through untouched and cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from quire.text.tokenizer import Tokenizer
-from quire.types import SamplingParams
+from quire.types import QuireError, SamplingParams
+
+MAX_BAD_WORD_TOKENS = 1 << 16  # of all words of a request together
 
 
 def resolve_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """Fill `bad_token_ids` from `bad_words` and, if DRY is on, `dry_breaker_ids` from `dry_breakers`."""
     changes: dict[str, Any] = {}
     if params.bad_words:
-        found = [ids for word in params.bad_words for ids in bad_word_ids(word, tokenizer)]
+        found = find_bad_words(params.bad_words, tokenizer)
         changes["bad_token_ids"] = tuple(dict.fromkeys([*params.bad_token_ids, *found]))
     if params.dry_multiplier > 0 and params.dry_breakers:
         ids = {token_id for breaker in params.dry_breakers for token_id in tokenizer.ids_containing(breaker)}
         changes["dry_breaker_ids"] = tuple(sorted(ids.union(params.dry_breaker_ids)))
     return replace(params, **changes) if changes else params
+
+
+def find_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the token sequences of all words, each once. Refuses words that come to too many tokens: each sample of
+    the request carries them all, through the event loop and to the engine."""
+    found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
+    for word in words:
+        for ids in bad_word_ids(word, tokenizer):
+            if ids not in found:
+                found[ids] = None
+                num_tokens += len(ids)
+        if num_tokens > MAX_BAD_WORD_TOKENS:
+            what = f"bad_words come to more than {MAX_BAD_WORD_TOKENS} tokens."
+            raise QuireError("invalid_parameter", what, "Send fewer or shorter words.", "bad_words")
+    return list(found)
 
 
 def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

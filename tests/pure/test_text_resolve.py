@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from quire.text.resolve import bad_word_ids, resolve_params
+from quire.text.resolve import MAX_BAD_WORD_TOKENS, bad_word_ids, resolve_params
 from quire.text.tokenizer import Tokenizer
-from quire.types import SamplingParams
+from quire.types import QuireError, SamplingParams
 from tests.pure.test_text_support import gguf_of, gpt2_words, sentencepiece_metadata, train_byte_level
 
 
@@ -56,3 +56,12 @@ def test_dry_breakers_are_all_ids_with_such_text() -> None:
 
 def test_a_special_token_can_be_a_bad_word() -> None:
     assert (2,) in bad_word_ids("<|im_end|>", tokenizer_of("byte-level"))
+
+
+def test_bad_words_come_to_so_many_tokens() -> None:
+    tokenizer = tokenizer_of("byte-level")
+    words = tuple(f"{number} " + "\x02" * 4000 for number in range(1 + MAX_BAD_WORD_TOKENS // 8000))
+    with pytest.raises(QuireError, match=f"more than {MAX_BAD_WORD_TOKENS} tokens") as refused:
+        resolve_params(SamplingParams(bad_words=words), tokenizer)
+    assert refused.value.param == "bad_words"
+    assert resolve_params(SamplingParams(bad_words=words[:4]), tokenizer).bad_token_ids

@@ -184,6 +184,9 @@ REMOVALS: tuple[Removal, ...] = (
     # -- unbounded fields
     _one("unbounded fields", "lists of a body have a bound", BAD_BODIES,
          SCHEMAS, "Stop = str | Annotated[Items[str], Field(max_length=MAX_STOPS)]", "Stop = str | Items[str]"),
+    _one("unbounded fields", "bad words come to so many tokens",
+         f"{PURE}text_resolve.py::test_bad_words_come_to_so_many_tokens",
+         "quire/text/resolve.py", "if num_tokens > MAX_BAD_WORD_TOKENS:", "if False:"),
     _one("unbounded fields", "bodies together have a bound", f"{BODIES}_bodies_together_have_a_bound",
          "quire/server/http/bodies.py", "if self.num_bytes + count > self._limit:", "if False:"),
     _one("unbounded fields", "the body has a bound", f"{E2E}bad_input.py::test_oversized_body",

@@ -22,6 +22,7 @@ from quire.server.textwork.tasks import Refused, Result, Setup, Task, TextTasks
 MAX_FRAME = 1 << 30
 KEPT_MEMORY = 256 << 20  # a process that keeps more than this after a task is replaced
 BYTES_PER_SECOND = 400_000  # of a task: each second of processor time it gets beyond those of the setup
+NICE = 5  # the event loop and the engine go first: streams wait for them, and only a new request waits for this
 TOO_MUCH_MEMORY = "text_too_large"
 
 
@@ -31,6 +32,7 @@ def processor_seconds(setup: Setup, num_bytes: int) -> float:
 
 
 def main(descriptor: int) -> int:
+    os.nice(NICE)
     link = socket.socket(fileno=descriptor)
     first = read_frame(link)
     if first is None:

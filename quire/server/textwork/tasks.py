@@ -25,7 +25,7 @@ from quire.server.textwork.prompt_maker import PromptMaker
 from quire.text.channels import choose_format, choose_reasoning
 from quire.text.loading import load_tokenizer
 from quire.text.prompts import encode_within
-from quire.text.resolve import bad_word_ids
+from quire.text.resolve import find_bad_words
 from quire.text.schema import looked_at
 from quire.text.template import template_for, template_source
 from quire.text.tokenizer import Tokenizer
@@ -207,7 +207,7 @@ class TextTasks:
             case DecodeTokens(ids, skip_special):
                 return Decoded(self.tokenizer.decode(unpack_ids(ids), skip_special=skip_special))
             case FindWords(bad_words, dry_breakers):
-                bad = dict.fromkeys(ids for word in bad_words for ids in bad_word_ids(word, self.tokenizer))
+                bad = find_bad_words(bad_words, self.tokenizer)
                 breakers = {i for text in dry_breakers for i in self.tokenizer.ids_containing(text)}
                 return FoundWords(tuple(bad), tuple(sorted(breakers)))
             case CheckBody(path, body, max_prompt):

@@ -15,7 +15,7 @@ from quire.types import Request
 class Claims:
     def __init__(self, page_tokens: int):
         self._page_tokens = page_tokens
-        self._leaders: dict[bytes, Request] = {}
+        self._owners: dict[bytes, Request] = {}
 
     def tail_start(self, request: Request) -> int:
         """Where the prompt's last page begins: what is before it can be shared, its last token is always computed."""
@@ -27,10 +27,10 @@ class Claims:
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
         for key in [*lease.keys[request.computed // self._page_tokens : last], self._tail_key(request)]:
-            if key not in self._leaders:
-                self._leaders[key] = request
+            if key not in self._owners:
+                self._owners[key] = request
                 lease.claimed.append(key)
-        lease.leads_tail = self._leaders[self._tail_key(request)] is request
+        lease.claims_tail = self._owners[self._tail_key(request)] is request
 
     def wait_for(self, request: Request, matched: int) -> bytes | None:
         """The furthest page of this prompt, beyond `matched` tokens, that a running request is about to compute."""
@@ -39,40 +39,40 @@ class Claims:
         lease.extend_keys(request.tokens, last)
         found: bytes | None = None
         for key in lease.keys[matched // self._page_tokens : last]:
-            if key not in self._leaders:
+            if key not in self._owners:
                 return found
             found = key
         tail = self._tail_key(request)
-        leader = self._leaders.get(tail)
-        if leader is not None and leader.computed < request.prompt_len - 1:
+        owner = self._owners.get(tail)
+        if owner is not None and owner.computed < request.prompt_len - 1:
             return tail
         return found
 
-    def tail_leader(self, request: Request) -> Request | None:
-        return self._leaders.get(self._tail_key(request))
+    def tail_owner(self, request: Request) -> Request | None:
+        return self._owners.get(self._tail_key(request))
 
-    def arrived(self, request: Request, keys: list[bytes]) -> list[bytes]:
+    def complete(self, request: Request, keys: list[bytes]) -> list[bytes]:
         """These pages are in the tree now: those who waited for them can go on."""
-        done = [key for key in keys if self._leaders.get(key) is request]
+        done = [key for key in keys if self._owners.get(key) is request]
         for key in done:
-            del self._leaders[key]
+            del self._owners[key]
         return done
 
     def withdraw(self, request: Request) -> list[bytes]:
         """The request stopped computing; whoever waited for these keys must look again."""
         lease: Lease = request.lease
-        dropped = [key for key in lease.claimed if self._leaders.get(key) is request]
+        dropped = [key for key in lease.claimed if self._owners.get(key) is request]
         for key in dropped:
-            del self._leaders[key]
+            del self._owners[key]
         lease.claimed.clear()
         return dropped
 
-    def tail_arrived(self, request: Request) -> list[bytes]:
+    def complete_tail(self, request: Request) -> list[bytes]:
         """The key of the tail this request leads, the first time its prompt is computed."""
         lease: Lease = request.lease
-        if not lease.leads_tail or request.computed < request.prompt_len - 1:
+        if not lease.claims_tail or request.computed < request.prompt_len - 1:
             return []
-        lease.leads_tail = False
+        lease.claims_tail = False
         return [self._tail_key(request)]
 
     def _tail_key(self, request: Request) -> bytes:

@@ -57,7 +57,7 @@ def pin(index: CacheIndex, tokens: list[int], salt: bytes = b"", *, pinned: bool
     if match.nodes:
         index.tree.pin(match.nodes[-1], 1 if pinned else -1)
         for node in match.nodes:
-            index.tree.reoffer(node, lambda group, unit: index.pools[group].refs(unit) == 1)
+            index.tree.update_evictable(node, lambda group, unit: index.pools[group].refs(unit) == 1)
     return match.length
 
 

@@ -4,8 +4,8 @@ The scheduler calls it while it plans (`admit`, `reserve`, `snapshot`, `swap_out
 (`commit`, `release`, `settle`). It moves no bytes: what must move is appended to the plan, and the runtime moves it
 in plan order. It imports no torch, so that it can be tested and simulated in milliseconds.
 
-The units themselves are counted by the `Stock`: what is released while steps are in flight is free only when the step
-it names has committed.
+`UnitLedger` counts the units: what is released while steps are in flight is free only when the step it names has
+committed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.cache.match import CacheStats, Lookup, Match
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
 from quire.cache.tree import ABSENT, Node, PrefixTree
-from quire.cache.unit_ledger import Stock
-from quire.cache.windows import Windows
+from quire.cache.unit_ledger import UnitLedger
+from quire.cache.windows import WindowPages
 from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Status
 
 
@@ -35,22 +35,22 @@ class CacheIndex:
         self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
         leaf_first = [spec.kind == "paged" and spec.window is None for spec in specs]
         self.tree = PrefixTree(len(specs), leaf_first, [spec.kind == "state" for spec in specs])
-        self.stock = Stock(self.tree, num_units, num_host_units, self.stats)
-        self._windows = Windows(specs, self.tree, self.stock)
+        self.ledger = UnitLedger(self.tree, num_units, num_host_units, self.stats)
+        self._windows = WindowPages(specs, self.tree, self.ledger)
         self.windowed = self._windows.groups
         self._lookup = Lookup(specs, self.tree)
-        self.available = self.stock.available
-        self.settle = self.stock.settle
+        self.available = self.ledger.available
+        self.settle = self.ledger.settle
         self._last_match: tuple[Lease, int, int, Match] | None = None  # with the pages asked for and the tree's changes
         self._to_clear: list[Copy] = []
         self._leases: set[Lease] = set()  # those that hold something, for check()
         self.claims = Claims(self.page_tokens)
         self.capacity_tokens = self._capacity_tokens()
 
-    def afresh(self) -> CacheIndex:
+    def empty_copy(self) -> CacheIndex:
         """One of the same size that holds nothing. Units that await clearing are still cleared first."""
         sizes = [pool.num_units for pool in self.pools]
-        host = [pool.num_units for pool in self.stock.host_pools] if self.can_swap else None
+        host = [pool.num_units for pool in self.ledger.host_pools] if self.can_swap else None
         new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache)
         new._to_clear = self._to_clear
         return new
@@ -59,12 +59,12 @@ class CacheIndex:
 
     @property
     def pools(self) -> list[Pool]:
-        return self.stock.pools
+        return self.ledger.pools
 
     @property
     def settled(self) -> int:
         """The last step that is known to have committed."""
-        return self.stock.settled
+        return self.ledger.settled
 
     def reservable(self, request: Request) -> int:
         """How many tokens this request could have state for, with all that is free now."""
@@ -109,11 +109,11 @@ class CacheIndex:
         self._leases.add(lease)
         request.computed = match.length
         lease.num_inserted = match.length // self.page_tokens
-        self._windows.note_start(match)
-        lease.fork = (self._snapshots or self._windows).fork(match)
+        self._windows.mark_start(match)
+        lease.fork_point = (self._snapshots or self._windows).fork_point(match)
         for group in self.state:
             snapshot = match.nodes[-1].units[group] if match.nodes else ABSENT
-            slot = self.stock.take(group)
+            slot = self.ledger.take(group)
             lease.units[group] = [slot]
             if snapshot == ABSENT:
                 plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
@@ -122,9 +122,9 @@ class CacheIndex:
         for group in self.paged:
             missing = self._num_missing(lease, group, request)
             if group in self.windowed:  # taken as it moves on
-                self._windows.promise(lease, group, missing)
+                self._windows.reserve(lease, group, missing)
             else:
-                lease.units[group] += self.stock.take_all(group, missing)
+                lease.units[group] += self.ledger.take_all(group, missing)
         if source is not None:
             self._copy_tail(request, source, plan)
         self.stats.lookup_tokens += len(request.tokens)
@@ -146,8 +146,8 @@ class CacheIndex:
             units = lease.units[group]
             first = len(units)
             if first < need:
-                units += self.stock.take_all(group, need - first)
-                self._windows.took(lease, group, need - first)
+                units += self.ledger.take_all(group, need - first)
+                self._windows.use_reserved(lease, group, need - first)
                 plan.page_writes.append(PageWrite(group, request.row, first, units[first:]))
         return True
 
@@ -170,7 +170,7 @@ class CacheIndex:
         if any(self.available(group) < 1 for group in self.state):
             return
         lease: Lease = request.lease
-        slots = {group: self.stock.take(group) for group in self.state}
+        slots = {group: self.ledger.take(group) for group in self.state}
         for group, slot in slots.items():
             plan.snapshots.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], slot))
         lease.snapshots.append(Snapshot(length, slots))
@@ -183,13 +183,13 @@ class CacheIndex:
         num_pages = -(-request.computed // self.page_tokens)
         wanted = [units[:num_pages] if g in self.paged else units for g, units in enumerate(lease.units)]
         counts = [sum(unit != ABSENT for unit in units) for units in wanted]
-        if any(count > pool.num_free for count, pool in zip(counts, self.stock.host_pools, strict=True)):
+        if any(count > pool.num_free for count, pool in zip(counts, self.ledger.host_pools, strict=True)):
             return False
         host: list[list[int]] = []
         for group, units in enumerate(wanted):
             moved = []
             for unit in units:
-                target = ABSENT if unit == ABSENT else self.stock.host_pools[group].take()
+                target = ABSENT if unit == ABSENT else self.ledger.host_pools[group].take()
                 moved.append(target)
                 if unit != ABSENT:
                     plan.copies.append(Copy(CopyKind.OUT, group, unit, target))
@@ -217,13 +217,13 @@ class CacheIndex:
             kept = num_matched if group in self.paged else 0
             for index, source in enumerate(sources):
                 if index >= kept:
-                    unit = ABSENT if source == ABSENT else self.stock.take(group)
+                    unit = ABSENT if source == ABSENT else self.ledger.take(group)
                     lease.units[group].append(unit)
                     if source != ABSENT:
                         plan.copies.append(Copy(CopyKind.IN, group, source, unit))
                         self.stats.swapped_in += 1
         for group in self.windowed:
-            self._windows.promise(lease, group, self._num_missing(lease, group, request))
+            self._windows.reserve(lease, group, self._num_missing(lease, group, request))
         self._drop_host(lease, plan.step)
         self._leases.add(lease)
         return True
@@ -242,13 +242,13 @@ class CacheIndex:
             lease.extend_keys(request.tokens, full)
             if self.paged:
                 self._insert_pages(request, lease.num_inserted, full)
-            arrived = self.claims.arrived(request, lease.keys[lease.num_inserted : full])
+            arrived = self.claims.complete(request, lease.keys[lease.num_inserted : full])
             lease.num_inserted = full
         while lease.snapshots and lease.snapshots[0].length <= request.computed:
             self._insert_snapshot(request, lease.snapshots.pop(0))
-        self._windows.give_back(request, fence)
-        if lease.leads_tail:
-            arrived += self.claims.tail_arrived(request)
+        self._windows.release_passed(request, fence)
+        if lease.claims_tail:
+            arrived += self.claims.complete_tail(request)
         return arrived
 
     def rollback(self, request: Request, length: int, fence: int) -> None:
@@ -256,11 +256,11 @@ class CacheIndex:
         lease: Lease = request.lease
         keep = -(-length // self.page_tokens)
         for group in self.paged:
-            self.stock.retire(group, _present(lease.units[group][keep:]), fence)
+            self.ledger.release_after(group, _present(lease.units[group][keep:]), fence)
             del lease.units[group][keep:]
         for snapshot in [s for s in lease.snapshots if s.length > length]:
             lease.snapshots.remove(snapshot)
-            self._retire_snapshot(snapshot, fence)
+            self._release_snapshot(snapshot, fence)
 
     def scrub(self, request: Request) -> None:
         """Its state is not finite: what it alone holds is cleared before anyone else gets it. Masked entries have a
@@ -278,10 +278,10 @@ class CacheIndex:
         """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""
         lease: Lease = request.lease
         for group, units in enumerate(lease.units):
-            self.stock.retire(group, _present(units), fence)
+            self.ledger.release_after(group, _present(units), fence)
             units.clear()
         for snapshot in lease.snapshots:
-            self._retire_snapshot(snapshot, fence)
+            self._release_snapshot(snapshot, fence)
         lease.snapshots.clear()
         self._drop_host(lease, fence)
         lease.num_inserted = 0
@@ -291,7 +291,7 @@ class CacheIndex:
 
     def check(self) -> None:
         """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
-        self.stock.check(self._leases)
+        self.ledger.check(self._leases)
         self._windows.check(self._leases)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -307,12 +307,12 @@ class CacheIndex:
         if group in self.windowed:
             first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
         units = [ABSENT] * min(first, len(match.nodes)) + [node.units[group] for node in match.nodes[first:]]
-        self.stock.borrow(group, _present(units))
+        self.ledger.share_from_tree(group, _present(units))
         lease.units[group] += units
 
     def _unshare(self, lease: Lease) -> None:
         for group in self.paged:
-            self.stock.drop(group, _present(lease.units[group]))
+            self.ledger.drop(group, _present(lease.units[group]))
             lease.units[group].clear()
 
     def _has_room(self, lease: Lease, num_tokens: int, margin: int) -> bool:
@@ -320,21 +320,21 @@ class CacheIndex:
         for group in self.paged:
             wanted = need - len(lease.units[group])
             if group in self.windowed:  # older pages come back while it catches up
-                wanted = min(wanted, self._windows.pages(group))
+                wanted = min(wanted, self._windows.max_pages(group))
             if wanted + margin > self._free_for(lease, group):
                 return False
         return all(self.available(group) >= 1 for group in self.state)
 
     def _free_for(self, lease: Lease, group: int) -> int:
-        return self.available(group) - self._windows.promised_to_others(lease, group)
+        return self.available(group) - self._windows.reserved_for_others(lease, group)
 
-    def _retire_snapshot(self, snapshot: Snapshot, fence: int) -> None:
+    def _release_snapshot(self, snapshot: Snapshot, fence: int) -> None:
         for group, slot in snapshot.slots.items():
-            self.stock.retire(group, [slot], fence)
+            self.ledger.release_after(group, [slot], fence)
 
     def _drop_host(self, lease: Lease, fence: int) -> None:
         for group, units in enumerate(lease.host):
-            self.stock.retire(group, _present(units), fence, on_host=True)
+            self.ledger.release_after(group, _present(units), fence, on_host=True)
         lease.host = []
 
     def _may_share(self, request: Request) -> bool:
@@ -351,11 +351,11 @@ class CacheIndex:
             return None
         if match.length != tail or request.prompt_len - 1 == tail:
             return None
-        leader = self.claims.tail_leader(request)
-        if leader is None or leader.status is not Status.RUNNING or leader.computed < request.prompt_len - 1:
+        owner = self.claims.tail_owner(request)
+        if owner is None or owner.status is not Status.RUNNING or owner.computed < request.prompt_len - 1:
             return None
-        still_there = all(leader.lease.units[g][tail // self.page_tokens] != ABSENT for g in self.paged)
-        return leader if still_there else None
+        still_there = all(owner.lease.units[g][tail // self.page_tokens] != ABSENT for g in self.paged)
+        return owner if still_there else None
 
     def _copy_tail(self, request: Request, source: Request, plan: Plan) -> None:
         """Copy-on-write: the page that both would write to is copied, everything before it is shared."""
@@ -364,7 +364,7 @@ class CacheIndex:
         for group in self.paged:
             units = lease.units[group]
             if len(units) == index:
-                units.append(self.stock.take(group))
+                units.append(self.ledger.take(group))
             plan.copies.append(Copy(CopyKind.DEVICE, group, source.lease.units[group][index], units[index]))
         request.computed = request.prompt_len - 1
         self.stats.copied_on_write += 1
@@ -374,17 +374,17 @@ class CacheIndex:
         lease: Lease = request.lease
         nodes = self._nodes(request, first, last)
         for group in self.paged:
-            self.stock.lend(nodes, group, lease.units[group][first:last])
+            self.ledger.share_to_tree(nodes, group, lease.units[group][first:last])
 
     def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         depth = snapshot.length // self.page_tokens
         (node,) = self._nodes(request, depth - 1, depth)
         for group, slot in snapshot.slots.items():
-            self.stock.lend([node], group, [slot])
-            self.stock.drop(group, [slot])
+            self.ledger.share_to_tree([node], group, [slot])
+            self.ledger.drop(group, [slot])
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True
-            self.tree.reoffer(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
+            self.tree.update_evictable(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
 
     def _nodes(self, request: Request, first: int, last: int) -> list[Node]:
         """Of pages `first` to `last`, which are in the tree from now on."""

@@ -39,8 +39,8 @@ class Lease:
     num_inserted: int = 0  # leading pages that have been offered to the tree
     snapshots: list[Snapshot] = field(default_factory=list)
     claimed: list[bytes] = field(default_factory=list)  # keys this request has announced it is computing
-    fork: int = 0  # where its prompt leaves what others have computed, if a snapshot or a window is worth keeping there
-    leads_tail: bool = False  # it announced its prompt's tail, and has not computed it yet
+    fork_point: int = 0  # where its prompt leaves cached prefixes, if a snapshot or a window is worth keeping there
+    claims_tail: bool = False  # it announced its prompt's tail, and has not computed it yet
     _packed: array[int] = field(default_factory=lambda: array(TOKEN_CODE))  # the tokens seen so far
 
     @classmethod

@@ -18,11 +18,11 @@ class SnapshotRule:
         assert len({spec.snapshot_tokens for spec in specs}) == 1, "snapshot_tokens is one number per model"
         self._interval = specs[0].snapshot_tokens
         self._page_tokens = specs[0].page_tokens
-        self._worth = max(self._interval // 16, self._page_tokens)  # tokens a snapshot at a fork must spare at least
+        self._min_saved = max(self._interval // 16, self._page_tokens)  # tokens a snapshot at a fork saves
 
-    def fork(self, match: Match) -> int:
+    def fork_point(self, match: Match) -> int:
         """Where what is matched ends, if it goes on in the tree far enough beyond the last snapshot."""
-        return match.reach if match.reach - match.length >= self._worth else 0
+        return match.reach if match.reach - match.length >= self._min_saved else 0
 
     def next_due(self, request: Request, start: int) -> int:
         """The first length beyond `start` at which a snapshot is due."""
@@ -36,4 +36,4 @@ class SnapshotRule:
 
     def _points(self, request: Request) -> tuple[int, int]:
         lease: Lease = request.lease
-        return (request.prompt_len - 1) // self._page_tokens * self._page_tokens, lease.fork
+        return (request.prompt_len - 1) // self._page_tokens * self._page_tokens, lease.fork_point

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 ABSENT = -1
-Rank = tuple[bool, bool, int]  # pinned, worth keeping, last use
+EvictionRank = tuple[bool, bool, int]  # pinned, worth keeping, last use
 KEY_BYTES = 20  # 160 bits: collisions are out of reach, also for someone who looks for them
 
 
@@ -57,7 +57,7 @@ class PrefixTree:
         self._clock = 0
         self._order = 0
         self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # unit -> its node
-        self._heaps: list[list[tuple[Rank, int, Node]]] = [[] for _ in range(num_groups)]
+        self._heaps: list[list[tuple[EvictionRank, int, Node]]] = [[] for _ in range(num_groups)]
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -107,17 +107,17 @@ class PrefixTree:
             node.last_use = clock
         self._clock = clock
 
-    def left_alone(self, group: int, units: Iterable[int]) -> int:
+    def mark_unshared_evictable(self, group: int, units: Iterable[int]) -> int:
         """These have one holder left. Where it is the tree they may be evicted when their turn comes; how many are."""
         holders = self._holders[group]
         nodes = [holders[unit] for unit in units if unit in holders]
         self.touch(nodes)
         for node in nodes:
             if not node.below[group] or not self._leaf_first[group]:
-                self.offer(node, group)
+                self.mark_evictable(node, group)
         return len(nodes)
 
-    def offer(self, node: Node, group: int) -> None:
+    def mark_evictable(self, node: Node, group: int) -> None:
         """Only the tree holds this unit now, so it may be evicted when its turn comes."""
         if self._leaf_first[group] and node.below[group]:
             return  # offered again when its last child goes
@@ -127,7 +127,7 @@ class PrefixTree:
         self._order += 1
         heapq.heappush(heap, (self._rank(node, group), self._order, node))
 
-    def _rank(self, node: Node, group: int) -> Rank:
+    def _rank(self, node: Node, group: int) -> EvictionRank:
         """The lowest goes first. A page is not less useful because a snapshot beside it is."""
         spare = (node.spare and self._atomic[group]) or bool(node.passed >> group & 1)
         return node.pins > 0, not spare, node.last_use
@@ -150,7 +150,7 @@ class PrefixTree:
             if unit == ABSENT or not is_idle(unit) or (self._leaf_first[group] and node.below[group]):
                 continue  # stale: it was used, evicted or grew a child since it was offered
             if rank != self._rank(node, group):
-                self.offer(node, group)
+                self.mark_evictable(node, group)
                 continue
             self._detach(node, group)
             return unit
@@ -184,11 +184,11 @@ class PrefixTree:
             step.pins = max(0, step.pins + by)
             step = step.parent
 
-    def reoffer(self, node: Node, is_idle: Callable[[int, int], bool]) -> None:
+    def update_evictable(self, node: Node, is_idle: Callable[[int, int], bool]) -> None:
         """A node's rank changed without a lease being released (pins): offer its idle units anew."""
         for group, unit in enumerate(node.units):
             if unit != ABSENT and is_idle(group, unit):
-                self.offer(node, group)
+                self.mark_evictable(node, group)
 
     def _detach(self, node: Node, group: int) -> None:
         parent = node.parent
@@ -198,7 +198,7 @@ class PrefixTree:
         node.units[group] = ABSENT
         parent.below[group] -= 1
         if self._leaf_first[group] and parent.units[group] != ABSENT and not parent.below[group]:
-            self.offer(parent, group)
+            self.mark_evictable(parent, group)
         while node.parent is not None and not node.children and all(unit == ABSENT for unit in node.units):
             del self._nodes[node.key]
             del node.parent.children[node.tokens]

@@ -1,5 +1,5 @@
 """All units of all groups, on the device and on the host: which are free, which the prefix tree alone still holds, and
-which are in limbo until the step that may use them has committed.
+which are pending-free until the step that may use them has committed.
 
 `CacheIndex` decides who gets what, this keeps the count. `take` evicts from the tree when nothing is free, so what is
 `available` is what can really be had.
@@ -16,18 +16,18 @@ from quire.cache.pool import Pool
 from quire.cache.tree import ABSENT, Node, PrefixTree
 
 
-class Stock:
+class UnitLedger:
     def __init__(self, tree: PrefixTree, num_units: list[int], num_host_units: list[int] | None, stats: CacheStats):
         self.tree = tree
         self.stats = stats
         self.pools = [Pool(n) for n in num_units]
         self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
         self.settled = 0  # the last step that is known to have committed
-        self._num_idle = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
-        self._limbo: deque[tuple[int, bool, int, list[int]]] = deque()  # (fence, on host, group, units), ascending
+        self._num_evictable = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
+        self._pending_free: deque[tuple[int, bool, int, list[int]]] = deque()  # step, on host, group, units; ascending
 
     def available(self, group: int) -> int:
-        return self.pools[group].num_free + self._num_idle[group]
+        return self.pools[group].num_free + self._num_evictable[group]
 
     def take(self, group: int) -> int:
         """A unit nobody else has; the caller asked `available` before."""
@@ -35,7 +35,7 @@ class Stock:
         if not pool.num_free:
             unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
             assert unit != ABSENT, "asked for more units than available() promised"
-            self._num_idle[group] -= 1
+            self._num_evictable[group] -= 1
             self.stats.evicted_units += 1
             pool.drop([unit])
         return pool.take()
@@ -47,11 +47,11 @@ class Stock:
         units = self.pools[group].take_free(count)
         return units + [self.take(group) for _ in range(count - len(units))]
 
-    def borrow(self, group: int, units: list[int]) -> None:
+    def share_from_tree(self, group: int, units: list[int]) -> None:
         """A lease takes a share of what the tree holds."""
-        self._num_idle[group] -= self.pools[group].share(units)
+        self._num_evictable[group] -= self.pools[group].share(units)
 
-    def lend(self, nodes: list[Node], group: int, units: list[int]) -> None:
+    def share_to_tree(self, nodes: list[Node], group: int, units: list[int]) -> None:
         """The tree takes a share of what a lease holds, a unit a node. Had someone computed the same before, it stays
         private."""
         both = zip(nodes, units, strict=True)
@@ -59,28 +59,28 @@ class Stock:
         self.pools[group].share([unit for _, unit in new])
         self.tree.attach(group, new)
 
-    def retire(self, group: int, units: list[int], fence: int, *, on_host: bool = False) -> None:
-        """One holder less of each, once step `fence` has committed."""
-        if self._limbo:
-            fence = max(fence, self._limbo[-1][0])  # in order, at worst a step late
-        if fence <= self.settled:
+    def release_after(self, group: int, units: list[int], step: int, *, on_host: bool = False) -> None:
+        """One holder less of each, once `step` has committed."""
+        if self._pending_free:
+            step = max(step, self._pending_free[-1][0])  # in order, at worst a step late
+        if step <= self.settled:
             self.drop(group, units, on_host=on_host)
         else:
-            self._limbo.append((fence, on_host, group, units))
+            self._pending_free.append((step, on_host, group, units))
 
     def drop(self, group: int, units: list[int], *, on_host: bool = False) -> None:
         """One holder less of each, now."""
         if on_host:
             self.host_pools[group].drop(units)
         else:
-            self._num_idle[group] += self.tree.left_alone(group, self.pools[group].drop(units))
+            self._num_evictable[group] += self.tree.mark_unshared_evictable(group, self.pools[group].drop(units))
 
     def settle(self, step: int) -> None:
         """Every step up to this one has committed and its copies are done: what waited for it is free."""
         self.settled = max(self.settled, step)
-        limbo = self._limbo
-        while limbo and limbo[0][0] <= self.settled:
-            _, on_host, group, units = limbo.popleft()
+        pending = self._pending_free
+        while pending and pending[0][0] <= self.settled:
+            _, on_host, group, units = pending.popleft()
             self.drop(group, units, on_host=on_host)
 
     def num_unreachable(self) -> int:
@@ -90,7 +90,7 @@ class Stock:
         return on_device + on_host
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Every unit is free, or owned by leases, tree and limbo exactly as often as it is referenced."""
+        """Every unit is free, or owned by leases, tree and pending-free exactly as often as it is referenced."""
         self.tree.check()
         groups = range(len(self.pools))
         owners: list[dict[int, int]] = [{} for _ in groups]
@@ -109,16 +109,16 @@ class Stock:
             for snapshot in lease.snapshots:
                 for group, slot in snapshot.slots.items():
                     own(owners, group, slot)
-        for _, on_host, group, units in self._limbo:
+        for _, on_host, group, units in self._pending_free:
             for unit in units:
                 own(host_owners if on_host else owners, group, unit)
-        idle = [0] * len(self.pools)
+        evictable = [0] * len(self.pools)
         for node in self.tree.nodes():
             for group, unit in enumerate(node.units):
                 own(owners, group, unit)
-                idle[group] += unit != ABSENT and self.pools[group].refs(unit) == 1
+                evictable[group] += unit != ABSENT and self.pools[group].refs(unit) == 1
         for group in groups:
             self.pools[group].check(owners[group])
             self.host_pools[group].check(host_owners[group])
-            assert idle[group] == self._num_idle[group], f"group {group}: idle count is off"
-        assert all(fence > self.settled for fence, *_ in self._limbo), "something overstayed in limbo"
+            assert evictable[group] == self._num_evictable[group], f"group {group}: the count of evictable units is off"
+        assert all(step > self.settled for step, *_ in self._pending_free), "a unit stayed pending-free after its step"

@@ -13,86 +13,86 @@ from collections.abc import Sequence
 from quire.cache.lease import Lease
 from quire.cache.match import Match
 from quire.cache.tree import ABSENT, PrefixTree
-from quire.cache.unit_ledger import Stock
+from quire.cache.unit_ledger import UnitLedger
 from quire.types import CacheSpec, Request
 
 
-class Windows:
-    def __init__(self, specs: Sequence[CacheSpec], tree: PrefixTree, stock: Stock):
+class WindowPages:
+    def __init__(self, specs: Sequence[CacheSpec], tree: PrefixTree, ledger: UnitLedger):
         self._tree = tree
-        self._stock = stock
+        self._ledger = ledger
         self._page_tokens = specs[0].page_tokens
-        self._sees = {g: spec.window for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window}
-        self.groups = list(self._sees)
-        self._promised: dict[Lease, dict[int, int]] = {}  # pages that were not taken yet
+        self._window = {g: spec.window for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window}
+        self.groups = list(self._window)
+        self._reserved: dict[Lease, dict[int, int]] = {}  # pages that were not taken yet
         self._totals = dict.fromkeys(self.groups, 0)
 
-    # -- promises -------------------------------------------------------------------------------------------------
+    # -- reserving ------------------------------------------------------------------------------------------------
 
-    def pages(self, group: int) -> int:
+    def max_pages(self, group: int) -> int:
         """That it holds at most, but for those of a step under way."""
-        return -(-self._sees[group] // self._page_tokens) + 1
+        return -(-self._window[group] // self._page_tokens) + 1
 
-    def promise(self, lease: Lease, group: int, num_missing: int) -> None:
+    def reserve(self, lease: Lease, group: int, num_missing: int) -> None:
         """Of pages that it will need, as many as it holds at a time, less what it holds already."""
         held = sum(unit != ABSENT for unit in lease.units[group])
-        count = max(0, min(num_missing, self.pages(group) - held))
-        self._promised.setdefault(lease, dict.fromkeys(self.groups, 0))[group] += count
+        count = max(0, min(num_missing, self.max_pages(group) - held))
+        self._reserved.setdefault(lease, dict.fromkeys(self.groups, 0))[group] += count
         self._totals[group] += count
 
-    def took(self, lease: Lease, group: int, count: int) -> None:
+    def use_reserved(self, lease: Lease, group: int, count: int) -> None:
         """Beyond what was promised they are like anyone's."""
-        promised = self._promised.get(lease)
-        if promised is not None and group in promised:
-            kept = min(count, promised[group])
-            promised[group] -= kept
-            self._totals[group] -= kept
+        reserved = self._reserved.get(lease)
+        if reserved is not None and group in reserved:
+            used = min(count, reserved[group])
+            reserved[group] -= used
+            self._totals[group] -= used
 
     def release(self, lease: Lease) -> None:
-        for group, count in self._promised.pop(lease, {}).items():
+        for group, count in self._reserved.pop(lease, {}).items():
             self._totals[group] -= count
 
-    def promised_to_others(self, lease: Lease, group: int) -> int:
-        own = self._promised.get(lease, {}).get(group, 0)
+    def reserved_for_others(self, lease: Lease, group: int) -> int:
+        own = self._reserved.get(lease, {}).get(group, 0)
         return self._totals.get(group, 0) - own
 
     # -- what was passed ------------------------------------------------------------------------------------------
 
-    def note_start(self, match: Match) -> None:
+    def mark_start(self, match: Match) -> None:
         """Where someone sets out others may, too."""
         for group in self.groups:
-            for node in match.nodes[self._first_seen(group, match.length) :]:
+            for node in match.nodes[self._first_visible(group, match.length) :]:
                 node.passed &= ~(1 << group)
 
-    def fork(self, match: Match) -> int:
+    def fork_point(self, match: Match) -> int:
         """Where it leaves what others have computed, also if the window there is gone: next time it will not be."""
         return match.reach if self.groups else 0
 
-    def give_back(self, request: Request, fence: int) -> None:
+    def release_passed(self, request: Request, fence: int) -> None:
         """Pages no later token can see; a step in flight may still read them, hence the fence."""
         lease: Lease = request.lease
         for group in self.groups:
             units = lease.units[group]
-            for index in range(min(self._first_seen(group, request.computed), len(units)) - 1, -1, -1):
+            for index in range(min(self._first_visible(group, request.computed), len(units)) - 1, -1, -1):
                 if units[index] == ABSENT:
                     break
                 node = self._tree.get(lease.keys[index]) if index < len(lease.keys) else None
                 if node is not None and not self._is_start(request, group, index):
                     node.passed |= 1 << group
-                self._stock.retire(group, [units[index]], fence)
+                self._ledger.release_after(group, [units[index]], fence)
                 units[index] = ABSENT
 
-    def _first_seen(self, group: int, length: int) -> int:
+    def _first_visible(self, group: int, length: int) -> int:
         """The first page that the token at `length` sees."""
-        return max(0, length - self._sees[group] + 1) // self._page_tokens
+        return max(0, length - self._window[group] + 1) // self._page_tokens
 
     def _is_start(self, request: Request, group: int, index: int) -> bool:
         size = self._page_tokens
-        points = ((request.prompt_len - 1) // size * size, request.lease.fork)
-        return any(self._first_seen(group, point) <= index < point // size for point in points)
+        points = ((request.prompt_len - 1) // size * size, request.lease.fork_point)
+        return any(self._first_visible(group, point) <= index < point // size for point in points)
 
     def check(self, leases: set[Lease]) -> None:
-        assert set(self._promised) <= leases, "someone who holds nothing was promised something"
+        assert set(self._reserved) <= leases, "a lease without units has a reservation"
         for group in self.groups:
-            counts = [promised[group] for promised in self._promised.values()]
-            assert sum(counts) == self._totals[group] and min(counts, default=0) >= 0, "promises do not add up"
+            counts = [reserved[group] for reserved in self._reserved.values()]
+            assert sum(counts) == self._totals[group] and min(counts, default=0) >= 0, "the reservations do not add up"

@@ -392,7 +392,7 @@ class Scheduler:
     def afresh(self) -> Scheduler:
         """One with the same limits, policies and counters and no request. Steps are numbered on, and its first plan
         tells the device to forget every row."""
-        new = Scheduler(self.cache.afresh(), self.limits, clock=self.clock, order=self._order,
+        new = Scheduler(self.cache.empty_copy(), self.limits, clock=self.clock, order=self._order,
                         chunking=self._chunking, admission=self._admission, victims=self._victims)  # fmt: skip
         new.stats, new.step_cap = self.stats, self.step_cap
         new.roster.start_over(self.roster.last_step)

@@ -82,7 +82,7 @@ class ShadowDevice:
             else [None] * pool.num_units
             for spec, pool in zip(cache.specs, cache.pools, strict=True)
         ]
-        self.host = [[None] * pool.num_units for pool in cache.stock.host_pools]
+        self.host = [[None] * pool.num_units for pool in cache.ledger.host_pools]
         self.rows: dict[int, Row] = {}
         self.queue: list[ShadowTicket] = []
         self.computed_tokens = 0

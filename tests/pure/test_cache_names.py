@@ -77,9 +77,9 @@ def test_a_match_is_looked_up_again_once_the_tree_has_changed() -> None:
     index.release(early, 1)
     index.settle(1)
     assert index.match(late).length == 16
-    taken = index.stock.take_all(0, 11)  # all there are
+    taken = index.ledger.take_all(0, 11)  # all there are
     assert index.match(late).length == 0, "what was evicted since is not"
-    index.stock.drop(0, taken)
+    index.ledger.drop(0, taken)
     index.check()
 
 

@@ -188,7 +188,7 @@ def check_engine(engine: Engine, number: int = 0) -> Checked:
         scheduler.check()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    leaked = 0 if scheduler.requests or engine.num_inflight else scheduler.cache.stock.num_unreachable()
+    leaked = 0 if scheduler.requests or engine.num_inflight else scheduler.cache.ledger.num_unreachable()
     if leaked and problem is None:
         problem = f"{leaked} units are held by nobody."
     return Checked(number, problem, len(scheduler.requests), leaked)

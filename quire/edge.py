@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
+from quire.text.delta_decoder import DeltaDecoder
 from quire.text.prompts import encode_chat, encode_within, render_chat
 from quire.text.resolve import resolve_params
-from quire.text.stream import TextStream
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
@@ -83,14 +83,15 @@ class Edge:
             tokens = self.encode_chat(list(prompt))  # type: ignore[arg-type]
         else:
             tokens = self._check_ids(prompt)
-        if not tokens:
-            raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
-        self.check_length(len(tokens))
+        self.check_prompt(tokens)
         return tokens
 
-    def check_length(self, count: int) -> None:
-        if count >= self.max_len:
-            raise PromptTooLong(count, self.max_len - 1)
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        """Requires at least one token of prompt, and room for one token of output."""
+        if not tokens:
+            raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
+        if len(tokens) >= self.max_len:
+            raise PromptTooLong(len(tokens), self.max_len - 1)
 
     def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
         _refuse_pictures(messages)
@@ -191,9 +192,7 @@ class Reply:
         for output, request in zip(self._outputs, requests, strict=True):
             if request.params.prompt_logprobs is not None:
                 output.prompt_logprobs = [None]
-        self._streams = [
-            TextStream(edge.tokenizer, r.params, r.stop_ids) if edge.tokenizer is not None else None for r in requests
-        ]
+        self._decoders = [DeltaDecoder(edge.tokenizer, r.params, r.stop_ids) for r in requests]
         self.ids = [request.id for request in requests]
         self._places = {request.id: place for place, request in enumerate(requests)}
         self._open = len(requests)
@@ -213,32 +212,23 @@ class Reply:
     def push(self, delta: Delta) -> tuple[Chunk | None, str | None]:
         """One delta's news, and the id of the request to cancel when a stop string has ended its text."""
         index = self._places[delta.request_id]
-        output, stream = self._outputs[index], self._streams[index]
+        output = self._outputs[index]
         if output.finish_reason:
             return None, None  # it ended here already; the engine just heard of it
-        new_ids, text = delta.token_ids, ""
-        if stream is not None and new_ids:
-            before = stream.num_tokens_used
-            text = stream.push(new_ids)
-            new_ids = new_ids[: stream.num_tokens_used - before]
-        output.token_ids += new_ids
-        if delta.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + delta.logprobs[: len(new_ids)]
+        new = self._decoders[index].push(delta)
+        output.token_ids += new.token_ids
+        if new.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + new.logprobs
         if delta.prompt_logprobs is not None and output.prompt_logprobs is not None:
             output.prompt_logprobs += delta.prompt_logprobs
         if delta.embedding is not None:
             output.embedding = delta.embedding
-        stopped_here = stream is not None and stream.stopped and delta.finish_reason is None
-        reason = FinishReason.STOP if stopped_here else delta.finish_reason
-        if stream is not None and stream.stopped and delta.finish_reason is FinishReason.LENGTH:
-            reason = FinishReason.STOP
-        if reason is not None and stream is not None:
-            text += stream.finish()
-        output.text += text
-        if reason is None:
-            return Chunk(text, new_ids, index), None
-        self._close(index, reason, delta)
-        return Chunk(text, new_ids, index, reason.value, output), delta.request_id if stopped_here else None
+        output.text += new.text
+        if new.finish_reason is None:
+            return Chunk(new.text, new.token_ids, index), None
+        self._close(index, new.finish_reason, delta)
+        chunk = Chunk(new.text, new.token_ids, index, new.finish_reason.value, output)
+        return chunk, delta.request_id if new.cancel else None
 
     def _close(self, index: int, reason: FinishReason, delta: Delta) -> None:
         output, request = self._outputs[index], self._requests[index]

@@ -79,7 +79,7 @@ class Generation:
         groups: list[list[Request]] = []
         for place, tokens in enumerate(job.prompts):
             await asyncio.sleep(0)  # each prompt's tokens are copied for each sample
-            self._check_length(tokens)
+            self.edge.check_prompt(tokens)
             requests = self.edge.requests(
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
             )
@@ -116,11 +116,6 @@ class Generation:
             hint = "Ask for fewer alternatives, samples or tokens, or send fewer prompts at a time."
             name = "prompt_logprobs" if params.prompt_logprobs is not None else "logprobs"
             raise QuireError("reply_too_large", what, hint, name)
-
-    def _check_length(self, tokens: list[int]) -> None:
-        if not tokens:
-            raise QuireError("empty_prompt", "The prompt is empty.", "Give at least one token of text.", "prompt")
-        self.edge.check_length(len(tokens))
 
     def _admit(self, groups: list[list[Request]]) -> None:
         """The same bounds the engine's queue has, kept here too: a refusal then costs no round trip."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.text.channels.events import Event, TextDelta
-from quire.text.stream import TextStream
+from quire.text.delta_decoder import DeltaDecoder
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, TokenLogprobs, Usage
 
@@ -57,53 +57,43 @@ class Sample:
     def __init__(self, request: Request, tokenizer: Tokenizer, parser: ChannelParser, index: int):
         self.request = request
         self.index = index  # among all samples of the API request
-        self.num_tokens = 0
         self.ended = False
-        self._stream = TextStream(tokenizer, request.params, request.stop_ids)
+        self._decoder = DeltaDecoder(tokenizer, request.params, request.stop_ids)
         self._parser = parser
-        self._stopped = False  # by a stop string: the engine has been told, its last delta is awaited
+
+    @property
+    def num_tokens(self) -> int:
+        return self._decoder.num_tokens
 
     def push(self, delta: Delta) -> tuple[Piece | None, bool]:
         """A delta's news, and whether the engine must be told that this sample is over. Raises if it failed."""
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             raise _failure(delta)
-        if delta.finish_reason is FinishReason.CANCELLED and not self._stopped:
+        if delta.finish_reason is FinishReason.CANCELLED and not self._decoder.stopped:
             raise QuireError("engine_closed", "The engine was stopped before the answer was complete.")
-        piece = Piece(self.index, prompt_logprobs=delta.prompt_logprobs, embedding=delta.embedding)
-        text = ""
-        if delta.token_ids and not self._stopped:
-            text = self._push_tokens(delta, piece)
-        stopped_now = self._stream.stopped and not self._stopped
-        self._stopped = self._stopped or self._stream.stopped
+        new = self._decoder.push(delta)
+        piece = Piece(
+            self.index,
+            token_ids=new.token_ids,
+            logprobs=new.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            embedding=delta.embedding,
+        )
+        if new.text:
+            piece.events = self._parser.push(new.text)
         over = delta.finish_reason is not None
-        if stopped_now or (over and not self._stopped):
-            text += self._stream.finish()
-        if text:
-            piece.events = self._parser.push(text)
         if over:
-            cut = self._stopped or delta.finish_reason is FinishReason.LENGTH
+            cut = self._decoder.stopped or delta.finish_reason is FinishReason.LENGTH
             piece.events = piece.events + self._parser.finish(cut=cut)
             piece.end = self._end(delta)
-        cancel = stopped_now and not over
-        return (piece if piece.token_ids or piece.events or over or piece.prompt_logprobs else None), cancel
-
-    def _push_tokens(self, delta: Delta, piece: Piece) -> str:
-        before = self._stream.num_tokens_used
-        text = self._stream.push(delta.token_ids)
-        used = self._stream.num_tokens_used - before
-        piece.token_ids = delta.token_ids if used == len(delta.token_ids) else delta.token_ids[:used]
-        if delta.logprobs is not None:
-            piece.logprobs = delta.logprobs[:used]
-        self.num_tokens += used
-        return text
+        return (piece if piece.token_ids or piece.events or over or piece.prompt_logprobs else None), new.cancel
 
     def _end(self, delta: Delta) -> End:
         self.ended = True
         usage = delta.usage or Usage(self.request.prompt_len)
         usage.completion_tokens = self.num_tokens
-        reason = "stop" if self._stopped else str((delta.finish_reason or FinishReason.STOP).value)
-        stop_text = self._stream.stop_reason if isinstance(self._stream.stop_reason, str) else None
-        return End(reason, stop_text, usage, delta.timing or Timing())
+        reason = FinishReason.STOP if self._decoder.stopped else delta.finish_reason or FinishReason.STOP
+        return End(str(reason.value), self._decoder.stop_text, usage, delta.timing or Timing())
 
 
 def _failure(delta: Delta) -> QuireError:

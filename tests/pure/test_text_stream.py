@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.text.delta_decoder import DeltaDecoder
 from quire.text.stream import TextStream
 from quire.text.tokenizer import Tokenizer
-from quire.types import SamplingParams
+from quire.types import Delta, FinishReason, SamplingParams
 from tests.pure.test_text_support import gguf_of, gpt2_words, train_byte_level
 
 
@@ -118,3 +119,26 @@ def test_any_size_of_delta_gives_the_same(
     assert text == expected
     assert (stream.stopped, stream.stop_reason) == (one_by_one.stopped, one_by_one.stop_reason)
     assert stream.num_tokens_used == one_by_one.num_tokens_used
+
+
+def test_a_delta_ends_at_its_stop_string_and_asks_for_a_cancel() -> None:
+    decoder = DeltaDecoder(tokenizer(), SamplingParams(stop=("xy",)), ())
+    ids = [token for char in "axyz" for token in ids_of(char)]
+    new = decoder.push(Delta("r", ids))
+    assert (new.text, new.token_ids, new.finish_reason, new.cancel) == ("a", ids[:3], FinishReason.STOP, True)
+    late = decoder.push(Delta("r", ids, finish_reason=FinishReason.CANCELLED))
+    assert (late.text, late.token_ids, late.finish_reason, late.cancel) == ("", [], FinishReason.STOP, False)
+    assert (decoder.num_tokens, decoder.stop_text) == (3, "xy")
+
+
+def test_a_stop_string_in_the_last_delta_is_a_stop_and_needs_no_cancel() -> None:
+    decoder = DeltaDecoder(tokenizer(), SamplingParams(stop=("b",)), ())
+    new = decoder.push(Delta("r", [*ids_of("a"), *ids_of("b")], finish_reason=FinishReason.LENGTH))
+    assert (new.text, new.finish_reason, new.cancel) == ("a", FinishReason.STOP, False)
+
+
+def test_without_a_tokenizer_every_text_is_empty() -> None:
+    decoder = DeltaDecoder(None, SamplingParams(), (7,))
+    new = decoder.push(Delta("r", [5, 6, 7], finish_reason=FinishReason.STOP))
+    assert (new.text, new.token_ids, new.finish_reason, new.cancel) == ("", [5, 6, 7], FinishReason.STOP, False)
+    assert decoder.num_tokens == 3

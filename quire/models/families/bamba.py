@@ -1,4 +1,4 @@
-"""Bamba: Mamba2 layers with some attention between them (half of a head turns), each with a feed-forward block."""
+"""Bamba: Mamba2 layers and some attention layers, which rotate half of each head, each with a feed-forward block."""
 
 from __future__ import annotations
 

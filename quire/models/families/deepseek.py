@@ -1,8 +1,8 @@
-"""DeepSeek V2 and V3, Kimi K2, GLM-4.7 Flash: latent attention, and past the first layers routed experts beside shared
-ones. MiniCPM 3 and Youtu have the same attention and no experts.
+"""DeepSeek V2 and V3, Kimi K2, GLM-4.7 Flash: latent attention, and in all but the first layers routed experts and
+shared experts. MiniCPM 3 and Youtu have the same attention and no experts.
 
-The registry names `DeepSeekModel`. The latent is one paged group: a page holds, per token and layer, one vector that
-all heads read.
+The registry names `DeepSeekModel`. The latent is one paged cache group: a page holds, per token and layer, one vector
+that all heads read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _V3 = {
     "first_k_dense_replace": 3,
     "num_nextn_predict_layers": 1,
 }
-DEFAULTS: dict[str, dict[str, Any]] = {  # of fields config.json may leave out
+DEFAULTS: dict[str, dict[str, Any]] = {  # values of fields that config.json may omit
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": _V3,
-    "kimi_k2": _V3,  # its files name the class of DeepSeek V3, under a type of their own
+    "kimi_k2": _V3,  # its files have DeepSeek V3's architecture under a model type of their own
     "glm4_moe_lite": {
         "q_lora_rank": 768,
         "n_shared_experts": 1,
@@ -77,14 +77,14 @@ class DeepSeekConfig:
     max_positions: int
     rope: RopeConfig
     attention: LatentShape
-    dense_width: int  # of the feed-forward block of the first layers
-    sparse_layers: frozenset[int]  # those with experts
-    moe: MoEShape | None  # None: no layer has any
-    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+    dense_width: int  # of the feed-forward blocks without experts
+    sparse_layers: frozenset[int]  # layers with experts
+    moe: MoEShape | None  # None: no layer has experts
+    needless: tuple[str, ...]  # prefixes of tensors that are ignored
     tied: bool
     mlp_bias: bool = False
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what blocks without experts add: done to their last matrices when loading
+    residual_scale: float = 1.0  # of each block's output; multiplied into the last matrix while loading
     logit_scale: float = 1.0
     form: Form = "absorbed"
 
@@ -136,7 +136,7 @@ class DeepSeekLayer(nn.Module):
             self.mlp = MoE(names, norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width]; beyond attention only the tokens that `plan` wants go on"""
+        """Runs a layer over stream [tokens, width]. After attention only the tokens that `plan` selects remain."""
         stream = self.attention(stream, angles, plan)
         return self.mlp(stream) if len(stream) else stream
 
@@ -178,7 +178,9 @@ class DeepSeekModel(nn.Module):
         return DeepSeekConfig.from_hf(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step's tokens, leave their latents in the cache; returns the hidden states wanted, [n, width]."""
+        """Computes the step's tokens and writes their latents to the cache; returns the selected hidden states, [n,
+        width].
+        """
         plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
         angles = self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
@@ -193,7 +195,7 @@ class DeepSeekModel(nn.Module):
 
 
 def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the values of what config.json leaves out."""
+    """Returns the config completed with the model type's defaults."""
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
     if config["model_type"] == "minicpm3" and config.get("v_head_dim") is None:
         config["v_head_dim"] = whole(config, "hidden_size") // whole(config, "num_attention_heads")
@@ -201,7 +203,7 @@ def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _minicpm(config: Mapping[str, Any], latent: DeepSeekConfig) -> DeepSeekConfig:
-    """Multipliers by depth and width; null stands for none."""
+    """Applies MiniCPM's multipliers, which depend on depth and width. Null means no multiplier."""
     width, depth = latent.attention.width, math.sqrt(latent.num_layers)
     return replace(
         latent,
@@ -221,7 +223,7 @@ def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
 
 
 def read_latent(config: Mapping[str, Any], *, sharper: float = 1.0, interleaved: bool = False) -> LatentShape:
-    """`sharper`: what scores are multiplied with beyond the usual."""
+    """Reads the shape of latent attention. `sharper`: factor on the usual scale of scores."""
     q_rank = None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank")
     bias = flag(config, "attention_bias", False)
     if bias and q_rank is None:
@@ -245,7 +247,9 @@ def read_latent(config: Mapping[str, Any], *, sharper: float = 1.0, interleaved:
 
 
 def _experts(config: Mapping[str, Any]) -> MoEShape:
-    """V2: the best by softmax, of the groups with the best expert where groups limit the choice. V3 is `moe`'s."""
+    """Reads the experts. V2 chooses by softmax, within the groups that have the best expert if groups limit the choice;
+    V3 is `shared_beside_routed`.
+    """
     if config["model_type"] != "deepseek_v2":
         return shared_beside_routed(config)
     method = config.get("topk_method") or "greedy"

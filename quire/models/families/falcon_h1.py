@@ -1,5 +1,5 @@
-"""Falcon-H1: attention and a Mamba2 layer beside each other in every layer, then a feed-forward block. Nearly all of it
-has multipliers of its own; those of products are done to their matrices when loading.
+"""Falcon-H1: in every layer attention and a Mamba2 layer in parallel, then a feed-forward block. Most parts have
+multipliers; those of matrix products are multiplied into their matrices while loading.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ LAYER_TYPES: dict[str, BlockKind] = {"hybrid": "parallel"}
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
+    """Multipliers of config.json."""
+
     attention_in: float
     attention_out: float
     key: float
     mamba_in: float
     mamba_out: float
-    mamba_parts: tuple[float, ...]  # gate, values, keys, queries and time steps
+    mamba_parts: tuple[float, ...]  # of gate, values, keys, queries and time steps
     gate: float  # of the feed-forward block
     down: float
 
@@ -126,7 +128,7 @@ class FalconH1Config:
 
 
 class Beside(nn.Module):
-    """Attention and a Mamba2 layer that read the same stream, with the same norm."""
+    """Attention and a Mamba2 layer in parallel: both read the same stream, through the same norm."""
 
     def __init__(self, attention: Attention, mamba: Mamba2):
         super().__init__()
@@ -136,8 +138,9 @@ class Beside(nn.Module):
     def forward(
         self, stream: Tensor, angles: Angles, attention: AttentionPlan, recurrent: RecurrentLayersPlan
     ) -> Tensor:
-        """stream [tokens, width] -> the stream with both shares added, of the tokens that attend"""
-        attended = self.attention.attend(stream, angles, attention)  # first: the other may take the stream's memory
+        """Adds both outputs to stream [tokens, width], for the tokens that attend."""
+        # first, since the Mamba2 layer may write to the stream's memory
+        attended = self.attention.attend(stream, angles, attention)
         stream = attention.pick(self.mamba(stream, recurrent))
         return self.attention.join(self.attention.out, attended, stream) if len(stream) else stream
 
@@ -203,7 +206,7 @@ class FalconH1Model(HybridModel):
             return Beside(attending, mamba)
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
-        attended = attention.num_heads * attention.head_dim  # waits while the other half is worked out
+        attended = attention.num_heads * attention.head_dim  # held while the Mamba2 layer runs
         super().__init__(
             shape,
             Names("model.embed_tokens", "model.final_layernorm"),
@@ -223,7 +226,7 @@ class FalconH1Model(HybridModel):
 
 
 def _scale_mixers(attention: Attention, mamba: Mamba2, shape: RecurrentShape, by: Multipliers) -> None:
-    """What multiplies a product's inputs does not multiply its bias."""
+    """Multiplies the multipliers into the matrices. A factor on a product's input does not apply to its bias."""
     rows = (shape.values, shape.values, shape.keys, shape.keys, shape.num_heads)
     for only, inputs in (("weight", by.attention_in), ("bias", 1.0)):
         set_forms(attention.qkv, (scale_by(inputs), scale_by(inputs * by.key), scale_by(inputs)), only)
@@ -235,6 +238,7 @@ def _scale_mixers(attention: Attention, mamba: Mamba2, shape: RecurrentShape, by
 
 
 def _numbers(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    """Returns a list of `count` numbers, all 1 by default."""
     given = config.get(key)
     if given is None:
         return (1.0,) * count

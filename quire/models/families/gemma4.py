@@ -1,7 +1,7 @@
-"""Gemma 4's text model: heads of two sizes, layers that read the keys and values of earlier ones, inputs per layer.
+"""Gemma 4's text model: two head sizes, layers that share the keys and values of earlier ones, per-layer inputs.
 
 The registry names `Gemma4Model`. What it shares with Gemma 3 (norms around both blocks, alternating windows, two ropes)
-it takes from the layers all families use; what is its own is here, but for its experts (`gemma4_experts`).
+is built from the common layers. What is its own is here, except for its experts (`gemma4_experts`).
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ _ROPES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
+    """Sizes of one layer."""
+
     kind: str  # full_attention or sliding_attention
     head_dim: int
     num_kv_heads: int
     inner_width: int
     source: int  # the layer whose keys and values it reads: itself, or an earlier one
-    k_is_v: bool  # values are the keys, before their norm
+    k_is_v: bool  # values are the keys before their norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +68,16 @@ class Gemma4Config:
     num_heads: int
     layers: tuple[LayerConfig, ...]
     window: int
-    ropes: Mapping[str, RopeConfig]  # by kind of layer
+    ropes: Mapping[str, RopeConfig]  # by layer kind
     max_positions: int
     eps: float
     activation: str
     attention_bias: bool
     tied: bool
     logit_softcap: float | None
-    input_vocab: int  # of the inputs per layer
-    input_width: int  # of one layer's; 0: there are none
-    experts: MoEShape | None  # beside every layer's feed-forward block
+    input_vocab: int  # of the per-layer inputs
+    input_width: int  # per layer; 0: no per-layer inputs
+    experts: MoEShape | None  # next to every layer's feed-forward block
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
@@ -85,7 +87,7 @@ class Gemma4Config:
         if kinds is None:
             kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)]
         check_layer_types(kinds, _ROPES, num_layers)
-        kinds = [*kinds[:-1], "full_attention"]  # whatever config.json says, as in transformers
+        kinds = [*kinds[:-1], "full_attention"]  # as in transformers, whatever config.json has
         ropes = config.get("rope_parameters") or _ROPES
         caps = config.get("final_logit_softcapping")
         return cls(
@@ -110,6 +112,8 @@ class Gemma4Config:
 
 
 class Gemma4Attention(nn.Module):
+    """Attention with normed queries, keys and values; a layer without its own keys and values reads another's cache."""
+
     def __init__(
         self,
         prefix: str,
@@ -144,7 +148,7 @@ class Gemma4Attention(nn.Module):
         self.out = Linear(self.q_rows, [(f"{prefix}.o_proj", shape.width)], bias=bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, tables: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added; `tables` are the angles as tables"""
+        """Adds this block's output to stream [tokens, width]. `tables`: the angles as cosine and sine tables."""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         head_dim = self.shape.head_dim
         projected = self.project(stream, norm=self.norm)
@@ -171,7 +175,7 @@ class Gemma4Attention(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """What a layer adds of its own input: stream + norm(up(act(down(stream)) * input))."""
+    """Adds a layer's own input: stream + norm(up(act(down(stream)) * input))."""
 
     def __init__(
         self,
@@ -190,11 +194,13 @@ class LayerInput(nn.Module):
         self.join = Join(norm)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:
-        """stream [tokens, width], given [tokens, input_width]"""
+        """Runs on stream [tokens, width] and given [tokens, input_width]."""
         return self.join(self.up, self.activate(self.down(stream)) * given, stream)
 
 
 class Gemma4Layer(nn.Module):
+    """Attention, a feed-forward block (with experts), a per-layer input, and a scale on the stream."""
+
     scalar: Tensor
 
     def __init__(
@@ -268,7 +274,9 @@ class Gemma4Layer(nn.Module):
 
 
 class LayerInputs(nn.Module):
-    """Every layer's own input of each token: what the token is, and what its embedding says, half and half."""
+    """Computes every layer's own input of each token: the mean of a per-layer embedding and a projection of the
+    embedding.
+    """
 
     def __init__(self, config: Gemma4Config, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
@@ -282,7 +290,7 @@ class LayerInputs(nn.Module):
         self.scale = config.width**-0.5
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """tokens [n], embedded [n, width] -> for each layer [n, input_width]"""
+        """Maps tokens [n] and embedded [n, width] to one [n, input_width] per layer."""
         said = (self.project(embedded) * self.scale).unflatten(1, (-1, self.input_width))
         known = self.embedding(tokens).unflatten(1, (-1, self.input_width))
         return ((self.norm(said) + known) * 2**-0.5).unbind(1)
@@ -310,7 +318,7 @@ class Gemma4Model(nn.Module):
         if config.experts is not None:
             widest = max(widest + config.width, moe_activations(config.experts))
         self.activation_elements = 5 * config.width + widest + 3 * len(config.layers) * config.input_width
-        self.needless = tuple(  # published all the same, and read by nobody
+        self.needless = tuple(  # published although unused
             f"model.layers.{index}.self_attn.{name}."
             for index, layer in enumerate(config.layers)
             if layer.source != index
@@ -357,7 +365,7 @@ class Gemma4Model(nn.Module):
         return self.norm(step.wanted(stream))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab]"""
+        """Maps hidden [n, width] to logits [n, vocab]."""
         return self.head(hidden)
 
 
@@ -389,7 +397,9 @@ def _layers(config: Mapping[str, Any], kinds: list[str]) -> tuple[LayerConfig, .
 
 
 def _cache_specs(config: Gemma4Config, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
-    """Layers that see everything are one group, layers with a window another; who shares keeps nothing."""
+    """Full-attention layers are one cache group, layers with a window another. Layers that share keys and values have
+    none.
+    """
     specs = []
     for kind in dict.fromkeys(layer.kind for layer in config.layers):
         owners = [i for i, layer in enumerate(config.layers) if layer.kind == kind and layer.source == i]

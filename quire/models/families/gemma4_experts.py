@@ -1,6 +1,6 @@
-"""Gemma 4's experts: beside a feed-forward block, on the same stream, with norms of their own around them.
+"""Gemma 4's experts: next to a feed-forward block, on the same stream, with norms of their own.
 
-`gemma4` puts `MLPAndExperts` in the place of a layer's feed-forward block where config.json says `enable_moe_block`.
+`gemma4` uses `MLPAndExperts` as a layer's feed-forward block where config.json has `enable_moe_block`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def read_experts(config: Mapping[str, Any], width: int) -> MoEShape:
 
 
 class MLPAndExperts(nn.Module):
-    """stream + norm(norm(mlp) + norm(experts)). The router norms the stream by a weight of its own, the experts by
-    another."""
+    """Computes stream + norm(norm(mlp) + norm(experts)). The router and the experts norm the stream by different
+    weights.
+    """
 
     router: Tensor  # [experts, width]
     router_norm: Tensor  # [width]
-    expert_scale: Tensor  # [experts]: what an expert's share is multiplied with
+    expert_scale: Tensor  # [experts], factor on an expert's weight
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class MLPAndExperts(nn.Module):
         ops: Ops,
         scheme: Scheme,
     ):
-        """`mlp` norms what it adds; `norm` and `after_experts` stand around the experts, `last` after both."""
+        """`mlp` norms its own output; `norm` and `after_experts` are around the experts, `last` is after both."""
         super().__init__()
         self.mlp = mlp
         self.norm = norm
@@ -58,7 +59,7 @@ class MLPAndExperts(nn.Module):
         self.ops = ops
         num, width = shape.routing.num_experts, shape.width
         self.router = Weight.whole(f"{layer}.router.proj.weight", (num, width), dtype)
-        # In float32: scaled by no power of two, a small type would round it a second time.
+        # float32: the scale is no power of two, so a narrower dtype would round a second time.
         scale = Part(f"{layer}.router.scale", (width,), 0, width, form=Scale(width**-0.5))
         self.router_norm = Weight((width,), torch.float32, (scale,))
         self.expert_scale = Weight.whole(f"{layer}.router.per_expert_scale", (num,), torch.float32)
@@ -66,7 +67,7 @@ class MLPAndExperts(nn.Module):
         self.experts = Experts.from_two(*names, shape, dtype, scheme)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """stream [tokens, width] -> the stream with the shares of both added"""
+        """Adds the outputs of both to stream [tokens, width]."""
         _, chosen, shares = self.ops.norm_route(
             stream, self.router_norm, self.norm.eps, self.router, None, None, self.routing, self.expert_scale
         )

@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks and alternating windows, experts with biases and a clamped gate.
 
-Everything but the experts is `DenseModel`'s. Published checkpoints keep the experts in MXFP4, those that transformers
-saves in full; both stack all experts, gates and ups in turn, and both are put in our order while they are read. GGUF
-files have gates and ups apart.
+Everything except the experts is `DenseModel`'s. Published checkpoints have experts in MXFP4, those saved by
+transformers in floats. Both stack all experts and interleave gate and up rows, which are reordered while loading. GGUF
+files have separate gate and up tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GptOssConfig:
         if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
             config = {**config, "rope_parameters": ROPE}
         dense = read_common({**DEFAULTS, **config})
-        if config.get("layer_types") is None:  # every second layer sees everything
+        if config.get("layer_types") is None:  # full attention in every second layer
             window = whole(config, "sliding_window", DEFAULTS["sliding_window"])
             dense = replace(dense, windows=tuple(None if i % 2 else window for i in range(dense.num_layers)))
         shape = MoEShape(
@@ -95,16 +95,17 @@ class GptOssModel(DenseModel):
 
 
 def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
+    """Builds the experts from stacked tensors, in any of the checkpoint layouts."""
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
 
     def parts(name: str, entry: tuple[int, ...], rows: int, form: Form | None) -> tuple[Part, ...]:
-        """Expert by expert, so that no more than one is ever decoded at a time."""
+        """Returns a part per expert, so that one expert is decoded at a time."""
         return tuple(
             Part(f"{prefix}.{name}", (num, *entry), e * rows, (e + 1) * rows, index=e, form=form) for e in range(num)
         )
 
     def apart(kind: str, *columns: int) -> tuple[Part, ...]:
-        """Every expert's gates and ups out of two tensors."""
+        """Returns the parts of gate and up projections from two tensors."""
         return tuple(
             Part(f"{prefix}.{name}.{kind}", (num, inner, *columns), start, start + inner, index=e)
             for e in range(num)
@@ -142,10 +143,10 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
 
 
 def _rows_in_turn(rows: Tensor) -> Tensor:
-    """[2 * inner, ...] with gates and ups in turn -> gates, then ups"""
+    """Deinterleaves [2 * inner, ...] into gate rows, then up rows."""
     return torch.cat((rows[0::2], rows[1::2]))
 
 
 def _columns_in_turn(columns: Tensor) -> Tensor:
-    """[width, 2 * inner] -> [2 * inner, width], gates, then ups"""
+    """Transposes and deinterleaves [width, 2 * inner] into [2 * inner, width], gate rows, then up rows."""
     return _rows_in_turn(columns.t())

@@ -1,5 +1,5 @@
-"""Granite 4: Mamba2 layers with some attention between them, mostly without rope, each with a shared feed-forward block
-and maybe experts beside it. What blocks add to the stream is scaled; that is done to their last matrices when loading.
+"""Granite 4: Mamba2 layers and some attention layers, mostly without rope, each with a shared feed-forward block and
+optionally experts. Blocks' outputs are scaled, which is multiplied into their last matrices while loading.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class GraniteHybridConfig:
     shape: HybridShape
     options: MambaOptions
     rope: RopeConfig
-    turning: int  # elements of a head that rope turns
+    turning: int  # elements of a head that rope rotates
     attention_bias: bool
     shared_width: int
     experts: MoEShape | None
-    residual_scale: float  # of what a block adds to the stream
+    residual_scale: float  # of each block's output
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GraniteHybridConfig:

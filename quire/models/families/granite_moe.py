@@ -1,5 +1,5 @@
-"""The mixtures of Granite 3 and 4: all experts of a layer in two tensors, and a shared block beside them, or none. What
-they add to the stream is scaled; that is done to their last matrices when loading. `moe` and `granite_hybrid` call it.
+"""The mixtures of Granite 3 and 4: all experts of a layer in two tensors, and optionally a shared block. Their outputs
+are scaled, which is multiplied into their last matrices while loading. `moe` and `granite_hybrid` use them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
 from quire.layers.weights import Scale, also_called, set_forms
 
-# Relative to a layer: as Granite's own files have them, and as those with windows do.
+# Relative to a layer: names in Granite's files, and names in files of the models with windows.
 EXPERT_NAMES = ExpertNames(
     "block_sparse_moe", router="router.layer", two=("input_linear.weight", "output_linear.weight")
 )
 LATER_NAMES = ExpertNames("block_sparse_moe", router="router", two=("experts.gate_up_proj", "experts.down_proj"))
 SHARED_NAMES = MLPNames(("input_linear",), "output_linear")
-ALSO_CALLED = ("gate_proj", "up_proj")  # of GGUF files: what is one tensor here
+ALSO_CALLED = ("gate_proj", "up_proj")  # GGUF names of what is one tensor here
 
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A form: all experts' matrices below each other, scaled."""
+    """A form: stacks all experts' matrices along rows, scaled."""
 
     scale: Scale | None
 
@@ -47,7 +47,7 @@ def granite_mixture(
     ops: Ops,
     scheme: Scheme,
 ) -> MoE:
-    """`names`: of the mixture, below the layer."""
+    """Builds a mixture. `names` include the layer."""
     apart = (names.stacked("gate"), names.stacked("up"))
     experts = Experts.from_two(*names.of_two(), shape, dtype, scheme, _Flat(scale), apart)
     shared = None

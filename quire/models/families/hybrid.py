@@ -1,7 +1,7 @@
-"""A decoder whose blocks are of several kinds: attention, recurrent layers and feed-forward blocks, in any order.
+"""A decoder with several kinds of blocks: attention, recurrent layers and feed-forward blocks, in any order.
 
-Family files say which blocks stand where and how they are built; this runs them and declares what they keep: pages for
-attention, of keys and values or of latents, and a state slot a row for the recurrent layers.
+Families define the order of blocks and build them. `HybridModel` runs them and declares their caches: pages for
+attention, of keys and values or of latents, and a state slot per row for the recurrent layers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from quire.layers.step import Step
 from quire.models.loading.fields import check_heads, check_layer_types, flag, whole
 from quire.types import CacheSpec, QuireError
 
-BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention beside a recurrent layer
+BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention and a recurrent layer
 KEEPING: dict[str, tuple[BlockKind, ...]] = {
     "attention": ("attention", "parallel"),
     "recurrent": ("recurrent", "parallel"),
 }
-ATTENTION, STATE = "full", "state"  # names of the cache groups; latents have their own
+ATTENTION, STATE = "full", "state"  # cache groups; latent attention has its own name
 
 
 @dataclass(frozen=True, slots=True)
 class HybridShape:
-    """What every hybrid family has. Its other sizes are its own business."""
+    """What all hybrid families have. Other sizes are in the family's own config."""
 
     vocab_size: int
     width: int
@@ -45,7 +45,7 @@ class HybridShape:
     tied: bool  # the head is the embedding
     attention: AttentionShape | LatentShape | None  # None: no layer attends
     recurrent: RecurrentShape | ConvShape | None
-    blocks: tuple[BlockKind, ...]  # in the order in which they run; several may belong to one layer of the checkpoint
+    blocks: tuple[BlockKind, ...]  # in order of execution; several may belong to one layer of the checkpoint
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
 
@@ -62,8 +62,9 @@ class HybridShape:
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
     ) -> HybridShape:
-        """What all configs call alike, and what a family has read itself. `max_positions`: where the config names
-        none."""
+        """Reads the fields with common names and adds what the family has read. `max_positions`: used if the config has
+        none.
+        """
         if all(kind == "plain" for kind in blocks):
             what = "No layer of this model attends or keeps a state: it would see one token at a time."
             raise QuireError("bad_config", what, "Check config.json.")
@@ -83,7 +84,7 @@ class HybridShape:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where a checkpoint keeps what stands around the blocks."""
+    """Checkpoint names of the embedding, the last norm and the head."""
 
     embedding: str
     norm: str
@@ -91,6 +92,8 @@ class Names:
 
 
 class HybridModel(nn.Module):
+    """Runs the blocks of a `HybridShape`."""
+
     def __init__(
         self,
         shape: HybridShape,
@@ -106,8 +109,9 @@ class HybridModel(nn.Module):
         scheme: Scheme,
         norm_offset: float = 0.0,
     ):
-        """`make_block(place, cache_index)`: the block at this place, and where in its cache group it stands (0 for one
-        that keeps nothing). `norm_offset`: what the checkpoint leaves out of the last norm's weight."""
+        """`make_block(place, cache_index)` builds the block at this place; `cache_index` is its index in its cache
+        group (0 for a block without a cache). `norm_offset`: added to the last norm's weights.
+        """
         super().__init__()
         self.ops = ops
         self.vocab_size = shape.vocab_size
@@ -132,8 +136,9 @@ class HybridModel(nn.Module):
         self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step's tokens and leave what they add in `caches`. Returns the normed hidden states,
-        [tokens, width], of the tokens that are wanted."""
+        """Computes the step's tokens and writes their state to `caches`. Returns the normed hidden states, [tokens,
+        width], of the selected tokens.
+        """
         attention: Any = None
         recurrent: Any = None
         paged, state = self._spec_of.get("paged"), self._spec_of.get("state")
@@ -144,7 +149,7 @@ class HybridModel(nn.Module):
         angles = None if self.rope is None else self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
-            is_last = place == self._last_mixer  # what follows works on each token alone
+            is_last = place == self._last_mixer  # the following blocks work per token
             if is_last and paged is not None and kind in KEEPING["attention"]:
                 attention = plan_last_attention(attention, step, paged, caches[paged.group], self.ops)
             if kind == "attention":
@@ -161,7 +166,7 @@ class HybridModel(nn.Module):
         return self.norm(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab]"""
+        """Maps hidden [n, width] to logits [n, vocab]."""
         return self.head(hidden)
 
 
@@ -190,7 +195,7 @@ def _paged_spec(
 
 
 def block_activations(shape: HybridShape, inner_width: int) -> int:
-    """Elements a token has alive at one time, for blocks whose feed-forward part holds `inner_width` of them."""
+    """Returns the peak elements alive per token, for feed-forward blocks that hold `inner_width` of them."""
     most = inner_width
     if shape.attention is not None:
         most = max(most, shape.attention.activation_elements)
@@ -200,6 +205,7 @@ def block_activations(shape: HybridShape, inner_width: int) -> int:
 
 
 def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:
+    """Validates head counts, and how many elements of a head rope rotates."""
     turning = head_dim if turning is None else turning
     check_heads(num_heads, num_kv_heads, head_dim)
     if not 0 < turning <= head_dim or turning % 2:
@@ -208,7 +214,7 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: i
 
 
 def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
-    """`values`: what the rest of the config says the heads' values add up to."""
+    """Validates a recurrent shape. `values`: total width of heads' values, as other fields of the config give it."""
     if shape.num_heads % shape.num_groups:
         what = f"{shape.num_heads} recurrent heads can't be shared out among {shape.num_groups} groups of keys."
         raise QuireError("bad_config", what, "Check config.json.")
@@ -220,7 +226,9 @@ def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
 def mixers_with_mlps(
     config: Mapping[str, Any], known: Mapping[str, BlockKind], usual: Callable[[int], str]
 ) -> tuple[BlockKind, ...]:
-    """A mixer, as `layer_types` says or else `usual(layer)`, and a feed-forward block for every layer."""
+    """Returns a mixer and a feed-forward block for every layer; the mixer by `layer_types`, or else by
+    `usual(layer)`.
+    """
     num_layers = whole(config, "num_hidden_layers", 32)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -230,7 +238,7 @@ def mixers_with_mlps(
 
 
 def only_silu(activation: object) -> None:
-    """Of the convolutions and of what lies beside them: the kernels know no other."""
+    """Refuses activations other than SiLU in convolutions and gates, since the kernels have no other."""
     if activation not in ("silu", "swish"):
         what = f"Activation {activation!r} is not supported here."
         raise QuireError("unsupported_model", what, "Supported is silu.")

@@ -1,5 +1,5 @@
-"""Kimi Linear: three Kimi Delta Attentions, then one latent attention, each with a feed-forward block: of experts, past
-the first layers. Nothing turns: what would be rope's part of queries and keys is used as it is.
+"""Kimi Linear: three Kimi Delta Attention layers, then one latent attention, each with a feed-forward block, which has
+experts in all but the first layers. There is no rope: the rope elements of queries and keys are used unrotated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire.models.loading.fields import check_layer_indices, number, whole
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
-IN_OTHERS_WORDS = {  # what published files say, and what DeepSeek's say
+IN_OTHERS_WORDS = {  # field in published files -> field in DeepSeek's
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -45,12 +45,12 @@ IN_OTHERS_WORDS = {  # what published files say, and what DeepSeek's say
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-OF_LINEAR = {  # fields of `linear_attn_config`, and what transformers calls them
+OF_LINEAR = {  # field of `linear_attn_config` -> field in transformers
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-DEFAULTS: dict[str, Any] = {  # of fields config.json may leave out
+DEFAULTS: dict[str, Any] = {  # values of fields that config.json may omit
     "num_hidden_layers": 27,
     "num_attention_heads": 32,
     "kv_lora_rank": 512,
@@ -70,9 +70,9 @@ DEFAULTS: dict[str, Any] = {  # of fields config.json may leave out
 class KimiLinearConfig:
     shape: HybridShape
     inner_width: int  # of the feed-forward blocks without experts
-    sparse_layers: frozenset[int]  # those with experts
+    sparse_layers: frozenset[int]  # layers with experts
     moe: MoEShape
-    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
+    needless: tuple[str, ...]  # prefixes of tensors that are ignored
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> KimiLinearConfig:
@@ -146,7 +146,7 @@ class KimiLinearModel(HybridModel):
             mlp = GatedMLP(
                 f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
             )
-            # transformers saves these, too, under the name of what the other layers have.
+            # transformers saves these under the name of the other layers' mixtures, too.
             also_called(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
             also_called(mlp.down, f"{mixture}.down_proj")
             return mlp
@@ -172,7 +172,7 @@ class KimiLinearModel(HybridModel):
 
 
 def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All fields by the names that transformers has for them, so that other families' readers find theirs."""
+    """Renames all fields to their names in transformers, which the readers of other families use."""
     linear = config.get("linear_attn_config")
     if linear is None:
         linear = {}
@@ -189,7 +189,7 @@ def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _listed_layers(linear: Mapping[str, Any], num_layers: int) -> list[str] | None:
-    """Published files list the layers of either kind, the first as 1."""
+    """Returns layer types from the published lists of layers of either kind, which count from 1."""
     lists = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
     if any(linear.get(key) is None for key in lists):
         return None
@@ -205,7 +205,7 @@ def _listed_layers(linear: Mapping[str, Any], num_layers: int) -> list[str] | No
 
 
 def _check_unread(config: Mapping[str, Any]) -> None:
-    """Fields of published files that have one value there: with another the model would be another."""
+    """Refuses other values of fields that have one value in all published files."""
     for key, usual in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
         if config.get(key, usual) != usual:
             what = f"{key}={config[key]!r} of kimi_linear is not supported."
@@ -218,7 +218,9 @@ def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
-    """Where a config does not say, each layer after four others attends, as in transformers; published files say."""
+    """Returns the blocks. Without layer lists, every layer whose index is a multiple of 4 attends, except layer 0, as
+    in transformers.
+    """
 
     def usual(layer: int) -> str:
         return "full_attention" if layer and layer % 4 == 0 else "linear_attention"

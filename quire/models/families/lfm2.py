@@ -1,5 +1,5 @@
-"""LFM2: short convolutions between gates with some attention between them, each with a feed-forward block, or experts
-in most layers (`lfm2_moe`).
+"""LFM2: gated short convolutions and some attention layers, each with a feed-forward block, or with experts in most
+layers (`lfm2_moe`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lfm2Config:
     conv_bias: bool
     inner_width: int
     moe: MoEShape | None
-    num_dense: int  # leading layers that have no experts
+    num_dense: int  # leading layers without experts
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Lfm2Config:
@@ -174,7 +174,7 @@ class Lfm2Model(HybridModel):
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Published files have other names for two fields, which count where both are there."""
+    """Renames two fields of published files, which take precedence over transformers' names."""
     fields = {"tie_word_embeddings": True, **config}
     for ours, theirs in (("tie_word_embeddings", "tie_embedding"), ("intermediate_size", "block_ff_dim")):
         if config.get(theirs) is not None:
@@ -183,7 +183,9 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner_width(config: Mapping[str, Any]) -> int:
-    """What is given may be that of a block without a gate: two thirds of it then, rounded up."""
+    """Returns the inner width. The config may give that of a block without a gate; then it is two thirds of that,
+    rounded up.
+    """
     inner = whole(config, "intermediate_size", 12288)
     if not flag(config, "block_auto_adjust_ff_dim", True):
         return inner

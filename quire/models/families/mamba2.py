@@ -1,5 +1,5 @@
-"""Mamba2: nothing but recurrent layers. Its fields of a config are read here for the hybrids that have them too, and
-their mixers, such layers with some attention between them, are built here.
+"""Mamba2: recurrent layers only. Also reads Mamba2's config fields for hybrids, and builds the mixers of hybrids with
+Mamba2 and attention layers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from quire.models.families.hybrid import (
 from quire.models.loading.fields import check_layer_types, flag, number, whole
 from quire.types import QuireError
 
-MAX_POSITIONS = 65536  # a recurrence has no limit of its own; rows are allocated for one
+MAX_POSITIONS = 65536  # a recurrence has no limit of its own, but rows are allocated for one
 
 
 @dataclass(frozen=True, slots=True)
 class MambaFields:
-    """What the families call the same sizes."""
+    """A family's names of the Mamba2 fields."""
 
     num_heads: str
     head_dim: str
@@ -44,10 +44,11 @@ class MambaFields:
     conv_bias: str
     bias: str
     activation: str
-    expand: str | None = None  # where the config also says how wide it is: it must agree
-    values: str | None = None  # where it may say so by itself, too, which counts
+    expand: str | None = None  # optional width relative to the hidden size, which must agree
+    values: str | None = None  # optional width, which takes precedence
 
     def shape(self, config: Mapping[str, Any]) -> RecurrentShape:
+        """Reads and validates the recurrent shape."""
         width, heads = whole(config, "hidden_size"), whole(config, self.num_heads, 128)
         expanded = None if self.expand is None else int(number(config, self.expand, 2.0) * width)
         if self.values is not None and config.get(self.values) is not None:
@@ -67,7 +68,9 @@ class MambaFields:
         return shape
 
     def options(self, config: Mapping[str, Any], eps: float) -> MambaOptions:
-        """The output is normed in as many parts as there are groups; transformers before 5.23 took it for one part."""
+        """Reads the options. The output norm has as many parts as there are groups; transformers before 5.23 had one
+        part.
+        """
         return MambaOptions(
             eps=eps,
             norm_groups=whole(config, self.num_groups, 8),
@@ -79,7 +82,7 @@ class MambaFields:
 
 @dataclass(frozen=True, slots=True)
 class Mixers:
-    """The Mamba2 and attention layers of a hybrid whose checkpoint calls them `mamba` and `self_attn`."""
+    """Builds the Mamba2 and attention layers of a hybrid whose checkpoint names them `mamba` and `self_attn`."""
 
     shape: HybridShape
     options: MambaOptions
@@ -204,6 +207,7 @@ class Mamba2Model(HybridModel):
 
 
 def _limits(given: Any) -> tuple[float, float]:
+    """Returns the limits of time steps, unbounded by default."""
     if given is None:
         return 0.0, float("inf")
     if len(given) != 2 or not all(isinstance(value, (int, float)) for value in given):

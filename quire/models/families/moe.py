@@ -1,6 +1,7 @@
-"""Decoders with ordinary attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Granite 3, and kin.
+"""Decoders with dense attention and a mixture of experts in most layers: Mixtral, Qwen2-MoE, Granite 3, and others.
 
-Everything but the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; `moe_families` lists families.
+Everything except the feed-forward blocks is `DenseModel`'s. The registry names `MoEModel`; `moe_families` lists
+families.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Fields = Mapping[str, Any]
 class MoEConfig:
     dense: DenseConfig
     shape: MoEShape
-    sparse_layers: frozenset[int]  # the others keep their feed-forward block
+    sparse_layers: frozenset[int]  # the other layers have a feed-forward block
     names: ExpertNames  # relative to a layer
-    needless: tuple[str, ...]  # beginnings of tensors a checkpoint may hold beside the model's own
-    as_granite: bool = False  # in two tensors a layer, and the shared one elsewhere: see `granite_moe`
-    residual_scale: float = 1.0  # of what those and attention add to the stream: done to matrices when loading
+    needless: tuple[str, ...]  # prefixes of tensors that are ignored
+    as_granite: bool = False  # two tensors per layer, shared block apart: see `granite_moe`
+    residual_scale: float = 1.0  # of these blocks' and attention's outputs; multiplied into matrices while loading
 
     @classmethod
     def from_hf(cls, config: Fields) -> MoEConfig:

@@ -1,7 +1,7 @@
-"""The mixtures with ordinary attention: what each model type does, read from its config.json.
+"""The mixtures with dense attention: how each model type differs, read from its config.json.
 
-A family is a line in `MOE`: how its attention is read, how its experts are, and what the checkpoint calls them. `moe`
-builds from that. Mixtures with attention of another kind ask `shared_beside_routed`, and which layers have experts.
+A family is a line in `MOE`: the reader of its attention, the reader of its experts, and their checkpoint names. `moe`
+builds from that. Mixtures with other attention use `shared_beside_routed`, `sparse_layers` and `draft_layers`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ Fields = Mapping[str, Any]
 
 
 def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
-    """As `mlp_layer_types` says; or all but the first ones; or every `decoder_sparse_step`-th, except those named in
-    `mlp_only_layers`."""
+    """Returns the layers with experts: by `mlp_layer_types`; or all after `first_k_dense_replace`, every
+    `decoder_sparse_step`-th, except `mlp_only_layers`.
+    """
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         check_layer_types(kinds, ("dense", "sparse"), num_layers)
@@ -43,7 +44,9 @@ def sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
 
 
 def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
-    """Layers that predict further tokens stand behind the model's own in its checkpoint."""
+    """Returns the name prefixes of draft layers (multi-token prediction), which follow the model's own in a
+    checkpoint.
+    """
     num_drafts = config.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{num_layers + index}." for index in range(num_drafts))
 
@@ -53,25 +56,25 @@ def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def _as(model_type: str) -> Callable[[Fields], DenseConfig]:
-    """All but the experts as a dense family has it."""
+    """Returns a reader of everything except the experts by a dense family."""
     return lambda config: read_dense({**config, "model_type": model_type})
 
 
 def _mixtral(config: Fields) -> DenseConfig:
-    """Mistral's attention, whose windows are in every layer whatever `layer_types` says."""
+    """Mistral's attention, with a window in every layer whatever `layer_types` has."""
     usual = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
     return all_windowed(config, read_dense({**usual, **config, "model_type": "mistral"}))
 
 
 def _qwen2(config: Fields) -> DenseConfig:
-    """Qwen2's attention with windows by another rule; a window that is switched off is written as 0."""
+    """Qwen2's attention with early windows; configs write a disabled window as 0."""
     if not config.get("use_sliding_window"):
         return read_dense({**config, "sliding_window": None, "model_type": "qwen2"})
     return early_windowed(config, read_dense({**config, "model_type": "qwen2"}))
 
 
 def _qwen3(config: Fields) -> DenseConfig:
-    """Qwen3's attention; a window that is switched on is in every layer."""
+    """Qwen3's attention; an enabled window is in every layer."""
     dense = read_dense({"head_dim": None, **config, "model_type": "qwen3"})
     return all_windowed(config, dense) if flag(config, "use_sliding_window", False) else dense
 
@@ -99,12 +102,12 @@ def _solar_open(config: Fields) -> DenseConfig:
 
 
 def _exaone_moe(config: Fields) -> DenseConfig:
-    """EXAONE 4's attention, with norms where Llama has them."""
+    """EXAONE 4's attention, with Llama's places of norms."""
     return replace(read_dense({**config, "model_type": "exaone4"}), norms=LayerNames())
 
 
 def _afmoe(config: Fields) -> DenseConfig:
-    """EXAONE 4's windows, with norms around both blocks; what heads see is gated."""
+    """EXAONE 4's windows, with norms around both blocks; attention has an output gate."""
     if flag(config, "attention_bias", False):
         what = "attention_bias=True of afmoe is not supported: its gates, which lie beside queries, have none."
         raise QuireError("unsupported_model", what, "Use a model without them.")
@@ -129,14 +132,15 @@ def _normed_heads(config: Fields) -> DenseConfig:
 
 def _minimax_m2(config: Fields) -> DenseConfig:
     fields = {"head_dim": 128, "rope_theta": 5e6, **config}
-    if config.get("rotary_dim") is not None:  # how published files say it
+    if config.get("rotary_dim") is not None:  # the field of published files
         fields["partial_rotary_factor"] = whole(config, "rotary_dim") / whole(fields, "head_dim")
     return replace(read_common(fields), qk_norm="wide")
 
 
 def _cohere2_layers(config: Fields) -> Fields:
-    """Which layers see a window and which have experts, one by one: the first may be without, and by a rule of their
-    own."""
+    """Lists layer types and expert layers explicitly: the first layers may have no experts, and windows by another
+    pattern.
+    """
     num_layers, first = whole(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     fields = dict(config)
     if config.get("mlp_layer_types") is None:
@@ -153,8 +157,9 @@ def _cohere2_layers(config: Fields) -> Fields:
 
 
 def _cohere2_moe(config: Fields) -> DenseConfig:
-    """Layers without experts are of a width of their own; they turn even where they see everything, unless some of them
-    see a window by a pattern."""
+    """Layers without experts have another width. They have rope also with full attention, unless the first layers have
+    windows by a pattern.
+    """
     inner = whole(config, "prefix_dense_intermediate_size", whole(config, "intermediate_size"))
     dense = read_dense({"head_dim": 128, **config, "intermediate_size": inner, "model_type": "cohere2"})
     if config.get("rms_norm_eps") is not None:
@@ -175,14 +180,14 @@ def _afmoe_layers(config: Fields) -> Fields:
 
 
 def _sees_everything(config: Fields) -> Fields:
-    """Mellum's layers, unless it says otherwise; that of each kind has a rope of its own."""
+    """Without `layer_types`, all of Mellum's layers have full attention, with the rope of that kind."""
     if config.get("layer_types") is not None:
         return config
     return {**config, "layer_types": ["full_attention"] * whole(config, "num_hidden_layers")}
 
 
 def _in_others_words(config: Fields) -> Fields:
-    """ERNIE's: which layers have experts, how many they are, and how many a token gets."""
+    """Renames ERNIE's fields of expert layers, expert count and top-k."""
     num_layers, every = whole(config, "num_hidden_layers"), whole(config, "moe_layer_interval", 1)
     first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
     for key, value in (("moe_layer_start_index", first), ("moe_layer_end_index", last)):
@@ -197,7 +202,7 @@ def _in_others_words(config: Fields) -> Fields:
 
 
 def _ernie_shape(config: Fields) -> MoEShape:
-    """A bias that balances the choice beside softmax scores."""
+    """Softmax scores, and a bias that balances the choice."""
     inner = whole(config, "moe_intermediate_size")
     shared = inner * (config.get("moe_num_shared_experts") or 0)
     routing = replace(_routing(config), exact=True)
@@ -209,14 +214,14 @@ def _plain_shape(config: Fields) -> MoEShape:
 
 
 def _granite_shape(config: Fields) -> MoEShape:
-    """Some have a block beside the experts; a width of 0 is none."""
+    """Some have a shared block; a width of 0 means none."""
     shape, key = _plain_shape(config), "shared_intermediate_size"
     has_shared = config["model_type"] != "granitemoe" and config.get(key) not in (None, 0)
     return replace(shape, shared_width=whole(config, key)) if has_shared else shape
 
 
 def _cohere2_shape(config: Fields) -> MoEShape:
-    """The shared experts' output is added to that of the others, or they are averaged."""
+    """The shared experts' output is added to that of the routed ones, or averaged with it."""
     score = _one_of(config, "expert_selection_fn", ("softmax", "sigmoid"))
     how = _one_of(config, "shared_expert_combination_strategy", ("average", "sum"))
     shape, key = _plain_shape(config), "num_shared_experts"
@@ -228,7 +233,7 @@ def _cohere2_shape(config: Fields) -> MoEShape:
 
 
 def _one_of(config: Fields, key: str, known: tuple[str, ...]) -> Any:
-    """The first is what is meant where config.json does not say it."""
+    """Returns a field's value, which must be known; the first known value is the default."""
     value = known[0] if config.get(key) is None else config[key]
     if value not in known:
         what = f"{key}={value!r} of {config['model_type']} is not supported."
@@ -264,7 +269,7 @@ def _qwen2_shape(config: Fields) -> MoEShape:
 
 
 def shared_beside_routed(config: Fields) -> MoEShape:
-    """DeepSeek V3's experts, which others took over: sigmoid scores, a bias that balances the choice, groups."""
+    """DeepSeek V3's experts, which other families use, too: sigmoid scores, a bias that balances the choice, groups."""
     method = config.get("topk_method") or "noaux_tc"
     if method != "noaux_tc":
         what = f"topk_method={method!r} of {config['model_type']} is not supported."
@@ -298,7 +303,7 @@ def _afmoe_shape(config: Fields) -> MoEShape:
 
 
 def _hunyuan_shape(config: Fields) -> MoEShape:
-    """One shared expert, as wide as the others. Published files say for every layer how many a token gets."""
+    """One shared expert, as wide as the routed ones. Published files give the top-k of every layer."""
     given = config.get("moe_topk", config.get("num_experts_per_tok"))
     counts = set(given) if isinstance(given, (list, tuple)) else {given}
     if len(counts) != 1:
@@ -317,12 +322,14 @@ def _hy_shape(config: Fields) -> MoEShape:
 
 
 def check_unbiased(config: Fields) -> None:
+    """Refuses biases in feed-forward blocks."""
     if flag(config, "mlp_bias", False):
         what = f"mlp_bias=True of {config['model_type']} is not supported: shared experts have no biases here."
         raise QuireError("unsupported_model", what, "Use a model without them.")
 
 
 def _routing(config: Fields) -> Routing:
+    """Returns the routing, by any of the fields for the number of experts."""
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     return Routing(whole(config, key), whole(config, "num_experts_per_tok"))
@@ -330,11 +337,13 @@ def _routing(config: Fields) -> Routing:
 
 @dataclass(frozen=True, slots=True)
 class MoEFamily:
+    """How a model type's config.json becomes a `MoEConfig`."""
+
     dense: Callable[[Fields], DenseConfig]
     shape: Callable[[Fields], MoEShape]
     names: ExpertNames
-    defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
-    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
+    defaults: Fields = field(default_factory=dict)  # values of fields that config.json may omit
+    renamed: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
     as_granite: bool = False  # see `granite_moe`
 
 

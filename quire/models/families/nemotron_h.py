@@ -1,4 +1,6 @@
-"""Nemotron-H: Mamba2 layers, attention without rope, squared-ReLU feed-forward blocks or experts, by a pattern."""
+"""Nemotron-H: Mamba2 layers, attention without rope, squared-ReLU feed-forward blocks and experts, in a given
+pattern.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ LAYER_TYPES: dict[str, BlockKind] = {
 
 @dataclass(frozen=True, slots=True)
 class NemotronMoE:
-    experts: MoEShape  # its width is the space the experts work in
+    experts: MoEShape  # its width is that of the latent space of the experts
     shared_width: int
 
 
@@ -89,8 +91,8 @@ class NemotronHConfig:
             recurrent=recurrent,
             blocks=tuple(LAYER_TYPES[kind] for kind in _layer_types(config)),
         )
-        # `time_step_limit` bounds steps, as in NVIDIA's own code. transformers keeps them above `time_step_min`,
-        # with which weights are drawn before training: heads that learned shorter steps say something else there.
+        # `time_step_limit` bounds time steps, as in NVIDIA's code. transformers also applies `time_step_min`, the lower
+        # bound of the initialization before training, which changes the output of heads that learned shorter steps.
         options = FIELDS.options(config, eps)
         activation = check_activation(config.get("mlp_hidden_act") or "relu2")
         moe_layers = frozenset(place for place, kind in enumerate(_layer_types(config)) if kind == "moe")
@@ -106,10 +108,10 @@ class NemotronHConfig:
 
 
 class SquaredExperts(nn.Module):
-    """Experts of up, squared ReLU and down, maybe in a narrower space than the stream's, beside one that all share.
+    """Experts with squared ReLU, optionally in a latent space narrower than the stream, and a shared expert.
 
-    relu(x) squared is x times relu(x): a gate that is the up itself. So the mixture's kernels do for these experts,
-    at the price of keeping, and reading, their up matrices twice.
+    relu(x) squared is x * relu(x), which is a gated expert whose gate is its up projection. So the mixture's kernels
+    run these experts, at the cost of storing and reading the up matrices twice.
     """
 
     router: Tensor
@@ -153,7 +155,7 @@ class SquaredExperts(nn.Module):
             self.widen = Linear(moe.experts.width, widen, bias=config.mlp_bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """stream [tokens, width] -> the stream with the experts' shares added"""
+        """Adds the experts' outputs to stream [tokens, width]."""
         x = self.norm(stream)
         _, chosen, shares = self.ops.norm_route(x, None, 0.0, self.router, None, self.choice_bias, self.routing)
         stream = self.shared(x, stream)
@@ -224,7 +226,7 @@ class NemotronHModel(HybridModel):
                         names=MLP_NAMES,
                     )
 
-        # Positions come from the recurrent layers: nothing turns.
+        # No rope: the recurrent layers encode positions.
         rope = Rope(RopeConfig("none"), attention.head_dim, dtype, device, ops)
         names = Names("backbone.embeddings", "backbone.norm_f")
         inner = 2 * config.inner_width
@@ -249,7 +251,7 @@ class NemotronHModel(HybridModel):
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
-    """One block a layer, by a list of names or by the older string of letters."""
+    """Returns the type of each one-block layer, from a list of names or from the older string of letters."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds is None:
         kinds = [LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]

@@ -1,5 +1,5 @@
-"""OLMo Hybrid: three gated delta nets, then one full attention, each with a feed-forward block. Delta nets' layers have
-their norms before the blocks, attention's behind them. Published ones have no rope.
+"""OLMo Hybrid: three gated delta nets, then one full attention, each with a feed-forward block. Layers with delta nets
+have norms before the blocks, attention layers after them. Published models have no rope.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from quire.models.families.hybrid import (
 from quire.models.loading.fields import flag, number, whole
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
-GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever the config says of the others
-ALSO_CALLED = {  # as published; transformers saves the second so in layers that attend, too, where others do not
+GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever `rms_norm_eps` is
+ALSO_CALLED = {  # names in published files; transformers saves the second in attention layers, too
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
 }
@@ -174,7 +174,7 @@ def _recurrent(config: Mapping[str, Any], width: int, heads: int) -> RecurrentSh
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
-    """Each fourth layer attends, and in a model of fewer the last."""
+    """Every fourth layer attends, or the last layer of a model with fewer than four."""
     last = whole(config, "num_hidden_layers", 32) - 1
 
     def usual(layer: int) -> str:
@@ -184,7 +184,7 @@ def _blocks(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
 
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """A theta that is there, and null, is none; one that is not there is the usual one."""
+    """Returns the rope. A null `rope_theta` means no rope; an absent one has the default."""
     rope = RopeConfig.from_hf(dict(config))
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = given.get("rope_theta", config.get("rope_theta", rope.theta))

@@ -1,7 +1,7 @@
-"""Qwen3-Next and Qwen3.5: three gated delta nets, then one full attention with a gate, each with a feed-forward block.
+"""Qwen3-Next and Qwen3.5: three gated delta nets, then one gated full attention, each with a feed-forward block.
 
-The generations differ in how a checkpoint keeps the delta net's projection, and in which layers have experts. Qwen3.5
-checkpoints also hold a vision tower and a draft head, which are left aside: the text model is what runs.
+The generations differ in the checkpoint layout of the delta net's projection and in which layers have experts. The
+vision tower and the draft head of Qwen3.5 checkpoints are ignored: only the text model runs.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_atte
 class QwenHybridConfig:
     shape: HybridShape
     rope: RopeConfig
-    turning: int  # elements of a head that rope turns
+    turning: int  # elements of a head that rope rotates
     attention_bias: bool
-    layout: DeltaLayout  # of the delta nets, in the checkpoint
-    norm_offset: float  # what the checkpoint leaves out of norms' weights
+    layout: DeltaLayout  # checkpoint layout of the delta nets
+    norm_offset: float  # added to the checkpoint's norm weights
     prefix: str  # of the text model within the checkpoint
     inner_width: int  # of the feed-forward blocks without experts
-    moe: MoEShape | None  # of the layers that have experts; None: none has
-    dense_layers: frozenset[int]  # that have no experts although others do
+    moe: MoEShape | None  # None: no layer has experts
+    dense_layers: frozenset[int]  # layers without experts in a model with experts
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> QwenHybridConfig:
         kind = config["model_type"]
         text = config.get("text_config")
         prefix = "model"
-        if text is not None:  # the whole model, with its vision tower
+        if text is not None:  # the multimodal model, with its vision tower
             prefix = "model.language_model"
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
         only_silu(config.get("hidden_act") or "silu")
@@ -176,6 +176,7 @@ class QwenHybridModel(HybridModel):
 
 
 def _turning(config: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many elements of a head rope rotates."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
@@ -196,8 +197,9 @@ def _recurrent(config: Mapping[str, Any]) -> RecurrentShape:
 
 
 def _layout(config: Mapping[str, Any], kind: str) -> DeltaLayout:
-    """Qwen3-Next keeps together what belongs to a group. GGUF files (see `gguf_hybrid`) have less of that, and those of
-    Qwen3.5 another order of heads."""
+    """Returns the layout of the delta nets. Qwen3-Next groups projections by key head. GGUF files
+    (`gguf.hybrid_styles`) group less of it, and those of Qwen3.5 have another order of heads.
+    """
     by_group = kind == "qwen3_next"
     return DeltaLayout(
         by_group=by_group and not flag(config, "delta_nets_split", False),
@@ -228,13 +230,16 @@ def _moe(config: Mapping[str, Any], kind: str, width: int) -> MoEShape | None:
 
 
 def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Returns the layers without experts."""
     every = whole(config, "decoder_sparse_step", 1)
     named = config.get("mlp_only_layers") or []
     return frozenset(index for index in range(num_layers) if index in named or (index + 1) % every)
 
 
 def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int) -> Experts:
-    """As usual; Qwen3.5 publishes all experts of a layer but the shared one in two tensors, gates above ups."""
+    """Builds the experts. Qwen3.5 also publishes all routed experts of a layer in two tensors, with gate rows before up
+    rows.
+    """
     experts = Experts.from_names(names, shape, dtype, scheme, num_shared)
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
     sizes = {"gate_up": (2 * inner, width), "down": (width, inner)}

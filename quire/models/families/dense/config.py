@@ -1,6 +1,6 @@
-"""What `DenseModel` can be, as one frozen config, and the part of a config.json that all dense families share.
+"""The config of `DenseModel`, and the reader of the config.json fields that all dense families share.
 
-`dense_families` reads the rest, family by family. A field's default is what Llama does.
+`families` reads the other fields, family by family. A field's default is Llama's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LLAMA_ATTENTION, LLAMA_MLP = AttentionNames(), MLPNames()
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """What a checkpoint calls the norms of a layer; None: there is none at that place."""
+    """Checkpoint names of a layer's norms; None: no norm at that place."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -29,12 +29,12 @@ class LayerNames:
     after_mlp: str | None = None
 
 
-ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)  # where both blocks read the same
+ONE_NORM = LayerNames("input_layernorm", None, "input_layernorm", None)  # both blocks read the same normed input
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """What a checkpoint calls its layers, and what stands before and behind them."""
+    """Checkpoint names of the layers, and of what precedes and follows them."""
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -44,15 +44,19 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True)
 class NormStyle:
-    kind: str = "rms"  # rms, or layer: with the mean taken off
+    """Kind and options of a family's norms."""
+
+    kind: str = "rms"  # rms, or layer, which subtracts the mean
     eps: float = 1e-6
     weight: bool = True  # layer only
     bias: bool = False  # layer only
-    offset: float = 0.0  # what the checkpoint's weights are to be raised by
+    offset: float = 0.0  # added to the checkpoint's weights
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
+    """Every option of the dense decoder. Defaults are Llama's."""
+
     vocab_size: int
     width: int
     inner_width: int  # of the feed-forward block
@@ -62,27 +66,27 @@ class DenseConfig:
     head_dim: int
     max_positions: int
     ropes: tuple[RopeConfig, ...]  # per layer
-    windows: tuple[int | None, ...]  # per layer: a token sees itself and the window - 1 before it; None: all
-    rope_dim: int  # leading elements of a head that turn
+    windows: tuple[int | None, ...]  # per layer; a token sees itself and the window - 1 tokens before it; None: all
+    rope_dim: int  # leading elements of a head that rope rotates
     tied: bool  # the head is the embedding
     norm: NormStyle = NormStyle()
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    qk_norm: str = "none"  # head: each head on its own; turned: that behind rope; wide: all heads together
-    head_norms: HeadNorms | None = None  # instead of that, heads with their means taken off, by weights of their own
-    rope_interleaved: bool = False  # the checkpoint turns neighbours, not halves, against each other
+    qk_norm: str = "none"  # head: per head; turned: per head after rope; wide: over all heads together
+    head_norms: HeadNorms | None = None  # per-head layer norms, instead of `qk_norm`
+    rope_interleaved: bool = False  # rope rotates adjacent elements in the checkpoint, instead of halves
     parallel: bool = False  # attention and feed-forward block both read the layer's input
     activation: str = "silu"
-    gated: bool = True  # the feed-forward block has a gate
+    gated: bool = True  # the feed-forward block has a gate projection
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
-    sinks: bool = False  # heads have a score for nothing
-    sharpening: Sharpening | None = None  # queries grow with their positions
-    clip: float | None = None  # what queries, keys and values may come to
+    sinks: bool = False  # attention sinks: a learned score per head without a value
+    sharpening: Sharpening | None = None  # scales queries by their positions
+    clip: float | None = None  # limit on the magnitude of queries, keys and values
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what each block adds
+    residual_scale: float = 1.0  # of each block's output
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     names: ModelNames = ModelNames()
@@ -92,7 +96,7 @@ class DenseConfig:
 
 
 def read_common(config: Mapping[str, Any]) -> DenseConfig:
-    """The fields every dense family has, under the names most of them use."""
+    """Reads the fields that every dense family has, under their most common names."""
     width = whole(config, "hidden_size")
     num_heads = whole(config, "num_attention_heads")
     num_layers = whole(config, "num_hidden_layers")
@@ -106,7 +110,7 @@ def read_common(config: Mapping[str, Any]) -> DenseConfig:
     ropes = _ropes(config, num_layers)
     max_positions = whole(config, "max_position_embeddings", 2048)
     yarn = next((rope for rope in ropes if rope.kind == "yarn"), None)
-    if yarn is not None:  # some files give the length before scaling, some the length after
+    if yarn is not None:  # some files give the length before YaRN scaling, some the length after it
         max_positions = max(max_positions, int(yarn.original_len * yarn.factor))
     has_bias = flag(config, "attention_bias", False)
     return DenseConfig(
@@ -131,10 +135,12 @@ def read_common(config: Mapping[str, Any]) -> DenseConfig:
 
 
 def layer_norm(config: Mapping[str, Any], dense: DenseConfig, eps_key: str = "layer_norm_eps") -> DenseConfig:
+    """Switches all norms to layer norms with bias."""
     return replace(dense, norm=NormStyle("layer", number(config, eps_key, 1e-5), bias=True))
 
 
 def window_size(config: Mapping[str, Any]) -> int | None:
+    """Returns `sliding_window`; None if absent or null."""
     window = config.get("sliding_window")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         what = f"sliding_window={window!r} must be a whole number above 0."
@@ -143,7 +149,9 @@ def window_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Which layers see only a window, as `layer_types` says; without it the family's own rule decides."""
+    """Returns each layer's window by `layer_types`. Without that field there are none, and the family's rule
+    applies.
+    """
     kinds = config.get("layer_types")
     if kinds is None:
         return (None,) * num_layers
@@ -153,7 +161,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 
 
 def _ropes(config: Mapping[str, Any], num_layers: int) -> tuple[RopeConfig, ...]:
-    """One for all layers, or one for each of the `layer_types`."""
+    """Returns each layer's rope: one for all layers, or one per entry of `layer_types`."""
     given = config.get("rope_parameters") or {}
     kinds = config.get("layer_types")
     if kinds is None or not set(given) & {"full_attention", "sliding_attention"}:
@@ -163,6 +171,7 @@ def _ropes(config: Mapping[str, Any], num_layers: int) -> tuple[RopeConfig, ...]
 
 
 def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many elements of a head rope rotates."""
     given = config.get("rope_parameters") or {}
     share = number({**config, **given}, "partial_rotary_factor", 1.0)
     turning = int(head_dim * share)

@@ -1,6 +1,6 @@
-"""The dense decoder: Llama and all that differ from it by what `DenseConfig` says. `dense_families` lists them.
+"""The dense decoder: Llama, and the families that differ from it by `DenseConfig` alone. `families` lists them.
 
-The registry names `DenseModel`, the loader builds it on meta and fills it, the runtime calls `forward` and `logits`.
+The registry names `DenseModel`. The loader builds it on meta and fills it; the runtime calls `forward` and `logits`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ from quire.types import CacheSpec
 if TYPE_CHECKING:
     from quire.kernels.native.stack import Stack
 
-# What a family puts in place of a layer's feed-forward block, given its index, its norm and how its output comes to the
-# stream; None: the block as it is. It is called like the block.
+# Builds the module in place of a layer's feed-forward block from the layer's index, the norm before the block and the
+# join that adds its output to the residual stream. None: the layer keeps its feed-forward block. The module is called
+# like the block.
 FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
 
 
 class DenseLayer(nn.Module):
+    """One layer: attention and a feed-forward block, in sequence or in parallel."""
+
     def __init__(
         self,
         index: int,
@@ -103,16 +106,18 @@ class DenseLayer(nn.Module):
         )
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width]: the residual stream, to which each block adds its share"""
+        """Adds both blocks' outputs to the residual stream [tokens, width]."""
         if self.parallel:
-            before = plan.pick(stream.clone())  # the sum may take the stream's memory
+            before = plan.pick(stream.clone())  # attention may write its sum into the stream's memory
             stream = self.attention(stream, angles, plan)
             return self.mlp(before, onto=stream) if len(stream) else stream
         stream = self.attention(stream, angles, plan)
-        return self.mlp(stream) if len(stream) else stream  # nothing is left where no token is wanted
+        return self.mlp(stream) if len(stream) else stream  # the stream is empty if no token is selected
 
 
 class DenseModel(nn.Module):
+    """A decoder of `DenseLayer`s with one cache group per window size."""
+
     def __init__(
         self,
         config: DenseConfig,
@@ -164,12 +169,12 @@ class DenseModel(nn.Module):
 
     @classmethod
     def fits_native(cls, config: DenseConfig) -> bool:
-        """Whether the native CPU library can run all its layers in one call, whatever its weights are kept as."""
+        """Returns whether the native CPU library can run all layers in one call, whatever the scheme of the weights."""
         return cls is DenseModel and not config.sinks and attends_natively(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Compute the step's tokens and leave their keys and values in `caches`, one tensor per group:
-        [layers, 2, pages, page_tokens, kv_heads, head_dim]. Returns the normed hidden states wanted, [n, width].
+        """Computes the step's tokens and writes their keys and values to `caches`, one tensor per group: [layers, 2,
+        pages, page_tokens, kv_heads, head_dim]. Returns the selected normed hidden states, [n, width].
         """
         if self.stack is not None:
             return run_stack(self.stack, step, self.specs, caches)
@@ -188,12 +193,12 @@ class DenseModel(nn.Module):
         return self.norm(stream) if len(stream) else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> [n, vocab]"""
+        """Maps hidden [n, width] to logits [n, vocab]."""
         return self.head(hidden)
 
     @cached_property
     def stack(self) -> Stack | None:
-        """All layers as one call, where the ops can do that; made when the first step asks, once weights are real."""
+        """All layers as one native call, where the ops have it. Built at the first step, once weights are real."""
         if self.ops.native is None or not self.is_one_call():
             return None
         groups = [spec.group for spec in self.specs]
@@ -215,7 +220,9 @@ class DenseModel(nn.Module):
         )
 
     def is_one_call(self) -> bool:
-        """Mixtures are, if their experts are in blocks."""
+        """Returns whether the native library runs all layers in one call. Mixtures qualify if their experts are in
+        blocks.
+        """
         if type(self) is DenseModel:
             return self.fits_native(self.config)
         blocks = (fits_stack(layer.mlp) for layer in self.layers if isinstance(layer, DenseLayer))
@@ -223,7 +230,7 @@ class DenseModel(nn.Module):
 
 
 def attends_natively(config: DenseConfig) -> bool:
-    """Whether the native library's stack knows this kind of attention."""
+    """Returns whether the native library's stack supports this kind of attention."""
     from quire.kernels.native.library import MAX_GROUP
 
     if config.head_norms is not None or config.clip is not None or config.sharpening is not None:
@@ -234,7 +241,7 @@ def attends_natively(config: DenseConfig) -> bool:
 
 
 def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
-    """Layers that see everything are one group, layers with a window another."""
+    """Returns one cache group per window size: full-attention layers are one, layers with a window another."""
     specs = []
     for window in sorted(set(config.windows), key=lambda window: window or 0):
         specs.append(
@@ -252,6 +259,7 @@ def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> l
 
 
 def make_norm(name: str, config: DenseConfig, dtype: torch.dtype, ops: Ops) -> Norm:
+    """Builds a norm of the residual stream in the family's style."""
     style = config.norm
     if style.kind == "rms":
         return RMSNorm(name, config.width, style.eps, dtype, ops, style.offset)
@@ -259,6 +267,7 @@ def make_norm(name: str, config: DenseConfig, dtype: torch.dtype, ops: Ops) -> N
 
 
 def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
+    """Returns how the checkpoint orders the elements of a head; None: as Quire does."""
     if config.rope_dim == config.head_dim and not config.rope_interleaved:
         return None
     return HeadOrder(config.head_dim, config.rope_dim, config.rope_interleaved, rope.angle_scale)
@@ -267,6 +276,7 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
 def _qk_norm(
     prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype, ops: Ops
 ) -> QKNorm | HeadLayerNorm | WideQKNorm | None:
+    """Builds the norm of queries and keys; None: the family has none."""
     style, names = config.norm, config.attention_names.head_norms
     if config.head_norms is not None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim

@@ -1,7 +1,7 @@
-"""The dense families: what each model type does otherwise than Llama, read from its config.json.
+"""The dense families: how each model type differs from Llama, read from its config.json.
 
 A family is a line in `DENSE` and, where it differs by more than defaults, a function that changes the common config.
-`DenseModel` then needs no model type. What config.json leaves out has the value transformers gives it.
+`DenseModel` itself knows no model types. Fields that config.json omits have the values that transformers gives them.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ AFTER_ONLY = LayerNames(None, "post_attention_layernorm", None, "post_feedforwar
 
 @dataclass(frozen=True, slots=True)
 class DenseFamily:
+    """How a model type's config.json becomes a `DenseConfig`."""
+
     change: Callable[[Fields, DenseConfig], DenseConfig] = lambda config, dense: dense
-    defaults: Fields = field(default_factory=dict)  # of fields config.json may leave out
-    renamed: Callable[[Fields], Fields] = lambda config: config  # the config in the words of the others
+    defaults: Fields = field(default_factory=dict)  # values of fields that config.json may omit
+    renamed: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
 
 
 def read_dense(config: Fields) -> DenseConfig:
-    """From the fields of a config.json, whose `model_type` is one of `DENSE`."""
+    """Reads the fields of a config.json whose `model_type` is in `DENSE`."""
     family = DENSE[config["model_type"]]
     config = family.renamed(with_defaults(config, family.defaults))
     return family.change(config, read_common(config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers of several kinds
+# Layers of different kinds
 
 
 def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Its queries grow beyond the positions it was first trained with; where no sequence gets there, it is Mistral."""
+    """Scales queries beyond the first training length; where no sequence gets that long, the model is a Mistral."""
     dense = all_windowed(config, dense)
     by = number(config.get("rope_parameters") or {}, "llama_4_scaling_beta", 0.0)
     first_len = dense.ropes[0].original_len
@@ -91,7 +93,7 @@ def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Each fourth layer does not turn."""
+    """Every fourth layer has no rope."""
     every = whole(config, "no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(dense.num_layers)]
     if len(turns) < dense.num_layers:
@@ -102,7 +104,7 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Families, one function each
+# One function per family
 
 
 def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -120,7 +122,7 @@ def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _vaultgemma(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Gemma 2 without norms behind its blocks."""
+    """Gemma 2 without norms after its blocks."""
     return replace(_gemma2(config, dense), norms=LayerNames(before_mlp="pre_feedforward_layernorm"))
 
 
@@ -140,7 +142,7 @@ def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
         local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
         pairs = zip(dense.ropes, dense.windows, strict=True)
         dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
-    # The field for a soft cap of attention is Gemma 2's; Gemma 3 has it without using it.
+    # `attn_logit_softcapping` is a field of Gemma 2 that Gemma 3 has without using it.
     return replace(_gemma_norms(config, dense), qk_norm="head", attention_softcap=None)
 
 
@@ -159,7 +161,7 @@ def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
     dense = but_every(config, dense, every=4)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
-        local = RopeConfig(theta=dense.ropes[0].theta)  # only layers that see everything are stretched
+        local = RopeConfig(theta=dense.ropes[0].theta)  # only full-attention layers have scaled rope
         pairs = zip(dense.ropes, dense.windows, strict=True)
         dense = replace(dense, ropes=tuple(rope if window is None else local for rope, window in pairs))
     return _olmo2(config, dense)
@@ -176,7 +178,7 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Sinks, windows, and in every layer a rope of another speed, or none at all."""
+    """Sinks and windows; each layer has its own rope frequency, or none."""
     dense = replace(_granite(config, but_first_of_four(config, dense)), sinks=True)
     speeds, key = config.get("layer_rope_theta"), "layer_rope_theta"
     if speeds is None:
@@ -192,7 +194,7 @@ def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _hyperclovax(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Granite with norms behind its blocks; and logits are multiplied by what Granite divides them by."""
+    """Granite with norms after its blocks. `logits_scaling` multiplies logits, where Granite divides by it."""
     behind = LayerNames(after_attention="post_norm1", after_mlp="post_norm2")
     return replace(
         _granite(config, dense),
@@ -270,8 +272,9 @@ def _glm4(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _hunyuan(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Heads are normed behind rope, so that nothing is left of what rope may scale them by. A rope that calls itself
-    dynamic and has an alpha is a slower one, at any length."""
+    """Heads are normed after rope, which removes any factor of rope's. A "dynamic" rope with an alpha has a fixed,
+    larger theta at any length.
+    """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope = replace(dense.ropes[0], attention_factor=1.0)
     if rope.kind == "dynamic" and given.get("alpha"):
@@ -316,7 +319,7 @@ _MINISTRAL3 = {
 }
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GEMMA2 = {**_GEMMA, "sliding_window": 4096}
-_GEMMA3 = {  # inside a model with images, its config says little more than where it differs from the 4B one
+_GEMMA3 = {  # within a multimodal model, its config only has the fields that differ from the 4B model
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,

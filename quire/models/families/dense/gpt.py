@@ -1,4 +1,4 @@
-"""Dense decoders of the kind there was before Llama: layer norms, biases, no gates. `dense_families` lists them."""
+"""Dense decoders before Llama: layer norms, biases, no gate projection. `families` lists them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ HEADS = HeadNorms("q_layernorm", "k_layernorm", "shared", bias=True)
 
 
 def in_others_words(config: Fields) -> Fields:
-    """What GPT-NeoX calls rope's share and speed. All heads have keys and values of their own, of the usual size, be it
-    said or not."""
+    """Renames GPT-NeoX's rope fields. Each head has its own keys and values, of the usual size, whatever the config
+    has.
+    """
     given = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
     usual = {"num_key_value_heads": None, "head_dim": None}
     return {**config, **{key: value for key, value in given.items() if value is not None}, **usual}
 
 
 def gpt_neox(config: Fields, dense: DenseConfig) -> DenseConfig:
-    by_head = flag(config, "qkv_by_head", True)  # of GGUF files it is said that they have parted them
+    by_head = flag(config, "qkv_by_head", True)  # GGUF files have queries, keys and values split
     return replace(
         layer_norm(config, dense),
         parallel=flag(config, "use_parallel_residual", True),

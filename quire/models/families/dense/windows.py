@@ -1,5 +1,5 @@
-"""Which layers of a dense model see only a window, by the rules that families have where config.json does not name
-layers one by one, and which of them turn. `dense_families` calls it.
+"""Rules by which layers have a window, for configs without `layer_types`, and by which layers have rope. `families`
+uses them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def all_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """A window in every layer. Where families do not know `layer_types`, it changes nothing."""
+    """A window in every layer, also for families without `layer_types`, where the window may be null."""
     return replace(dense, windows=(window_size(config),) * dense.num_layers)
 
 
 def windowed_by_kind(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """A window in every layer, unless `layer_types` says otherwise."""
+    """A window in every layer, unless `layer_types` is given."""
     return dense if config.get("layer_types") is not None else all_windowed(config, dense)
 
 
 def upper_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Windows only where they are switched on, and then in the upper layers."""
+    """Windows only if `use_sliding_window` is set, in layers from `max_window_layers` on."""
     if not flag(config, "use_sliding_window", False):
         return replace(dense, windows=(None,) * dense.num_layers)
     if config.get("layer_types") is not None:
@@ -38,7 +38,7 @@ def upper_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def early_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Windows only where they are switched on, and then in every other one of the lower layers."""
+    """Windows only if `use_sliding_window` is set, in every second layer below `max_window_layers`."""
     if not flag(config, "use_sliding_window", False):
         return replace(dense, windows=(None,) * dense.num_layers)
     if config.get("layer_types") is not None:
@@ -49,7 +49,7 @@ def early_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def windowed_where_still(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Windows in the layers that do not turn, where they are switched on and `layer_types` does not say otherwise."""
+    """Windows in the layers without rope, if `use_sliding_window` is set and `layer_types` is not given."""
     if config.get("layer_types") is not None or not flag(config, "use_sliding_window", False):
         return dense
     window = window_size(config)
@@ -57,7 +57,7 @@ def windowed_where_still(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def but_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but each `every`-th, and its kind's rope."""
+    """Without `layer_types`: a window in every layer except each `every`-th, and the rope of the layer's kind."""
     if config.get("layer_types") is not None:
         return dense
     window = window_size(config)
@@ -70,7 +70,7 @@ def but_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
 
 
 def but_first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
-    """Where config.json has no `layer_types`: a window in every layer but the first of each four."""
+    """Without `layer_types`: a window in every layer except the first of each four."""
     if config.get("layer_types") is not None:
         return dense
     window = window_size(config)
@@ -78,6 +78,6 @@ def but_first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def turned_where_windowed(dense: DenseConfig) -> DenseConfig:
-    """Layers that see everything do not turn."""
+    """Full-attention layers have no rope."""
     pairs = zip(dense.ropes, dense.windows, strict=True)
     return replace(dense, ropes=tuple(NO_ROPE if window is None else rope for rope, window in pairs))

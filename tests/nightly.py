@@ -125,7 +125,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
-def to_markdown(results: Sequence[PartResult], commit: str, machine: str, date: str) -> str:
+def to_markdown(results: Sequence[PartResult], not_run: Sequence[str], commit: str, machine: str, date: str) -> str:
     rows = [
         f"| {result.part.name} | {result.outcome}{' (partial)' if result.part.partial else ''} | "
         f"{_duration(result.seconds)} | {_cell(result.summary)} | `{_cell(' '.join(result.part.command))}` |"
@@ -141,6 +141,7 @@ def to_markdown(results: Sequence[PartResult], commit: str, machine: str, date: 
             f"- Commit: {commit}",
             f"- Machine: {machine}",
             f"- Date: {date}",
+            *([f"- Not run: {', '.join(not_run)}"] if not_run else []),
             "",
             "| part | result | duration | summary | `python -m …` |",
             "| --- | --- | --- | --- | --- |",
@@ -182,19 +183,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [part for part in parts if any(word in part.name for word in args.only.split(","))]
     if not chosen:
         parser.error(f"no part is called {args.only!r}; there are {', '.join(part.name for part in parts)}")
-    return run_nightly(chosen, args.out)
+    return run_nightly(chosen, args.out, [part.name for part in parts if part not in chosen])
 
 
-def run_nightly(parts: Sequence[Part], out: Path | None) -> int:
+def run_nightly(parts: Sequence[Part], out: Path | None, left_out: Sequence[str] = ()) -> int:
     commit, date = describe_commit(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     logs = Path(tempfile.mkdtemp(prefix="quire-nightly-"))
     results = []
-    for part in parts:
+    for index, part in enumerate(parts):
         log = logs / f"{part.name.replace(' ', '-')}.log"
         results.append(run_part(part, log))
         print(show_line(results[-1], log), flush=True)
         if out is not None:  # after each part, so that an interrupted run leaves what it has
-            out.write_text(to_markdown(results, commit, describe_machine(), date), encoding="utf-8")
+            not_run = [*left_out, *(later.name for later in parts[index + 1 :])]
+            out.write_text(to_markdown(results, not_run, commit, describe_machine(), date), encoding="utf-8")
     return 1 if any(result.has_failed for result in results) else 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def test_goes_on_after_a_failure_and_exits_with_1(tmp_path: Path, capsys: pytest
         part("second", "print('3 passed | in 1s')", partial=True),
         part("third", "print('4 skipped in 1s')"),
     ]
-    assert run_nightly(parts, out) == 1
+    assert run_nightly(parts, out, ["fourth"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0].split(maxsplit=1) for line in lines] == [
         ["failed", "first"],
@@ -39,25 +41,35 @@ def test_goes_on_after_a_failure_and_exits_with_1(tmp_path: Path, capsys: pytest
     assert "| second | passed (partial) | " in page and "3 passed \\| in 1s" in page
     assert "| third | skipped | " in page
     assert "- Commit: " in page and "- Machine: " in page and "- Date: " in page
+    assert "- Not run: fourth\n" in page
 
 
 def test_passes_when_all_parts_do() -> None:
     assert run_nightly([part("one", "print('1 passed')"), part("two", "")], None) == 0
 
 
-def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part and its child hold a pipe open; its end is reached only when both are dead."""
+    os.mkfifo(tmp_path / "pipe")
     code = (
-        "import os, signal, sys\n"
-        "child = os.fork()\n"
-        f"child and open({str(tmp_path / 'child')!r}, 'w').write(str(child))\n"
+        f"import os, signal; pipe = open({str(tmp_path / 'pipe')!r}, 'wb', 0); os.fork(); pipe.write(b'x'); "
         "signal.pause()"
     )
-    hanging = part("hangs", code, minutes=1 / 60)
-    result = nightly.run_part(hanging, tmp_path / "log")
+    opened = []
+    wait = subprocess.Popen.wait
+
+    def run_out_of_time(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        opened.append((tmp_path / "pipe").open("rb", 0))
+        assert opened[0].read(1) + opened[0].read(1) == b"xx"  # both run
+        raise subprocess.TimeoutExpired("part", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", run_out_of_time)
+    result = nightly.run_part(part("hangs", code), tmp_path / "log")
     assert result.outcome == "timed out" and result.has_failed
-    child = (tmp_path / "child").read_text()
-    status = Path(f"/proc/{child}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    with opened[0] as pipe:
+        assert pipe.read(1) == b""
 
 
 def test_parts_shortened_by_a_flag_are_partial() -> None:

@@ -150,8 +150,9 @@ class CostModel:
             self._num_outliers += 1
             if self._num_outliers < self.PATIENCE:
                 return False
-            self._guess = [max(g, c) * seconds / max(expected, 1e-9) for g, c in
-                           zip(self._guess, self._cost, strict=True)]  # fmt: skip
+            self._guess = [
+                max(g, c) * seconds / max(expected, 1e-9) for g, c in zip(self._guess, self._cost, strict=True)
+            ]
             self._doubt()
         self._num_outliers = 0
         for i in range(3):

@@ -39,8 +39,15 @@ class EngineBroken(Exception):
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, workers: Workers, *, depth: int = 1, tracer: Tracer = NO_TRACE,
-                 fill_masks: FillMasks | None = None):  # fmt: skip
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        *,
+        depth: int = 1,
+        tracer: Tracer = NO_TRACE,
+        fill_masks: FillMasks | None = None,
+    ):
         self.scheduler = scheduler
         self.tracer = tracer
         self.workers = workers
@@ -54,8 +61,9 @@ class Engine:
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
 
-    def wrap(self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
-             ) -> None:  # fmt: skip
+    def wrap(
+        self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
+    ) -> None:
         """Put something between the loop and whoever computes, to watch or to disturb. Only while nothing runs."""
         self.workers = workers(self.workers)
         if fill_masks is not None:

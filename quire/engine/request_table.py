@@ -56,9 +56,18 @@ class Roster:
             request.cached_len = min(request.computed, request.prompt_len)
         insort(self.running, request, key=self._order)
         plan.added.append(
-            RowInit(request.id, request.row, request.lease.pack(request.tokens)[:], request.prompt_len,
-                    request.computed, request.params, tuple(request.stop_ids), request.seed, request.sample_index)
-        )  # fmt: skip
+            RowInit(
+                request.id,
+                request.row,
+                request.lease.pack(request.tokens)[:],
+                request.prompt_len,
+                request.computed,
+                request.params,
+                tuple(request.stop_ids),
+                request.seed,
+                request.sample_index,
+            )
+        )
         self._cache.write_tables(request, plan)
 
     def leave_row(self, request: Request) -> None:

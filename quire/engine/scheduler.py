@@ -32,9 +32,17 @@ from quire.types import (
 
 
 class Scheduler:
-    def __init__(self, cache: CacheIndex, limits: Limits, *, clock: Callable[[], float] = time.monotonic,
-                 order: Order | None = None, chunking: Chunking | None = None, admission: Admission | None = None,
-                 victims: Victims | None = None):  # fmt: skip
+    def __init__(
+        self,
+        cache: CacheIndex,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        order: Order | None = None,
+        chunking: Chunking | None = None,
+        admission: Admission | None = None,
+        victims: Victims | None = None,
+    ):
         self.cache = cache
         self.limits = limits
         self.stats = SchedulerStats()
@@ -392,8 +400,15 @@ class Scheduler:
     def afresh(self) -> Scheduler:
         """One with the same limits, policies and counters and no request. Steps are numbered on, and its first plan
         tells the device to forget every row."""
-        new = Scheduler(self.cache.empty_copy(), self.limits, clock=self.clock, order=self._order,
-                        chunking=self._chunking, admission=self._admission, victims=self._victims)  # fmt: skip
+        new = Scheduler(
+            self.cache.empty_copy(),
+            self.limits,
+            clock=self.clock,
+            order=self._order,
+            chunking=self._chunking,
+            admission=self._admission,
+            victims=self._victims,
+        )
         new.stats, new.step_cap = self.stats, self.step_cap
         new.roster.start_over(self.roster.last_step)
         return new

@@ -34,9 +34,14 @@ class Transition(Generic[S]):
 
 
 class StateMachine(Generic[S]):
-    def __init__(self, initial: S, transitions: Mapping[str, Transition[S]], *,
-                 on_move: Callable[[Move], None] | None = None,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+    def __init__(
+        self,
+        initial: S,
+        transitions: Mapping[str, Transition[S]],
+        *,
+        on_move: Callable[[Move], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """`on_move`: told of every move; a machine that moves thousands of times a second has none and only counts."""
         self.state = initial
         self.counts = dict.fromkeys(transitions, 0)

@@ -123,8 +123,13 @@ class SamplingParams:
             raise _bad("pooling", self.pooling, "must be mean or last")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"is larger than max_tokens={self.max_tokens}")
-        for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOPS), ("bad_words", MAX_BAD_WORDS),
-                            ("dry_breakers", MAX_STOPS), ("logit_bias", MAX_BIASED)):  # fmt: skip
+        for name, limit in (
+            ("stop", MAX_STOPS),
+            ("stop_token_ids", MAX_STOPS),
+            ("bad_words", MAX_BAD_WORDS),
+            ("dry_breakers", MAX_STOPS),
+            ("logit_bias", MAX_BIASED),
+        ):
             if len(getattr(self, name)) > limit:
                 raise _bad(name, f"{len(getattr(self, name))} entries", f"may have at most {limit}")
         for name in ("stop", "bad_words", "dry_breakers"):

@@ -27,8 +27,13 @@ class _Waiting:
 class GrammarDesk:
     """One thread's, the loop's; only `settle` is for any."""
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler], *, deadline: float = DEADLINE_SECONDS,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+    def __init__(
+        self,
+        make_compiler: Callable[[], GrammarCompiler],
+        *,
+        deadline: float = DEADLINE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._make_compiler = make_compiler  # called when the first grammar comes: most runs never see one
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()  # threads that share an LLM may all come with their first grammar

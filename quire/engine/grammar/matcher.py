@@ -145,9 +145,19 @@ class Grammar:
 class GrammarCompiler:
     """Specs to grammars, within limits: size, time, how many wait, how many are kept. Any thread may call it."""
 
-    def __init__(self, tokenizer_bytes: Sequence[bytes], eos_ids: Sequence[int], *, special_ids: Sequence[int] = (),
-                 vocab_size: int | None = None, encode: Encode | None = None, max_chars: int = MAX_CHARS,
-                 num_threads: int = 2, max_cached: int = MAX_CACHED, max_pending: int = MAX_PENDING):  # fmt: skip
+    def __init__(
+        self,
+        tokenizer_bytes: Sequence[bytes],
+        eos_ids: Sequence[int],
+        *,
+        special_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        encode: Encode | None = None,
+        max_chars: int = MAX_CHARS,
+        num_threads: int = 2,
+        max_cached: int = MAX_CACHED,
+        max_pending: int = MAX_PENDING,
+    ):
         """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more; `encode`: the
         model's own tokens of a text inside another, for text that is forced."""
         self._vocabulary = Vocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size, encode)

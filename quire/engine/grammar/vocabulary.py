@@ -13,8 +13,14 @@ from quire.types import QuireError
 class Vocabulary:
     """Shared by all grammars of a model. The library's part is built on first use, by one thread."""
 
-    def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (),
-                 vocab_size: int | None = None, encode: Encode | None = None):  # fmt: skip
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_ids: Sequence[int],
+        special_ids: Collection[int] = (),
+        vocab_size: int | None = None,
+        encode: Encode | None = None,
+    ):
         size = max(len(tokens), vocab_size or 0)
         if not eos_ids:
             raise QuireError("no_end_token", "The model has no end-of-sequence token.", "Grammars need one.")
@@ -61,8 +67,9 @@ class _Wrapped:
         return self._write(text)
 
 
-def library_tokenizer(tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (),
-                      encode: Encode | None = None) -> Any:  # fmt: skip
+def library_tokenizer(
+    tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (), encode: Encode | None = None
+) -> Any:
     """`tokens`: the bytes of each id, one entry for each of the model's logits; ids without text are empty. `encode`:
     see `CanonicalTokens`."""
     from llguidance import LLTokenizer

@@ -92,12 +92,22 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
         context.destroy()
 
 
-def ready_message(engine: Engine, *, vocab_size: int, max_len: int, eos_ids: tuple[int, ...], model: str, dtype: str,
-                  defaults: Mapping[str, Any], memory: Mapping[str, Any],
-                  lower: Mapping[str, Any]) -> wire.Ready:  # fmt: skip
+def ready_message(
+    engine: Engine,
+    *,
+    vocab_size: int,
+    max_len: int,
+    eos_ids: tuple[int, ...],
+    model: str,
+    dtype: str,
+    defaults: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    lower: Mapping[str, Any],
+) -> wire.Ready:
     limits = asdict(engine.scheduler.limits)
-    return wire.Ready(vocab_size, max_len, list(eos_ids), dict(defaults), model, dtype, dict(memory), limits,
-                      dict(lower))  # fmt: skip
+    return wire.Ready(
+        vocab_size, max_len, list(eos_ids), dict(defaults), model, dtype, dict(memory), limits, dict(lower)
+    )
 
 
 class Channel:

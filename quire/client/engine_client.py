@@ -13,61 +13,61 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.client.link import EngineLink
-from quire.client.throughput import Pace
+from quire.client.throughput import ThroughputEstimate
 from quire.engine.host import wire
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused
-MAX_STRIKES = 2  # deaths of the engine at one token of a request; the last of them with that request alone in the step
+MAX_LOSSES = 2  # deaths of the engine at one token of a request; the last of them with that request alone in the step
 OVERDUE_SECONDS = 5.0  # past its deadline, the engine is not waited for any longer
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRequest:
     """One request under way: what is needed to go on with it elsewhere, and where its deltas go."""
 
     request: Request
-    ticket: Ticket
+    stream: DeltaStream
     delivered: list[int] = field(default_factory=list)
     prompt_scored: int = 0  # prompt logprobs delivered
     first_token_at: float = 0.0
     cancelled: bool = False
-    num_lives: int = 0  # engines it was given to
-    strikes: int = 0  # engines that died with it aboard, without a token of it in between
-    struck_at: int = -1  # how many tokens were delivered then
+    num_engines: int = 0  # engines it was given to
+    num_losses: int = 0  # engines that died with it aboard, without a token of it in between
+    loss_len: int = -1  # how many tokens were delivered then
 
     @property
     def is_suspect(self) -> bool:
-        return self.strikes > 0 and self.struck_at == len(self.delivered)
+        return self.num_losses > 0 and self.loss_len == len(self.delivered)
 
 
-class Closed(Exception):
+class DeltaStreamClosed(Exception):
     """Whoever waited for deltas was told that nobody wants them any more."""
 
 
-class Ticket:
+class DeltaStream:
     """The deltas of one submission, in the order they came. Leaving early: `close` cancels what is open."""
 
     def __init__(self, client: EngineClient, ids: Sequence[str]):
         self._client = client
         self._open = set(ids)
-        self._news: list[Delta] = []
+        self._deltas: list[Delta] = []
         self._closed = False
         self._wake: asyncio.Future[None] | None = None
 
     @property
     def done(self) -> bool:
-        return not self._open and not self._news
+        return not self._open and not self._deltas
 
-    async def next(self, patience: float | None = None) -> list[Delta]:
-        """All that has come since the last call. Waits for at least one delta, or for `patience` seconds: then, and
-        when all is over, there is none. Raises `Closed` once it is closed."""
+    async def next(self, timeout: float | None = None) -> list[Delta]:
+        """All that has come since the last call. Waits for at least one delta, or for `timeout` seconds: then, and
+        when all is over, there is none. Raises `DeltaStreamClosed` once it is closed."""
         if self._closed:
-            raise Closed
-        if not self._news and self._open:
+            raise DeltaStreamClosed
+        if not self._deltas and self._open:
             loop = asyncio.get_running_loop()
             self._wake = loop.create_future()
-            timer = None if patience is None else loop.call_later(patience, self._wake_up)
+            timer = None if timeout is None else loop.call_later(timeout, self._wake_up)
             try:
                 await self._wake
             finally:
@@ -75,9 +75,9 @@ class Ticket:
                 if timer is not None:
                     timer.cancel()
             if self._closed:
-                raise Closed
-        news, self._news = self._news, []
-        return news
+                raise DeltaStreamClosed
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def cancel(self, request_id: str) -> None:
         """End one sample; its last delta, with the usage, still comes."""
@@ -90,13 +90,13 @@ class Ticket:
             self._client.forget(list(self._open))
             self._open.clear()
         self._closed = True
-        self._news.clear()
+        self._deltas.clear()
         self._wake_up()
 
     def put(self, delta: Delta) -> None:
         if delta.finish_reason is not None:
             self._open.discard(delta.request_id)
-        self._news.append(delta)
+        self._deltas.append(delta)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -114,9 +114,9 @@ class EngineClient:
         self._link: EngineLink | None = None
         self.beat = wire.Beat()
         self.failure: QuireError | None = None  # there is no engine and there will be none
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, LiveRequest] = {}
         self.num_waiting_tokens = 0  # prompt tokens of live requests that have no token yet
-        self.pace = Pace()
+        self.throughput = ThroughputEstimate()
         self.num_resumed = 0  # requests that went on with another engine
         self._beat_at = self._progress_at = clock()
         self.on_error: Callable[[str, str, str], None] = lambda request_id, code, what: None  # a request failed
@@ -129,23 +129,23 @@ class EngineClient:
         self._beat_at = self._progress_at = self._clock()
         self.beat = wire.Beat()
         for live in sorted(self.live.values(), key=lambda live: live.request.arrival):
-            link.send(wire.submit_message([self._as_it_stands(live)]))
-            self.num_resumed += live.num_lives > 0
-            live.num_lives += 1
+            link.send(wire.submit_message([self._resumable(live)]))
+            self.num_resumed += live.num_engines > 0
+            live.num_engines += 1
 
-    def detach(self, aboard: set[str]) -> list[str]:
-        """The engine is lost. `aboard`: the requests in its last steps, if what ended it may be one's fault. Returns
+    def detach(self, suspects: set[str]) -> list[str]:
+        """The engine is lost. `suspects`: the requests in its last steps, if what ended it may be one's fault. Returns
         those that will not be tried again."""
         self._link = None
         quarantined = []
         for name, live in list(self.live.items()):
             if live.cancelled:
                 self._end(name, FinishReason.CANCELLED)
-            elif name in aboard:
-                live.strikes = live.strikes + 1 if live.struck_at == len(live.delivered) else 1
-                live.struck_at = len(live.delivered)
-                if live.strikes >= MAX_STRIKES and len(aboard) == 1:
-                    what = f"The engine died {live.strikes} times while it computed this request."
+            elif name in suspects:
+                live.num_losses = live.num_losses + 1 if live.loss_len == len(live.delivered) else 1
+                live.loss_len = len(live.delivered)
+                if live.num_losses >= MAX_LOSSES and len(suspects) == 1:
+                    what = f"The engine died {live.num_losses} times while it computed this request."
                     error = QuireError("quarantined", what, "It is not tried again; please report it.")
                     self._end(name, FinishReason.ERROR, error)
                     quarantined.append(name)
@@ -170,14 +170,14 @@ class EngineClient:
     def take(self, message: wire.Deltas | wire.Beat) -> None:
         """What the engine says about requests and itself."""
         if isinstance(message, wire.Beat):
-            self._take_beat(message)
+            self._handle_beat(message)
             return
         for news in message.news:
             self._deliver(wire.delta_of(news))
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, prompts: Sequence[Sequence[Request]]) -> Ticket:
+    def submit(self, prompts: Sequence[Sequence[Request]]) -> DeltaStream:
         """For each prompt its requests, which differ in id and sample index only. All are taken or none. Without an
         engine they wait for the next one."""
         if self.failure is not None:
@@ -189,14 +189,14 @@ class EngineClient:
             if request.id in self.live:
                 raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.")
         payloads = [wire.encode(wire.submit_message(samples)) for samples in prompts]
-        ticket = Ticket(self, [request.id for request in requests])
+        stream = DeltaStream(self, [request.id for request in requests])
         for request in requests:
-            self.live[request.id] = Live(request, ticket, num_lives=int(self._link is not None))
+            self.live[request.id] = LiveRequest(request, stream, num_engines=int(self._link is not None))
             self.num_waiting_tokens += request.prompt_len
         if self._link is not None:
             for payload in payloads:
                 self._link.send_payload(payload)
-        return ticket
+        return stream
 
     def cancel(self, ids: Sequence[str]) -> None:
         """Their last deltas still come."""
@@ -261,13 +261,13 @@ class EngineClient:
 
     # -- underneath -----------------------------------------------------------------------------------------------
 
-    def _as_it_stands(self, live: Live) -> Request:
+    def _resumable(self, live: LiveRequest) -> Request:
         request = live.request
         return replace(
             request,
             tokens=request.tokens[: request.prompt_len] + live.delivered,
             prompt_scored=live.prompt_scored,
-            resumed=live.num_lives > 0,
+            resumed=live.num_engines > 0,
             suspect=live.is_suspect,
         )
 
@@ -284,13 +284,13 @@ class EngineClient:
             live.delivered += delta.token_ids
             self._progress_at = self._clock()
         if delta.finish_reason is not None:
-            if live.num_lives > 1 and delta.timing is not None and live.first_token_at:
+            if live.num_engines > 1 and delta.timing is not None and live.first_token_at:
                 first = live.first_token_at - live.request.arrival  # the last engine knows of its own life only
                 delta.timing = replace(delta.timing, first_token=first, queue=min(delta.timing.queue, first))
             self._drop(delta.request_id)
             if delta.finish_reason is FinishReason.ERROR:
                 self.on_error(delta.request_id, delta.error_code or "", delta.error or "")
-        live.ticket.put(delta)
+        live.stream.put(delta)
 
     def _end(self, request_id: str, reason: FinishReason, error: QuireError | None = None) -> None:
         """End a request here, without the engine."""
@@ -309,9 +309,9 @@ class EngineClient:
         if live is not None and not live.delivered:
             self.num_waiting_tokens -= live.request.prompt_len
 
-    def _take_beat(self, beat: wire.Beat) -> None:
+    def _handle_beat(self, beat: wire.Beat) -> None:
         self._beat_at = self._clock()
-        self.pace.note(beat.busy_seconds, beat.ended)
+        self.throughput.record(beat.busy_seconds, beat.ended)
         if beat.computed_tokens != self.beat.computed_tokens or not beat.running + beat.waiting + beat.held:
             self._progress_at = self._beat_at
         self.beat = beat

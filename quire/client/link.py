@@ -25,7 +25,7 @@ from quire.engine.host.flight_record import flight_path, read_aboard
 from quire.types import QuireError
 
 GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
-LAST_WORDS_SECONDS = 0.2  # what an engine said before it died may still be on the way
+DRAIN_SECONDS = 0.2  # what an engine said before it died may still be on the way
 
 
 class EngineLink:
@@ -38,15 +38,15 @@ class EngineLink:
         self._folder, self._context, self._socket, self._process = folder, context, socket, process
         self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
         self._unsent: set[asyncio.Future[Any]] = set()
-        self.last_aboard: set[str] = set()  # once it has ended: who was in the steps under way then
-        self._gone = asyncio.create_task(self._exited())
+        self.in_flight_at_exit: set[str] = set()  # once it has ended: who was in the steps under way then
+        self._exit_task = asyncio.create_task(self._wait_for_exit())
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], settings: Mapping[str, Any], patience: float, life: int = 1
+        cls, command: Sequence[str], settings: Mapping[str, Any], start_timeout: float, number: int = 1
     ) -> EngineLink:
         """`command` gets the socket's address as one more argument. Returns when the engine is ready; raises its own
-        error if it fails, and one of ours if it takes longer than `patience` seconds."""
+        error if it fails, and one of ours if it takes longer than `start_timeout` seconds."""
         folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only its owner can enter
         context = zmq.asyncio.Context()
         try:
@@ -63,18 +63,18 @@ class EngineLink:
             raise
         link = cls(folder, context, socket, process)
         try:
-            await asyncio.wait_for(link._begin(settings, life), patience)
+            await asyncio.wait_for(link._handshake(settings, number), start_timeout)
         except TimeoutError:
             await link.end()
-            what = f"The engine was not ready after {patience:.0f} s."
+            what = f"The engine was not ready after {start_timeout:.0f} s."
             raise QuireError("engine_lost", what, "Raise --start-timeout if loading takes that long.") from None
         except BaseException:
             await link.end()
             raise
         return link
 
-    async def _begin(self, settings: Mapping[str, Any], life: int) -> None:
-        self.send(wire.Start(dict(settings), life))
+    async def _handshake(self, settings: Mapping[str, Any], number: int) -> None:
+        self.send(wire.Start(dict(settings), number))
         while True:
             message = await self.receive()
             if isinstance(message, wire.Ready):
@@ -100,9 +100,9 @@ class EngineLink:
         """The next message. Raises a QuireError when this life is over, with the best reason there is."""
         while True:
             incoming = asyncio.ensure_future(self._socket.recv())
-            await asyncio.wait({incoming, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({incoming, self._exit_task}, return_when=asyncio.FIRST_COMPLETED)
             if not incoming.done():
-                await asyncio.wait({incoming}, timeout=LAST_WORDS_SECONDS)
+                await asyncio.wait({incoming}, timeout=DRAIN_SECONDS)
             if not incoming.done():
                 incoming.cancel()
                 raise exit_error(self._process.returncode)
@@ -145,7 +145,7 @@ class EngineLink:
         if self._process.poll() is None:
             self.send(wire.StopEngine())
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._gone), GRACE_SECONDS)
+                await asyncio.wait_for(asyncio.shield(self._exit_task), GRACE_SECONDS)
         await self.end()
 
     async def end(self) -> None:
@@ -153,29 +153,29 @@ class EngineLink:
         if self._process.poll() is None:
             self._process.kill()
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._gone), GRACE_SECONDS)
-        self._gone.cancel()
+            await asyncio.wait_for(asyncio.shield(self._exit_task), GRACE_SECONDS)
+        self._exit_task.cancel()
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
         self._context.destroy(linger=0)
         if self._folder.exists():
-            self.last_aboard = read_aboard(flight_path(f"ipc://{self._folder}/engine"))
+            self.in_flight_at_exit = read_aboard(flight_path(f"ipc://{self._folder}/engine"))
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _exited(self) -> None:
+    async def _wait_for_exit(self) -> None:
         """A thread waits, so that no signal handling of the event loop is needed."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
-        def tell() -> None:
+        def set_ended() -> None:
             if not ended.done():
                 ended.set_result(None)
 
         def wait() -> None:
             self._process.wait()
             with suppress(RuntimeError):  # the loop may be gone by then
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(set_ended)
 
         threading.Thread(target=wait, name="quire-engine-exit", daemon=True).start()
         await ended

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quire.client.blame import accuses
+from quire.client.blame import implicates_requests
 from quire.client.engine_client import EngineClient
 from quire.client.error_queue import ErrorQueue
 from quire.client.link import EngineLink
@@ -26,21 +26,21 @@ from quire.engine.states import PROCESS_TRANSITIONS, Move, ProcessState, StateMa
 from quire.machine import num_memory_kills
 from quire.types import QuireError
 
-TICK_SECONDS = 0.25
+WATCH_SECONDS = 0.25
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 10.0
 CHECK_SECONDS = 30.0
 KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
-UNUSABLE = frozenset({"invalid_parameter", "unsupported_model"})  # said of settings no engine can be built from
-SHRINK = 0.75  # of the pool, after the engine ran out of memory
-FEWEST = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
+UNUSABLE_SETTINGS = frozenset({"invalid_parameter", "unsupported_model"})  # no engine can be built from them
+SHRINK_FACTOR = 0.75  # of the pool, after the engine ran out of memory
+MIN_PAGES_SHARE = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SupervisorLimits:
     """How often the engine may be started again, and how patient the watch is."""
 
     max_restarts: int
@@ -50,27 +50,27 @@ class Budget:
     on_memory: str  # what the next engine gets after one ran out of memory: same, shrink, precision
 
     @classmethod
-    def of(cls, config: Config) -> Budget:
+    def of(cls, config: Config) -> SupervisorLimits:
         server = config.server
         return cls(server.max_restarts, server.restart_window, server.hang_timeout, server.engine_memory,
                    server.out_of_memory)  # fmt: skip
 
 
 class Supervisor:
-    def __init__(self, client: EngineClient, start_link: StartLink, settings: Mapping[str, Any], budget: Budget,
-                 *, log: Callable[..., None] = lambda level, event, **fields: None,
+    def __init__(self, client: EngineClient, start_link: StartLink, settings: Mapping[str, Any],
+                 limits: SupervisorLimits, *, log: Callable[..., None] = lambda level, event, **fields: None,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self.client = client
         self.errors = ErrorQueue()
-        self.states = StateMachine(ProcessState.STARTING, PROCESS_TRANSITIONS, on_move=self._moved, clock=clock)
+        self.states = StateMachine(ProcessState.STARTING, PROCESS_TRANSITIONS, on_move=self._log_move, clock=clock)
         self.cause: QuireError | None = None  # of the last loss
         self.recovery_seconds: deque[float] = deque(maxlen=KEPT_RECOVERIES)  # from the loss until ready again
         self.num_restarts = 0
         self.peak_memory = 0
         self._start_link = start_link
-        self._settings = self._before = dict(settings)  # now, and before it was made to need less memory
+        self._settings = self._previous_settings = dict(settings)  # now, and before it was made to need less memory
         self._first_pages = 0
-        self._budget = budget
+        self._limits = limits
         self._log = log
         self._clock = clock
         self._restarts: deque[float] = deque()
@@ -86,7 +86,7 @@ class Supervisor:
     async def start(self) -> None:
         """The first engine. Raises its own error if there is none: a server that can't start should say so and end."""
         try:
-            self._take(await self._start_link(self._settings))
+            self._attach(await self._start_link(self._settings))
             self._first_pages = num_pages(self.client.ready)
         except BaseException as error:
             self.states.move("gave_up", str(error))
@@ -109,13 +109,13 @@ class Supervisor:
     async def _run(self) -> None:
         """From life to life, until the budget is spent."""
         while self._link is not None:
-            link, cause = self._link, await self._outlive(self._link)
+            link, cause = self._link, await self._watch_until_exit(self._link)
             lost_at = self._clock()
             self._link = None
             exit_code, is_stopped = link.exit_code, link.is_stopped()  # before it is ended by us
             with suppress(Exception):
                 await link.end()  # before its record is read: a stuck engine is killed here
-            cause = self._bury(link, cause, exit_code, is_stopped)
+            cause = self._record_exit(link, cause, exit_code, is_stopped)
             while self._link is None:
                 if not self._may_restart():
                     self._give_up(cause)
@@ -124,7 +124,7 @@ class Supervisor:
                 self.states.move("retry")
                 self.num_restarts += 1
                 try:
-                    self._take(await self._start_link(self._next_settings(cause)))
+                    self._attach(await self._start_link(self._next_settings(cause)))
                 except QuireError as error:
                     cause = error
                     self.errors.put("engine", error.code, str(error))
@@ -136,7 +136,7 @@ class Supervisor:
             self.recovery_seconds.append(self._clock() - lost_at)
             self.states.move("recovered")
 
-    async def _outlive(self, link: EngineLink) -> QuireError:
+    async def _watch_until_exit(self, link: EngineLink) -> QuireError:
         """Until this engine is lost; returns why."""
         tasks = [asyncio.create_task(self._read(link)), asyncio.create_task(self._watch(link))]
         try:
@@ -166,25 +166,25 @@ class Supervisor:
                 self.errors.put(kind, message.kind, message.what, message.ids)
                 self._log("warning", "engine fault", kind=message.kind, what=message.what, requests=len(message.ids))
             elif isinstance(message, wire.Checked):
-                waiting = self._checks.pop(message.number, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+                answer = self._checks.pop(message.number, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
 
     async def _watch(self, link: EngineLink) -> QuireError:
         is_late = False
         while True:
-            await asyncio.sleep(min(TICK_SECONDS, self._budget.hang_timeout / 4))
+            await asyncio.sleep(min(WATCH_SECONDS, self._limits.hang_timeout / 4))
             self.client.expire()
             age = max(self.client.beat_age(), self.client.progress_age())
             # If it was this process that stood still, the engine's words lie unread: they get one tick to come in.
-            was_late, is_late = is_late, age > self._budget.hang_timeout
+            was_late, is_late = is_late, age > self._limits.hang_timeout
             if is_late and was_late:
                 return QuireError("engine_hung", f"The engine has made no progress for {age:.1f} s.")
             memory = link.memory()
             if memory is not None:
                 self.peak_memory = max(self.peak_memory, memory)
-                if self._budget.max_memory is not None and memory > self._budget.max_memory:
-                    what = f"The engine holds {memory} bytes, more than the {self._budget.max_memory} it may."
+                if self._limits.max_memory is not None and memory > self._limits.max_memory:
+                    what = f"The engine holds {memory} bytes, more than the {self._limits.max_memory} it may."
                     return QuireError("out_of_memory", what)
 
     async def check(self) -> wire.Checked:
@@ -207,11 +207,11 @@ class Supervisor:
 
     # -- after a loss ---------------------------------------------------------------------------------------------
 
-    def _take(self, link: EngineLink) -> None:
+    def _attach(self, link: EngineLink) -> None:
         self._link = link
         self.client.attach(link)
 
-    def _bury(self, link: EngineLink, cause: QuireError, exit_code: int | None, is_stopped: bool) -> QuireError:
+    def _record_exit(self, link: EngineLink, cause: QuireError, exit_code: int | None, is_stopped: bool) -> QuireError:
         """Write down why it was lost, which may turn out only now, and who was aboard."""
         kills = num_memory_kills()
         if exit_code == -9 and kills > self._memory_kills:
@@ -222,7 +222,7 @@ class Supervisor:
         self.errors.put("engine", cause.code, str(cause))
         for number in list(self._checks):
             self._checks.pop(number).set_exception(QuireError("engine_lost", "The engine was lost meanwhile."))
-        suspects = link.last_aboard if accuses(cause.code, exit_code, is_stopped) else set()
+        suspects = link.in_flight_at_exit if implicates_requests(cause.code, exit_code, is_stopped) else set()
         quarantined = self.client.detach(suspects)
         if quarantined:
             self._log("error", "quarantined", ids=",".join(quarantined))
@@ -230,9 +230,9 @@ class Supervisor:
 
     def _may_restart(self) -> bool:
         now = self._clock()
-        while self._restarts and self._restarts[0] < now - self._budget.window:
+        while self._restarts and self._restarts[0] < now - self._limits.window:
             self._restarts.popleft()
-        if len(self._restarts) >= self._budget.max_restarts:
+        if len(self._restarts) >= self._limits.max_restarts:
             return False
         self._restarts.append(now)
         return True
@@ -245,7 +245,7 @@ class Supervisor:
     def _give_up(self, cause: QuireError) -> None:
         self.cause = QuireError(
             "engine_lost",
-            f"The engine was lost {len(self._restarts) + 1} times within {self._budget.window:.0f} s, the last time "
+            f"The engine was lost {len(self._restarts) + 1} times within {self._limits.window:.0f} s, the last time "
             f"because: {cause}",
             "It is not started again; restart the server.",
         )
@@ -256,18 +256,20 @@ class Supervisor:
     def _next_settings(self, cause: QuireError) -> dict[str, Any]:
         """What the next engine is built from: the same, or less where the last one ran out of memory."""
         if cause.code == "out_of_memory":
-            self._before = self._settings
-            ready, fewest = self.client.ready, int(self._first_pages * FEWEST)
+            self._previous_settings = self._settings
+            ready, fewest = self.client.ready, int(self._first_pages * MIN_PAGES_SHARE)
             fewest = max(fewest, num_pages_for(self.client.longest, ready))  # nobody under way is cut short
-            self._settings = with_less_memory(self._settings, self._budget.on_memory, ready, fewest)
-            changed = {name: value for name, value in self._settings.items() if self._before.get(name) != value}
+            self._settings = with_less_memory(self._settings, self._limits.on_memory, ready, fewest)
+            changed = {
+                name: value for name, value in self._settings.items() if self._previous_settings.get(name) != value
+            }
             event = "less memory for the next engine" if changed else "the next engine gets as much memory as the last"
             self._log("warning", event, **changed)
-        elif cause.code in UNUSABLE:  # less was too little, or not possible
-            self._settings = self._before
+        elif cause.code in UNUSABLE_SETTINGS:  # less was too little, or not possible
+            self._settings = self._previous_settings
         return self._settings
 
-    def _moved(self, move: Move) -> None:
+    def _log_move(self, move: Move) -> None:
         level = LEVELS.get(move.name, "info")
         self._log(level, "engine state", transition=move.name, now=move.target, why=move.why or None)
 
@@ -277,7 +279,7 @@ def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, f
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
     pages = int(settings.get("num_pages") or num_pages(ready))
-    fewer = max(fewest, int(pages * SHRINK))
+    fewer = max(fewest, int(pages * SHRINK_FACTOR))
     return {**settings, "num_pages": fewer} if how != "same" and fewer < pages else dict(settings)
 
 
@@ -295,10 +297,10 @@ def _paged(ready: wire.Ready) -> list[dict[str, Any]]:
     return [group for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
 
 
-def link_starter(command: Sequence[str], patience: float) -> StartLink:
-    lives = itertools.count(1)
+def link_starter(command: Sequence[str], start_timeout: float) -> StartLink:
+    numbers = itertools.count(1)
 
     async def start(settings: Mapping[str, Any]) -> EngineLink:
-        return await EngineLink.start(command, settings, patience, next(lives))
+        return await EngineLink.start(command, settings, start_timeout, next(numbers))
 
     return start

@@ -13,11 +13,11 @@ MIN_BUSY_SECONDS = 0.5
 UNKNOWN_SECONDS = 1.0  # for each request, before anything was measured
 
 
-class Pace:
+class ThroughputEstimate:
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()  # busy seconds and ended requests, as the beats said them
 
-    def note(self, busy_seconds: float, ended: int) -> None:
+    def record(self, busy_seconds: float, ended: int) -> None:
         if self._marks and (busy_seconds < self._marks[-1][0] or ended < self._marks[-1][1]):
             self._marks.clear()  # another engine, which counts from zero
         if len(self._marks) > 1 and busy_seconds < self._marks[-2][0] + APART_SECONDS:

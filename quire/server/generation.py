@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.client.engine_client import EngineClient, Ticket
+from quire.client.engine_client import DeltaStream, EngineClient
 from quire.config import ServerConfig
 from quire.edge import Edge
 from quire.server.chat import ChatPrompts
@@ -133,7 +133,7 @@ class Generation:
     def retry_after(self) -> int:
         """Seconds after which there is probably room: until what waits has ended, at the pace measured lately."""
         waiting = max(1, self.client.beat.waiting)
-        return max(1, min(MAX_RETRY_SECONDS, math.ceil(self.client.pace.seconds_for(waiting))))
+        return max(1, min(MAX_RETRY_SECONDS, math.ceil(self.client.throughput.seconds_for(waiting))))
 
 
 def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
@@ -151,7 +151,7 @@ def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
 class Run:
     """A job under way."""
 
-    _ticket: Ticket
+    _ticket: DeltaStream
     _samples: dict[str, Sample]
     job: Job
     _metrics: Metrics
@@ -176,7 +176,7 @@ class Run:
 
     async def next(self, patience: float | None = None) -> list[Piece]:
         """The next pieces; none after `patience` seconds without news. Raises QuireError if the job failed, and the
-        client's `Closed` once the run is closed."""
+        client's `DeltaStreamClosed` once the run is closed."""
         if self._ahead:
             ahead, self._ahead = self._ahead, []
             return ahead

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.client.engine_client import EngineClient
-from quire.client.supervisor import Budget, Supervisor, link_starter
+from quire.client.supervisor import Supervisor, SupervisorLimits, link_starter
 from quire.config import Config
 from quire.config_build import engine_settings
 from quire.edge import Edge
@@ -65,7 +65,9 @@ async def serve(
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
         start_link = link_starter(engine_command, config.server.start_timeout)
-        supervisor = Supervisor(EngineClient(), start_link, engine_settings(config), Budget.of(config), log=log.write)
+        supervisor = Supervisor(
+            EngineClient(), start_link, engine_settings(config), SupervisorLimits.of(config), log=log.write
+        )
         starting = asyncio.create_task(work.start())
         await supervisor.start()
         await starting

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.chaos.tiny import make_tiny_model
 from quire.client.engine_client import EngineClient
-from quire.client.supervisor import Budget, Supervisor
+from quire.client.supervisor import Supervisor, SupervisorLimits
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.host import wire
@@ -63,7 +63,7 @@ class FakeServer:
         model = make_tiny_model(folder / "served")
         config = override_config(Config(), {"model": str(model), "served_model_name": "tiny", **knobs})
         client = EngineClient()
-        supervisor = Supervisor(client, lambda settings: None, {}, Budget(1, 1.0, 1e9, None, "same"))
+        supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1e9, None, "same"))
         client.attach(EchoLink(client, max_len))  # type: ignore[arg-type]
         supervisor.states.move("started")
         self.lines: list[str] = []

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from quire.client.throughput import Pace
+from quire.client.throughput import ThroughputEstimate
 
 
 def test_the_pace_is_what_was_measured_while_there_was_work() -> None:
-    pace = Pace()
-    assert pace.seconds_for(3) == 3.0, "nothing is known yet"
+    throughput = ThroughputEstimate()
+    assert throughput.seconds_for(3) == 3.0, "nothing is known yet"
     for second in range(11):
-        pace.note(float(second), 4 * second)  # idle time between beats does not show in busy seconds
-    assert pace.seconds_for(8) == pytest.approx(2.0)
+        throughput.record(float(second), 4 * second)  # idle time between beats does not show in busy seconds
+    assert throughput.seconds_for(8) == pytest.approx(2.0)
     for second in range(11, 100):
-        pace.note(float(second), 40 + (second - 10))  # it slowed down to one a second, a minute and more ago
-    assert pace.seconds_for(8) == pytest.approx(8.0, rel=0.1)
-    pace.note(0.5, 1)  # another engine
-    assert pace.seconds_for(2) == 2.0
-    pace.note(20.5, 1)
-    assert pace.seconds_for(1) == pytest.approx(20.0), "none has ended since: at least as long as we have watched"
+        throughput.record(float(second), 40 + (second - 10))  # it slowed down to one a second, a minute and more ago
+    assert throughput.seconds_for(8) == pytest.approx(8.0, rel=0.1)
+    throughput.record(0.5, 1)  # another engine
+    assert throughput.seconds_for(2) == 2.0
+    throughput.record(20.5, 1)
+    assert throughput.seconds_for(1) == pytest.approx(20.0), "none has ended since: at least as long as we have watched"
 
 
 def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
     async def play() -> None:
         fake = FakeServer(tmp_path)
         client = fake.server.client
-        client.pace.note(0.0, 0)
-        client.pace.note(30.0, 20)  # two in three seconds, while it worked
+        client.throughput.record(0.0, 0)
+        client.throughput.record(30.0, 20)  # two in three seconds, while it worked
         client.beat = wire.Beat(waiting=8)
         fake.server.generation._max_open = 0
         headers: dict[str, str] = {}
@@ -47,11 +47,11 @@ def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_beats_often_is_not_remembered_for_ever() -> None:
-    pace = Pace()
+    throughput = ThroughputEstimate()
     for beat in range(100_000):
-        pace.note(beat / 1000, beat // 10)
-    assert len(pace._marks) < 1000
-    assert pace.seconds_for(100) == pytest.approx(1.0, rel=0.02)
+        throughput.record(beat / 1000, beat // 10)
+    assert len(throughput._marks) < 1000
+    assert throughput.seconds_for(100) == pytest.approx(1.0, rel=0.02)
 
 
 def test_the_least_important_and_newest_give_way_and_only_if_that_is_enough() -> None:

@@ -17,16 +17,16 @@ pytest.importorskip("zmq")
 import msgspec
 
 from quire.client import supervisor
-from quire.client.blame import BLAMELESS, OWN_SIGNALS
-from quire.client.engine_client import EngineClient, Ticket
-from quire.client.supervisor import Budget, Supervisor, with_less_memory
+from quire.client.blame import SELF_CAUSED_SIGNALS, UNRELATED_CAUSES
+from quire.client.engine_client import DeltaStream, EngineClient
+from quire.client.supervisor import Supervisor, SupervisorLimits, with_less_memory
 from quire.engine.host import wire
 from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, read_aboard
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
 from quire.machine import num_memory_kills
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
-BUDGET = Budget(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
+BUDGET = SupervisorLimits(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
 READY = wire.Ready(
     100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100, "page_tokens": 4}]}, {}
 )
@@ -40,7 +40,7 @@ class FakeLink:
         self.ready = READY
         self.pid, self.exit_code, self.num_unsent = 1, None, 0
         self.sent: list[wire.ToEngine] = []
-        self.last_aboard: set[str] = set()
+        self.in_flight_at_exit: set[str] = set()
         self.held = 1000
         self.stopped = False  # by a signal from outside
         self._news: asyncio.Queue[wire.FromEngine | QuireError] = asyncio.Queue()
@@ -73,7 +73,7 @@ class FakeLink:
         self._news.put_nowait(wire.Deltas([wire.news_of(delta) for delta in deltas]))
 
     def die(self, *aboard: str, code: str = "engine_lost", exit_code: int | None = -signal.SIGSEGV) -> None:
-        self.last_aboard, self.exit_code = set(aboard), exit_code
+        self.in_flight_at_exit, self.exit_code = set(aboard), exit_code
         self._news.put_nowait(QuireError(code, "It died."))
 
     def submitted(self) -> dict[str, wire.Submit]:
@@ -81,7 +81,7 @@ class FakeLink:
 
 
 class Rig:
-    def __init__(self, budget: Budget = BUDGET):
+    def __init__(self, budget: SupervisorLimits = BUDGET):
         self.links: list[FakeLink] = []
         self.broken_starts, self.broken_code = 0, "engine_failed"
         self.tried: list[dict[str, Any]] = []  # settings
@@ -119,7 +119,7 @@ def request(name: str, **fields: Any) -> Request:
     return Request(name, [1, 2, 3], 3, params, 13, frozenset({2}), 5, **fields)
 
 
-def with_rig(test: Callable[[Rig], Any], budget: Budget = BUDGET) -> None:
+def with_rig(test: Callable[[Rig], Any], budget: SupervisorLimits = BUDGET) -> None:
     async def run() -> None:
         rig = Rig(budget)
         await rig.supervisor.start()
@@ -131,7 +131,7 @@ def with_rig(test: Callable[[Rig], Any], budget: Budget = BUDGET) -> None:
     asyncio.run(run())
 
 
-async def tokens_of(ticket: Ticket, count: int) -> list[int]:
+async def tokens_of(ticket: DeltaStream, count: int) -> list[int]:
     found: list[int] = []
     async with asyncio.timeout(20):
         while len(found) < count and not ticket.done:
@@ -139,7 +139,7 @@ async def tokens_of(ticket: Ticket, count: int) -> list[int]:
     return found
 
 
-async def end_of(ticket: Ticket) -> Delta:
+async def end_of(ticket: DeltaStream) -> Delta:
     async with asyncio.timeout(20):
         while True:
             for delta in await ticket.next():
@@ -226,7 +226,7 @@ def test_who_was_aboard_twice_at_one_token_is_quarantined_and_who_moved_on_is_no
 
 
 OUTSIDE = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-PATIENT = Budget(max_restarts=20, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
+PATIENT = SupervisorLimits(max_restarts=20, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
 
 
 @pytest.fixture
@@ -250,11 +250,11 @@ def test_any_number_of_kills_from_outside_accuse_no_request() -> None:
         rig.link.say(Delta("long", [4], finish_reason=FinishReason.LENGTH))
         assert await tokens_of(long, 1) == [4]
 
-    with_rig(play, Budget(30, 1000.0, 1000.0, None, "same"))
+    with_rig(play, SupervisorLimits(30, 1000.0, 1000.0, None, "same"))
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("death", [*(-number for number in OWN_SIGNALS), 1, 86, 0, "memory", "engine_failed"])
+@pytest.mark.parametrize("death", [*(-number for number in SELF_CAUSED_SIGNALS), 1, 86, 0, "memory", "engine_failed"])
 def test_a_request_that_kills_the_engine_is_found_whatever_else_does(
     death: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,11 +304,11 @@ def test_an_engine_that_was_stopped_from_outside_hangs_for_no_request() -> None:
     async def play(rig: Rig) -> None:
         rig.client.submit([[request("a")]])
         for stopped in (True, True, False):
-            rig.link.stopped, rig.link.last_aboard = stopped, {"a"}
+            rig.link.stopped, rig.link.in_flight_at_exit = stopped, {"a"}
             assert (await rig.next_life()).submitted()["a"].suspect is not stopped
             assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "engine_hung"
 
-    with_rig(play, Budget(9, 1000.0, 0.2, None, "same"))
+    with_rig(play, SupervisorLimits(9, 1000.0, 0.2, None, "same"))
 
 
 def test_kills_for_lack_of_memory_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_crash_loop_ends_when_the_budget_is_spent() -> None:
 
 
 def test_a_server_that_stood_still_itself_reads_before_it_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.001)
 
     async def held_up(rig: Rig) -> None:
         now, ticks = rig.client._clock(), 0
@@ -365,7 +365,7 @@ def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
         await rig.next_life()
         assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "engine_hung" and first is rig.links[0]
 
-    with_rig(hang, Budget(1, 1000.0, 0.2, None, "same"))
+    with_rig(hang, SupervisorLimits(1, 1000.0, 0.2, None, "same"))
 
     async def grow(rig: Rig) -> None:
         rig.link.held = 3000
@@ -373,7 +373,7 @@ def test_an_engine_that_hangs_or_grows_is_replaced() -> None:
         assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "out_of_memory"
         assert rig.link.settings == {"num_pages": 75}, "as configured, the next engine gets a smaller pool"
 
-    with_rig(grow, Budget(1, 1000.0, 1000.0, 2000, "shrink"))
+    with_rig(grow, SupervisorLimits(1, 1000.0, 1000.0, 2000, "shrink"))
     assert with_less_memory({"num_pages": 8}, "shrink", READY) == {"num_pages": 6}
     lower = msgspec.structs.replace(READY, lower={"dtype": "float16"})
     assert with_less_memory({"num_pages": 8}, "precision", lower) == {"num_pages": 8, "dtype": "float16"}
@@ -389,7 +389,7 @@ def test_a_pool_shrinks_to_half_and_to_what_the_longest_request_needs() -> None:
             rig.link.die(code="out_of_memory")
             assert (await rig.next_life()).settings == {"num_pages": pages}
 
-    budget = Budget(9, 1000.0, 1000.0, None, "shrink")
+    budget = SupervisorLimits(9, 1000.0, 1000.0, None, "shrink")
     with_rig(shrink, budget)
 
     async def serve(rig: Rig) -> None:
@@ -412,10 +412,10 @@ def test_an_engine_the_system_ended_for_lack_of_memory_gets_less(monkeypatch: py
         assert second.settings == {"num_pages": 75} and second.submitted()["a"].suspect
         assert rig.supervisor.cause is not None and rig.supervisor.cause.code == "out_of_memory"
 
-    with_rig(play, Budget(3, 1000.0, 1000.0, None, "shrink"))
+    with_rig(play, SupervisorLimits(3, 1000.0, 1000.0, None, "shrink"))
 
 
-@pytest.mark.parametrize("code", sorted(BLAMELESS))
+@pytest.mark.parametrize("code", sorted(UNRELATED_CAUSES))
 def test_what_lies_between_the_processes_makes_nobody_a_suspect(code: str) -> None:
     async def play(rig: Rig) -> None:
         rig.client.submit([[request("a")]])
@@ -436,7 +436,7 @@ def test_an_engine_that_can_not_do_with_less_gets_what_it_had() -> None:
         assert rig.tried == [{}, {"kv_dtype": "fp8"}, {}] and second.settings == {}
         assert any("kv_dtype" in move for move in rig.moves), "the log says what the next engine is given"
 
-    with_rig(play, Budget(3, 1000.0, 1000.0, None, "precision"))
+    with_rig(play, SupervisorLimits(3, 1000.0, 1000.0, None, "precision"))
 
 
 def test_a_step_that_failed_and_is_tried_again_leaves_a_line_and_an_entry() -> None:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.client.engine_client import Closed
+from quire.client.engine_client import DeltaStreamClosed
 from quire.server.generation import Run
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, from_quire_error
@@ -48,7 +48,7 @@ async def stream_reply(request: Request, run: Run, encoder: StreamEncoder, serve
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
         await run.peek(min(server.config.server.keep_alive, PEEK_SECONDS))
-    except Closed:
+    except DeltaStreamClosed:
         server.metrics.disconnected(run.job.route)
         request.state.outcome = DISCONNECTED
         return _nobody()
@@ -78,7 +78,7 @@ class EventStream(Response):
                 pieces = await run.next(patience)
                 await reader.send_frame(encoder.push(pieces) if pieces else encoder.keep_alive)
             await reader.send_frame(await encoder.finish())
-        except Closed:
+        except DeltaStreamClosed:
             server.metrics.disconnected(run.job.route)
             self._broke(scope, DISCONNECTED)
         except TooSlow:
@@ -141,7 +141,7 @@ async def whole_reply(request: Request, run: Run, take: Callable[[Iterable[Piece
     try:
         while not run.done:
             take(await run.next())
-    except Closed:
+    except DeltaStreamClosed:
         server.metrics.disconnected(run.job.route)
         request.state.outcome = DISCONNECTED
         return _nobody()

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from quire.client.engine_client import Live
+from quire.client.engine_client import LiveRequest
 from quire.engine.limits import StepShape
 from quire.server.http.encoding import named_event, to_json
 from quire.server.http.errors import ApiError
@@ -167,7 +167,7 @@ class LiveFeed:
         return _shown(one for one in self._server.client.live.values() if one.request.salt.startswith(caller))
 
 
-def _shown(live: Iterable[Live]) -> list[dict[str, Any]]:
+def _shown(live: Iterable[LiveRequest]) -> list[dict[str, Any]]:
     now = time.monotonic()  # the clock of arrivals
     return [
         {"id": one.request.id, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),

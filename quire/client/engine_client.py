@@ -172,8 +172,8 @@ class EngineClient:
         if isinstance(message, wire.Beat):
             self._handle_beat(message)
             return
-        for news in message.news:
-            self._deliver(wire.delta_of(news))
+        for delta in message.deltas:
+            self._deliver(delta)
 
     # -- requests -------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from quire.types.params import SamplingParams
 from quire.types.plans import TokenLogprobs
+
+MAX_TOKENS = 1 << 24  # token ids in one message
+MAX_VALUES = 1 << 16  # entries of any other list in one message
+MAX_ERROR = 1 << 20  # characters of an error text in one message
+RequestId = Annotated[str, Meta(max_length=256)]
+TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+Vector = Annotated[list[float], Meta(max_length=MAX_VALUES)]
+ErrorText = Annotated[str, Meta(max_length=MAX_ERROR)]
 
 
 class FinishReason(str, Enum):
@@ -89,16 +98,19 @@ class Timing:
     total: float = 0.0
 
 
-class Delta(msgspec.Struct, gc=False):
-    """News of one request: new token ids, and, once, why it ended."""
+class Delta(msgspec.Struct, array_like=True, gc=False):
+    """What one step adds to one request for its client: new token ids and, once, the reason for its end.
 
-    request_id: str
-    token_ids: list[int] = []
+    A delta crosses the wire between the processes as it is; decoding checks the bounds of its fields.
+    """
+
+    request_id: RequestId
+    token_ids: TokenIds = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    embedding: list[float] | None = None  # once, when the prompt of a request with `pooling` is computed
+    embedding: Vector | None = None  # once, when the prompt of a request with `pooling` is computed
     finish_reason: FinishReason | None = None
-    error: str | None = None
-    error_code: str | None = None
+    error: ErrorText | None = None
+    error_code: ErrorText | None = None
     usage: Usage | None = None  # with the finish reason
     timing: Timing | None = None

@@ -70,7 +70,7 @@ class FakeLink:
     # -- for the test
 
     def say(self, *deltas: Delta) -> None:
-        self._news.put_nowait(wire.Deltas([wire.news_of(delta) for delta in deltas]))
+        self._news.put_nowait(wire.deltas_message(list(deltas)))
 
     def die(self, *aboard: str, code: str = "engine_lost", exit_code: int | None = -signal.SIGSEGV) -> None:
         self.in_flight_at_exit, self.exit_code = set(aboard), exit_code

@@ -69,8 +69,22 @@ def test_a_prompt_is_sent_once_however_many_samples_it_has() -> None:
     ],
 )
 def test_deltas_survive_the_way(delta: Delta) -> None:
-    message = wire.decode_from_engine(wire.encode(wire.Deltas([wire.news_of(delta)])))
-    assert isinstance(message, wire.Deltas) and [wire.delta_of(news) for news in message.news] == [delta]
+    message = wire.decode_from_engine(wire.encode(wire.deltas_message([delta])))
+    assert isinstance(message, wire.Deltas) and message.deltas == [delta]
+
+
+def test_the_bounds_of_a_delta_hold_on_the_way() -> None:
+    long = Delta("a", finish_reason=FinishReason.ERROR, error="x" * (wire.MAX_TEXT + 1), error_code="step_failed")
+    message = wire.decode_from_engine(wire.encode(wire.deltas_message([long])))
+    assert isinstance(message, wire.Deltas) and message.deltas[0].error == "x" * wire.MAX_TEXT
+    for bad in (
+        Delta("a" * 257),
+        Delta("a", embedding=[0.0] * (wire.MAX_BATCH + 1)),
+        Delta("a", error="x" * (wire.MAX_TEXT + 1)),
+        Delta("a", error_code="x" * (wire.MAX_TEXT + 1)),
+    ):
+        with pytest.raises(QuireError, match="malformed"):
+            wire.decode_from_engine(wire.encode(wire.Deltas([bad])))
 
 
 def test_a_beat_and_a_failure_survive_the_way() -> None:

@@ -185,8 +185,7 @@ class SocketMailbox:
 
     def send(self, deltas: list[Delta]) -> None:
         for first in range(0, len(deltas), wire.MAX_BATCH):
-            batch = deltas[first : first + wire.MAX_BATCH]
-            self._socket.send(wire.Deltas([wire.news_of(delta) for delta in batch]))
+            self._socket.send(wire.deltas_message(deltas[first : first + wire.MAX_BATCH]))
 
     def report(self, report: Report) -> None:
         if isinstance(report, StepFault):

@@ -16,29 +16,17 @@ import msgspec
 from msgspec import Meta
 
 from quire.engine.limits import KEPT_STEPS, StepShape
-from quire.types import (
-    Delta,
-    FinishReason,
-    GrammarSpec,
-    QuireError,
-    Request,
-    SamplingParams,
-    Timing,
-    TokenLogprobs,
-    Usage,
-)
+from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
+from quire.types.requests import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
 
-VERSION = 2
+VERSION = 3
 MARK = b"Qr"
 MAX_FRAME = 256 << 20
-MAX_TOKENS = 1 << 24
-MAX_BATCH = 1 << 16
-MAX_TEXT = 1 << 20
+MAX_BATCH = MAX_VALUES
+MAX_TEXT = MAX_ERROR
 MAX_SAMPLES = 4096
 
-Id = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,7 +44,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     """The samples of one prompt; the prompt is sent once. Times are on the machine's monotonic clock, which all
     processes share. One that goes on from an engine that died brings the tokens it has sampled already."""
 
-    ids: Annotated[list[Id], Meta(min_length=1, max_length=MAX_SAMPLES)]
+    ids: Annotated[list[RequestId], Meta(min_length=1, max_length=MAX_SAMPLES)]
     tokens: TokenIds
     params: SamplingParams
     max_len: int
@@ -76,7 +64,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
 
 
 class CancelMany(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    ids: Annotated[list[Id], Meta(max_length=MAX_BATCH)]
+    ids: Annotated[list[RequestId], Meta(max_length=MAX_BATCH)]
 
 
 class StopEngine(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -121,27 +109,8 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
         return QuireError(self.code, self.what, self.hint, self.param)
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True):
-    reason: FinishReason
-    error: Text | None
-    error_code: Text | None
-    usage: Usage | None
-    timing: Timing | None
-
-
-class News(msgspec.Struct, array_like=True, frozen=True):
-    """One delta. What most of them lack costs one byte each."""
-
-    id: Id
-    token_ids: TokenIds
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    ended: Ended | None = None
-    embedding: Annotated[list[float], Meta(max_length=MAX_BATCH)] | None = None
-
-
 class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
-    news: Annotated[list[News], Meta(max_length=MAX_BATCH)]
+    deltas: Annotated[list[Delta], Meta(max_length=MAX_BATCH)]
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True):
@@ -182,7 +151,7 @@ class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):
 
     kind: Text
     what: Text
-    ids: Annotated[list[Id], Meta(max_length=MAX_BATCH)] = []
+    ids: Annotated[list[RequestId], Meta(max_length=MAX_BATCH)] = []
 
 
 class Checked(msgspec.Struct, tag="checked", array_like=True, frozen=True):
@@ -324,18 +293,9 @@ def submitted_requests(message: Submit) -> list[Request]:
     ]
 
 
-def news_of(delta: Delta) -> News:
-    ended = None
-    if delta.finish_reason is not None:
-        what = None if delta.error is None else delta.error[:MAX_TEXT]
-        ended = Ended(delta.finish_reason, what, delta.error_code, delta.usage, delta.timing)
-    return News(delta.request_id, delta.token_ids, delta.logprobs, delta.prompt_logprobs, ended, delta.embedding)
-
-
-def delta_of(news: News) -> Delta:
-    delta = Delta(news.id, news.token_ids, news.logprobs, news.prompt_logprobs, news.embedding)
-    if news.ended is not None:
-        end = news.ended
-        delta.finish_reason, delta.error, delta.error_code = end.reason, end.error, end.error_code
-        delta.usage, delta.timing = end.usage, end.timing
-    return delta
+def deltas_message(deltas: list[Delta]) -> Deltas:
+    """At most `MAX_BATCH` deltas; error texts are cut to the length that the other process accepts."""
+    for delta in deltas:
+        if delta.error is not None and len(delta.error) > MAX_TEXT:
+            delta.error = delta.error[:MAX_TEXT]
+    return Deltas(deltas)

@@ -9,7 +9,8 @@ import pytest
 
 from quire.cache.index import CacheIndex
 from quire.config import knobs
-from quire.engine.host.driver import Cancel, Check, Checked, EngineDriver, Message, Report, Stop, tell_all
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
+from quire.engine.host.wire import Check, Checked
 from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler

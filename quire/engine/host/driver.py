@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.host.wire import MAX_TEXT, Check, Checked
 from quire.engine.loop import Engine, StepFault, is_out_of_memory
 from quire.types import Delta, FinishReason, QuireError, Request, Usage
 
@@ -26,21 +27,6 @@ class Cancel:
 
 class Stop:
     """Stop after the turn under way; what is open then ends as cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Look whether all is accounted for."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    number: int
-    problem: str | None
-    num_requests: int
-    num_leaked: int
 
 
 Message = Request | Cancel | Stop | Check
@@ -191,4 +177,5 @@ def check_engine(engine: Engine, number: int = 0) -> Checked:
     leaked = 0 if scheduler.requests or engine.num_inflight else scheduler.cache.ledger.num_unreachable()
     if leaked and problem is None:
         problem = f"{leaked} units are held by nobody."
+    problem = None if problem is None else problem[:MAX_TEXT]
     return Checked(number, problem, len(scheduler.requests), leaked)

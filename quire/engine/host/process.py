@@ -20,7 +20,7 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.grammar.compile_queue import GrammarDesk
 from quire.engine.host import wire
-from quire.engine.host.driver import Cancel, Check, EngineDriver, Message, Report, Stop, check_engine
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, check_engine
 from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, flight_path
 from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
@@ -180,7 +180,7 @@ class SocketMailbox:
         if isinstance(message, wire.StopEngine):
             return [Stop()]
         if isinstance(message, wire.Check):
-            return [Check(message.number)]
+            return [message]
         raise QuireError("bad_message", "The engine was told to start a second time.")
 
     def send(self, deltas: list[Delta]) -> None:
@@ -193,8 +193,7 @@ class SocketMailbox:
             kind = "step_failed" if report.culprit is not None else "step_split"
             self._socket.send(wire.Fault(kind, f"{report.code}: {report.what}", ids))
         else:
-            problem = None if report.problem is None else report.problem[: wire.MAX_TEXT]
-            self._socket.send(wire.Checked(report.number, problem, report.num_requests, report.num_leaked))
+            self._socket.send(report)
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
         """Nothing to tell: the other process sees us end, and goes on with them in the next engine."""

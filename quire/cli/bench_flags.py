@@ -1,6 +1,7 @@
-"""The flags of `quire bench`'s benchmarks: a function for each, in the order in which help lists them.
+"""Flags of the benchmarks: one function per benchmark, in the order of `quire bench --help`.
 
-`bench` calls them when it builds its parser. What several have in common (counts, seeds, bars) stands once, below them.
+`quire.cli.bench` calls the functions in `FLAGS` when it builds its parser. Helpers for flags that several benchmarks
+have (counts, seeds, gates) follow below.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ FLAGS: tuple[Callable[[Any], None], ...] = (
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What several have in common
+# Shared flags
 
 
 def _count(parser: ArgumentParser, flag: str, default: int, what: str, low: int = 1) -> None:
@@ -215,7 +216,7 @@ def _json(parser: ArgumentParser) -> None:
 
 
 def _common(parser: ArgumentParser, **config_flags: Any) -> None:
-    """What every benchmark that runs a model has."""
+    """Add the flags that every benchmark with a model has."""
     _json(parser)
     add_config_flags(parser, **config_flags)
 

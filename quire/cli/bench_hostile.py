@@ -1,4 +1,4 @@
-"""`quire bench hostile`: its flags, and the settings they make. `quire.cli.bench` adds it to its own."""
+"""`quire bench hostile`: its flags and how they become `Settings`. `quire.cli.bench` calls both functions."""
 
 from __future__ import annotations
 

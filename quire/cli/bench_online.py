@@ -1,6 +1,6 @@
-"""`quire bench online` and `quire bench compare`: flags and plans of the benchmarks that measure a server over HTTP.
+"""`quire bench online` and `quire bench compare`: flags, and the arrivals that the flags plan.
 
-`quire.cli.bench` adds them to its own. They never open a model, so they can run where only the server's URL is known.
+`quire.cli.bench` calls these functions. Neither benchmark opens a model: a server's URL is enough.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return math.nan  # within no bounds
+        return math.nan  # fails every range check
 
 
 def _lengths(text: str) -> Lengths:
@@ -181,7 +181,7 @@ def run_online(args: Namespace, _open_llm: object) -> Report:
 
 
 def _planned(args: Namespace) -> tuple[list[Arrival], Report]:
-    """The arrivals, and what they are in words that two runs can be compared by."""
+    """Return the arrivals, and the description of the work by which two runs are compared."""
     from quire.bench.online.arrivals import Lengths, poisson_arrivals, read_trace
 
     work: Report = {
@@ -221,7 +221,7 @@ def run_compare(args: Namespace, _open_llm: object) -> Report:
 
 
 def _check_page(path: Path | None) -> None:
-    """Before anything is measured: a page that can't be written should not cost a run."""
+    """Raise QuireError if the page can't be written, before anything is measured."""
     if path is not None:
         try:
             path.open("a").close()

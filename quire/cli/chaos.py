@@ -1,4 +1,4 @@
-"""`quire chaos`: disturb a server in every way there is and count what was lost. Exit 0 only if nothing was."""
+"""`quire chaos`: inject every kind of fault into a server under traffic. Exits with 0 only if no token was lost."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Namespace) -> int:
-    from quire.chaos.gate import Settings, run_gate  # only now: help should not wait for it
+    from quire.chaos.gate import Settings, run_gate  # imported late, so that --help is fast
 
-    shortest = knobs()["hang_timeout"].low or 0.0  # the server gets it
+    shortest = knobs()["hang_timeout"].low or 0.0  # the server's own lower bound
     for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", shortest)):
         if getattr(args, name) < low:
             raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low:g}.")

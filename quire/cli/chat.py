@@ -1,7 +1,7 @@
-"""`quire chat`: a plain conversation at the terminal, or one turn per line of a pipe. Uses nothing but the public API.
+"""`quire chat`: a conversation at the terminal, or one turn per line of a pipe. Uses only the public API.
 
-`Conversation` keeps the turns; `Session` takes messages (read by `messages`), obeys the slash commands, streams answers
-and sees to it that they find room in the context.
+`Conversation` holds the turns. `Session` takes messages (read by `messages`), runs slash commands, streams answers, and
+drops the oldest turns when the context is full.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HELP = """\
 /exit          leave (so does Ctrl-D)
 A message of several lines stands between \"\"\" and \"\"\"; a paste of several lines is one message.
 Ctrl-C stops the current answer or drops the line you are typing; twice on an empty line it leaves."""
-MIN_ROOM = 256  # tokens an answer should find free; less only where the whole context is small
+MIN_ROOM = 256  # free tokens for an answer; at most a quarter of the context
 
 
 def add_parser(subparsers: Any) -> None:
@@ -82,10 +82,10 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
 @dataclass(slots=True)
 class Conversation:
     system: str | None = None
-    turns: list[tuple[str, str]] = field(default_factory=list)  # what the person said, what the model answered
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (user message, answer)
 
     def messages(self, user: str, num_dropped: int = 0) -> list[dict[str, str]]:
-        """All of it and a new message, as the model is to see it; without the oldest turns, if some are dropped."""
+        """Return all messages and a new user message for the model, without the oldest `num_dropped` turns."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answered in self.turns[num_dropped:]:
             messages.append({"role": "user", "content": said})
@@ -107,7 +107,7 @@ class Session:
     num_tokens: int = 0
 
     def read_pipe(self) -> int:
-        """Each line a turn; the first error ends it, since what follows would answer something else."""
+        """Take each message of stdin as a turn. The first error ends the session, since later turns depend on it."""
         try:
             for message in join_blocks(sys.stdin):
                 if not self.take(message):
@@ -127,7 +127,7 @@ class Session:
             except EOFError:
                 print(file=sys.stderr)
                 return 0
-            except KeyboardInterrupt:  # on an empty line; an answer handles its own
+            except KeyboardInterrupt:  # on an empty line; `_stream` handles Ctrl-C during an answer
                 if interrupted:
                     raise
                 interrupted = True
@@ -137,7 +137,8 @@ class Session:
                 print_error(error.what, error.hint)
 
     def take(self, message: Message) -> bool:
-        """One message of the person's; False to leave. Of several lines the first keeps its indentation."""
+        """Run a slash command or answer a message; returns False to end the session. A message of several lines keeps
+        the indentation of its first line."""
         text = message.text.strip("\r\n") if "\n" in message.text.strip() else message.text.strip()
         if not message.is_quoted and re.fullmatch(r"/\w+( .*)?", text):
             command, _, rest = text[1:].partition(" ")
@@ -167,7 +168,7 @@ class Session:
         self._stream(user)
 
     def _stream(self, user: str) -> None:
-        """Ctrl-C ends the answer, not the conversation: what was said until then stays in it."""
+        """Stream an answer and add the turn. Ctrl-C ends the answer only; its text so far stays in the conversation."""
         finished, interrupted = None, False
         pieces = stream_answer(self.llm, self.conversation.messages(user), self.params)
         with AnswerLines() as answer, closing(pieces):
@@ -181,7 +182,7 @@ class Session:
                 interrupted = True
         if interrupted:
             if not answer.said or answer.said.endswith("\n"):
-                print(file=sys.stderr)  # after the ^C the terminal shows
+                print(file=sys.stderr)  # ends the line on which the terminal shows ^C
             print_dim("stopped" if answer.said else "stopped; nothing was said, so the question is forgotten")
         if answer.said or finished is not None:
             self.conversation.turns.append((user, answer.said))
@@ -192,12 +193,12 @@ class Session:
             print_dim(summary(finished))
 
     def _make_room(self, user: str) -> None:
-        """Before the context is full, not after: an answer that gets ten tokens is no answer."""
+        """Drop the oldest turns until the prompt leaves enough of the context for an answer."""
         max_len = self.llm.edge.max_len
         wanted = min(self.params.max_tokens or MIN_ROOM, max_len // 4)
         num_turns = len(self.conversation.turns)
         if self._prompt_len(user, num_turns) >= max_len:
-            return  # it would not fit alone either: the engine says so, and nothing is forgotten for it
+            return  # the message alone does not fit: the engine reports that, and no turn is dropped
         num_dropped = 0
         while num_dropped < num_turns and self._prompt_len(user, num_dropped) + wanted > max_len:
             num_dropped += 1

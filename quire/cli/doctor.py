@@ -1,7 +1,7 @@
-"""`quire doctor`: the machine, the packages, the model store, the settings in force, and what a model would need.
+"""`quire doctor`: the machine, the packages, the model store, the effective settings, and a model's memory plan.
 
-Everything is gathered into one plain object first (`examine`), which is what `--json` prints; tables are drawn from
-it. It only looks: nothing is fetched, and what is missing is reported with the command that brings it.
+`examine` collects everything into one JSON object, which `--json` prints and the tables show. Nothing is fetched or
+changed; a missing item is reported with the command that installs or fetches it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Looking
+# Examination
 
 
 def examine(config: Config) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def examine(config: Config) -> dict[str, Any]:
 
 
 def examine_devices() -> tuple[list[dict[str, Any]], str]:
-    """What torch can compute on, and what went wrong on the way to know."""
+    """Return the devices torch can use, and an error text if they could not be listed."""
     try:
         import torch
-    except Exception as error:  # a broken installation fails in many ways, and none of them may end the doctor
+    except Exception as error:  # a broken installation raises any error, and the report must still be made
         broken = installed_version("torch") is not None
         return [], f"torch is installed but can't be imported: {error}" if broken else ""
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
@@ -97,7 +97,7 @@ def examine_devices() -> tuple[list[dict[str, Any]], str]:
 
 
 def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What stands between a GPU and us, and which kernel each op would get; None where there is no GPU at all."""
+    """Return the GPU's driver, libraries, problems, and the kernel of each op; None on a machine without a GPU."""
     has_gpu = any(device["device"].startswith("cuda") for device in devices)
     if not has_gpu and not has_nvidia_driver():
         return None
@@ -118,14 +118,14 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
             found["kernels"] = explain_ops(torch.device("cuda", 0), config.engine.kernels, config.engine.deterministic)
             if any(versions.values()) or config.engine.kernels in LIBRARY_NAMES:
                 found["libraries"] = explain_libraries(torch.device("cuda", 0), config.engine.kernels)
-            torch.cuda.empty_cache()  # the memory plan is made next, and counts what torch keeps as used
-    except Exception as error:  # a broken driver fails in many ways, and none of them may end the doctor
+            torch.cuda.empty_cache()  # the memory plan comes next and counts torch's cached memory as used
+    except Exception as error:  # a broken driver raises any error, and the report must still be made
         found["trouble"] = f"{type(error).__name__}: {error}"
     return found
 
 
 def examine_native() -> dict[str, Any]:
-    """Which of the compiled CPU kernels this machine runs, or why there are none."""
+    """Return the instruction set of the native CPU kernels, or why they can't be used."""
     from quire.kernels.native.library import NotBuilt, open_native
 
     try:
@@ -145,7 +145,7 @@ def examine_store() -> dict[str, Any]:
 
 
 def _stored_models(folder: Path) -> Iterator[dict[str, Any]]:
-    """One entry per built-in file and per hub model; halves of downloads are named as such."""
+    """Yield one entry per built-in file and per hub model, unfinished downloads included."""
     from quire.files.store import file_sizes
 
     for path in sorted([*folder.glob("builtin/*"), *folder.glob("hub/*")]):
@@ -157,7 +157,7 @@ def _stored_models(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def doctor_model_plan(config: Config) -> dict[str, Any]:
-    """The memory plan of the model in `config`, or why there is none; never from the network."""
+    """Return the memory plan of the model in `config`, or why there is none. Uses no network."""
     name = config.model.model
     try:
         from quire.startup.assemble import memory_report
@@ -168,15 +168,15 @@ def doctor_model_plan(config: Config) -> dict[str, Any]:
         code, why, hint = error.code, error.what, error.hint
     except ImportError as error:
         code, why, hint = "missing_package", f"{error}.", ""
-    except Exception as error:  # the rest of the report is worth more than this one part
+    except Exception as error:  # one failed part must not cost the rest of the report
         code, why, hint = "failed", f"{type(error).__name__}: {error}.", ""
-    if code == "offline" and not config.model.offline:  # that was our doing, not the person's
+    if code == "offline" and not config.model.offline:  # this function set offline, not the user
         why, hint = f"{name} is not on this machine yet.", f"`quire pull {name}` fetches it."
     return {"name": name, "ok": False, "code": code, "why": why, "hint": hint}
 
 
 def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dict[str, Any]]:
-    """What is missing and the command that brings it; `required` where nothing runs without it."""
+    """Yield each missing item with the command that installs it; `required` items stop every model."""
     versions = report["versions"]
     has_gpu = any(device["device"].startswith("cuda") for device in report["devices"])
     for package in PACKAGES:
@@ -199,7 +199,7 @@ def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dic
 
 
 def _is_broken(model: Mapping[str, Any]) -> bool:
-    """No model at all, or one that would not start; but not one that is only still to be fetched."""
+    """Return whether the model can't start. A model that only has to be fetched is not broken."""
     return not model["ok"] and model["code"] != "offline"
 
 
@@ -208,7 +208,7 @@ def _missing(what: str, how: str, required: bool = False) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Drawing
+# Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Section:
 
 
 def sections(report: Mapping[str, Any]) -> Iterator[Section]:
-    """The report as titles with rows of cells, for whatever draws them."""
+    """Yield the report as sections of rows."""
     yield Section("Machine", _machine_rows(report))
     if report["gpu"] is not None:
         yield Section("GPU", _gpu_rows(report["gpu"]))
@@ -239,7 +239,7 @@ def sections(report: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def draw(report: Mapping[str, Any]) -> None:
-    """With rich where it is installed, else as plain text: a doctor must not need what it finds missing."""
+    """Print the sections with rich, or as plain text where rich is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table

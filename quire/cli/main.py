@@ -1,7 +1,7 @@
-"""The `quire` command: finds the subcommand, imports its file alone, runs it and turns errors into one line.
+"""The `quire` command: imports the chosen subcommand's module only, runs it, and prints an error as one line.
 
-Each command is a file beside this one with `add_parser(subparsers)` and `run(args) -> int`. Exit codes: 0 done,
-1 failed, 2 wrong usage or input (but see `USAGE_EXIT`), 70 a bug of ours, 130 interrupted, 141 stdout has no reader.
+Each command is a module of this package with `add_parser(subparsers)` and `run(args) -> int`. Exit codes: 0 done, 1
+failed, 2 wrong usage or input (except for `USAGE_EXIT`), 70 a bug in Quire, 130 interrupted, 141 stdout has no reader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMANDS = {
     "chaos": "disturb a server in every way and prove that nothing is lost",
     "doctor": "show what this machine has and what is missing",
 }
-# Codes that begin so mean that what was asked can't be done as asked; any other is a failure of the work itself.
+# Error codes with these prefixes blame the input, and exit with `usage_exit`; all others exit with 1.
 USAGE_CODES = (
     "usage",
     "invalid_",
@@ -39,7 +39,7 @@ USAGE_CODES = (
     "not_a_model",
 )
 
-# The exit code for wrong usage of these commands: with `bench`, 2 means a missed bar and nothing else.
+# Exit codes for wrong usage that differ from 2. `bench` reserves 2 for a missed gate.
 USAGE_EXIT = {"bench": 1}
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage_exit(words: Sequence[str]) -> int:
-    """The exit code for wrong usage of the command that these words, without `quire`, begin with."""
+    """Return the exit code for wrong usage of the command in `words[0]` (the command line without `quire`)."""
     return USAGE_EXIT.get(words[0], 2) if words else 2
 
 
@@ -89,7 +89,7 @@ def _dispatch(argv: list[str]) -> int:
     if module is None:
         parser.error("a command is missing")
     code = _show_config(args) if getattr(args, "show_config", False) else int(module.run(args))
-    sys.stdout.flush()  # here, where a reader that left is still noticed
+    sys.stdout.flush()  # raises BrokenPipeError here, where `main` handles it
     return code
 
 
@@ -98,7 +98,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 class Help(HelpFormatter):
-    """Commands without a heading of their own, and a switch as `--[no-]name`."""
+    """Lists subcommands without an extra heading, and shows a boolean flag as `--[no-]name`."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28)
@@ -115,7 +115,7 @@ class Help(HelpFormatter):
 
 
 class Parser(ArgumentParser):
-    """argparse without abbreviations: a flag that works today must not change its meaning when another is added."""
+    """An argparse parser without abbreviated flags, since a new flag would make an abbreviation ambiguous."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": Help, **kwargs})
@@ -138,7 +138,7 @@ def _root_parser() -> Parser:
 
 
 def _add_commands(parser: Parser, name: str, module: ModuleType | None) -> dict[str, Any]:
-    """Only the chosen command says what it takes; of the others one line is enough."""
+    """Add the chosen command with its flags, and the others with their summaries. Returns the parsers by name."""
     subparsers = parser.add_subparsers(title="commands", prog="quire", dest="command")
     for command, summary in COMMANDS.items():
         if command == name and module is not None:
@@ -187,7 +187,7 @@ def _show_config(args: Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Leaving
+# Exit
 
 
 def _unexpected(error: Exception) -> int:
@@ -204,17 +204,17 @@ def _unexpected(error: Exception) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A process started without stdout or stderr has None there; text for nobody goes nowhere."""
+    """Replace missing standard streams by /dev/null: Python sets them to None if their descriptors are closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ?, and the answer goes on
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of raising
 
 
 def _flush_or_drop_stdout() -> None:
-    """What can't be written any more must not become a second error when Python leaves."""
+    """Flush stdout; if that fails, redirect it to /dev/null so that Python's exit does not fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -223,7 +223,7 @@ def _flush_or_drop_stdout() -> None:
 
 
 def _die_on_next_interrupt() -> None:
-    """Ctrl-C again while Python tidies up ends it at once, without a word."""
+    """Make another Ctrl-C during Python's shutdown end the process at once, without a traceback."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

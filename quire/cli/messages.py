@@ -1,7 +1,7 @@
-"""Reads what a person says to `quire chat`: a line, a paste of several lines, or a block between triple quotes.
+"""Input of `quire chat`: a message is a line, a paste of several lines, or a block between triple quotes.
 
-`Prompt` reads from a terminal, with line editing and a history file where Python has readline; `join_blocks` puts the
-lines of a pipe together by the same rule for triple quotes.
+`Prompt` reads messages from a terminal, with line editing and a history file where Python has readline. `join_blocks`
+applies the rule for triple quotes to the lines of a pipe.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from quire.types import QuireError
 
 QUOTES = '"""'
 HISTORY_LINES = 1000
-MAX_CHARACTERS = 16 << 20  # of one message; a paste that is larger was not meant
+MAX_CHARACTERS = 16 << 20  # per message
 
 
 class Message(NamedTuple):
     text: str
-    is_quoted: bool = False  # came between triple quotes: text, even if it looks like a command
+    is_quoted: bool = False  # stood between triple quotes, so it is never a slash command
 
 
 class Prompt:
-    """Whole messages from a terminal, one for each call."""
+    """Reads messages from a terminal."""
 
     def __init__(self, readline: Any = None, ask: Callable[[str], str] = input):
-        """`readline`: the module, or None where lines can't be edited; `ask`: how a line is read."""
+        """`readline` is the module, or None where lines can't be edited; `ask` prints a prompt and reads a line."""
         self._readline, self._ask = readline, ask
         self._first, self._more = ("> ", "... ") if is_terminal(sys.stdout) else ("", "")
-        # `input` edits lines only where both ends are a terminal; GNU readline then marks a paste by itself.
+        # `input` uses readline only if stdin and stdout are terminals. GNU readline then returns a paste as one line.
         self._marks_pastes = _is_gnu(readline) and is_terminal(sys.stdout)
 
     def read(self) -> Message:
-        """The next message. Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C on an empty line; on a
-        line with text, Ctrl-C drops what was typed and asks again."""
+        """Return the next message. Raises EOFError at the end of input and KeyboardInterrupt for Ctrl-C on an empty
+        line; Ctrl-C on a line with text discards the text and reads again."""
         while True:
             lines: list[str] = []
             try:
@@ -47,7 +47,7 @@ class Prompt:
             except KeyboardInterrupt:
                 if not lines and not self._typed():
                     raise
-                print(file=sys.stderr)  # after the ^C the terminal shows
+                print(file=sys.stderr)  # ends the line on which the terminal shows ^C
                 continue
             text = "\n".join(lines)
             self._remember(text)
@@ -60,11 +60,11 @@ class Prompt:
             check_length(lines)
 
     def _line(self, prompt: str) -> str:
-        """One line, or all lines of a paste. Where pastes are not marked, lines that are there already when the first
-        one was read belong to the same one."""
+        """Return one line, or all lines of a paste. Without bracketed paste, lines that are readable at once after the
+        first one count as one paste."""
         text = self._ask(prompt)
         if not self._marks_pastes:
-            with suppress(EOFError):  # the next call meets it again
+            with suppress(EOFError):  # the next call raises it again
                 while _more_waits():
                     text += "\n" + self._ask("")
         return text
@@ -88,7 +88,7 @@ def opens_block(line: str) -> bool:
 
 
 def is_closed(lines: list[str]) -> bool:
-    """Whether the block that the first line opens ends with the last line."""
+    """Return whether the last line closes the block that the first line opens."""
     text = "\n".join(lines).strip()
     return len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES)
 
@@ -98,8 +98,8 @@ def unquote(block: str) -> Message:
 
 
 def join_blocks(lines: Iterable[str]) -> Iterator[Message]:
-    """The messages of a pipe: its lines, those between triple quotes as one. A block that is still open at the end of
-    input is an error, since the rest of it may be missing."""
+    """Yield the messages of a pipe: each line is one, and so is each block between triple quotes. A block that is
+    still open at the end of input raises QuireError, since its rest may be missing."""
     block: list[str] = []
     for line in lines:
         text = line.rstrip("\r\n")
@@ -136,17 +136,17 @@ def history_path() -> Path:
 
 @contextmanager
 def line_editing(path: Path) -> Iterator[Any]:
-    """The readline module set up for messages (arrow keys, earlier messages, pastes), or None where Python has none.
-    The history is kept between conversations in a file only its owner reads."""
+    """Yield the readline module, configured for messages, or None where Python has none. The history is read from
+    `path` and written back with mode 0600."""
     try:
         import readline
     except ImportError:
         yield None
         return
     if _is_gnu(readline):
-        readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
-        readline.parse_and_bind("set enable-active-region off")  # a paste needs no highlighting
-        readline.parse_and_bind("tab: tab-insert")  # there is nothing to complete
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python disables it
+        readline.parse_and_bind("set enable-active-region off")  # no highlighting of a paste
+        readline.parse_and_bind("tab: tab-insert")  # no completion
     readline.set_auto_history(False)  # a message of several lines is one entry
     readline.set_history_length(HISTORY_LINES)
     with suppress(OSError, UnicodeDecodeError):
@@ -155,7 +155,7 @@ def line_editing(path: Path) -> Iterator[Any]:
     try:
         yield readline
     finally:
-        with suppress(OSError):  # a read-only home only means no history
+        with suppress(OSError):  # a read-only home directory keeps no history
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
             last = readline.get_current_history_length()
@@ -165,7 +165,7 @@ def line_editing(path: Path) -> Iterator[Any]:
 
 
 def _escape(message: str) -> str:
-    """One line of the history file: `splitlines` would cut at other characters than line feeds, too."""
+    """Return a message as one line of the history file. `splitlines` also cuts at separators other than line feeds."""
     return "\\n".join(message.replace("\\", "\\\\").splitlines())
 
 
@@ -178,8 +178,8 @@ def _is_gnu(readline: Any) -> bool:
 
 
 def _more_waits() -> bool:
-    """Whether another line can be read at once."""
+    """Return whether another line of stdin can be read without waiting."""
     try:
         return bool(select.select([sys.stdin], [], [], 0)[0])
-    except (OSError, ValueError):  # no descriptor, or one that can't be waited for
+    except (OSError, ValueError):  # stdin has no descriptor, or one that `select` does not support
         return False

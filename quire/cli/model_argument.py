@@ -1,4 +1,4 @@
-"""The MODEL that commands take without a flag: `quire serve MODEL`, `chat`, `doctor`, and `quire run MODEL PROMPT`."""
+"""The positional MODEL argument of `quire serve`, `chat`, `doctor` and `run`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_positional_model(parser: ArgumentParser) -> None:
 
 
 def take_positional_model(args: Namespace) -> Namespace:
-    """The same arguments, with MODEL where --model would be."""
+    """Return `args` with the positional MODEL stored as `model`. Raises QuireError if --model is given too."""
     if args.positional_model is not None:
         if hasattr(args, "model"):
             raise QuireError("usage", "The model is named twice.", "Give MODEL or --model, not both.")
@@ -22,7 +22,7 @@ def take_positional_model(args: Namespace) -> Namespace:
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a word can name a model: built in, on this disk, or a hub id (owner/name)."""
+    """Return whether a word can name a model: a built-in one, a path that exists, or a hub id (owner/name)."""
     from quire.files.builtin import BUILT_IN
 
     is_id = word.count("/") == 1 and not any(character.isspace() for character in word)

@@ -1,7 +1,7 @@
-"""What the commands put on the terminal: answers on stdout, everything about them on stderr.
+"""Terminal output of all commands: answers go to stdout, notes, errors and progress to stderr.
 
-Every command writes through these few functions, so that pipes stay clean, a terminal gets colour and a pipe does not,
-and text that came from a model or a file can't steer the terminal.
+Every command writes through these functions. Only a terminal gets colour and wrapped lines, and text from a model or a
+file is stripped of control characters before it reaches a terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.cli.wrapping import WordWrap
 if TYPE_CHECKING:
     from quire.config import Config
 
-# Everything that moves the cursor or starts an escape sequence; line feeds and tabs stay.
+# Characters that move the cursor or start an escape sequence. Line feeds and tabs are not among them.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would act on."""
+    """Return the text without control characters, which a terminal would execute."""
     return text.translate(_CONTROLS)
 
 
@@ -42,14 +42,13 @@ def one_line(text: str) -> str:
 
 
 def write_text(text: str) -> None:
-    """Text for stdout as it comes: seen at once, and unchanged unless a terminal would act on it."""
+    """Write text to stdout and flush. A terminal gets it without control characters, a pipe unchanged."""
     sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
 class AnswerLines:
-    """An answer on its way to stdout, wrapped at words where that is a terminal. However it ends, what comes next
-    begins on a line of its own."""
+    """Writes an answer to stdout, wrapped at words on a terminal. On exit, ends the last line if it is not ended."""
 
     def __init__(self) -> None:
         self.said = ""
@@ -73,7 +72,7 @@ class AnswerLines:
 
 
 def _num_columns(stream: TextIO) -> int:
-    """Of a terminal; 80 where it does not say."""
+    """Return the width of a terminal, or 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -90,12 +89,12 @@ def print_error(what: str, hint: str = "") -> None:
 
 
 def print_note(text: str) -> None:
-    """Something the person should see although nothing failed."""
+    """Print a notice to stderr that is not an error."""
     _mark("note", "33", text)
 
 
 def show_warnings_plainly() -> None:
-    """Our own warnings become notes of one line, without the place in our code they came from."""
+    """Print warnings of this package as one-line notes, without the source line that raised them."""
     shown_before = warnings.showwarning
     if isinstance(shown_before, _PlainWarnings):
         return
@@ -124,7 +123,7 @@ class _PlainWarnings:
 
 
 def print_dim(text: str) -> None:
-    """An aside for a person at a terminal, wrapped at words; a pipe does not get it."""
+    """Print secondary text to stderr, wrapped at words; prints nothing if stderr is not a terminal."""
     if is_terminal(sys.stderr):
         from textwrap import fill
 
@@ -142,19 +141,18 @@ def _styled(style: str, text: str) -> str:
 
 @contextmanager
 def waiting(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something slow goes on, where there is a terminal to show it. Yields how to change
-    what it says."""
+    """Show a spinner on stderr if that is a terminal. Yields a function that replaces the spinner's text."""
     if not is_terminal(sys.stderr) or find_spec("rich") is None:
         yield lambda text: None
         return
-    from rich.console import Console  # a tenth of a second
+    from rich.console import Console  # imported late, since it takes 0.1 s
 
     with Console(stderr=True, highlight=False).status(one_line(message)) as status:
         yield lambda text: status.update(one_line(text))
 
 
 class LoadingShare:
-    """How much of a model is loaded, told through a spinner. Implements `files.progress.Progress`."""
+    """Shows the loaded percentage of a model as a spinner's text. Implements `files.progress.Progress`."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -191,7 +189,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def show_config(config: Config) -> None:
-    """The settings in force, as the TOML file that would say the same, each with where it came from."""
+    """Print the effective settings as a TOML file, each with a comment that names its source."""
     from quire.config import knobs
     from quire.config_build import describe_config
 

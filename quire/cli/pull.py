@@ -1,6 +1,6 @@
-"""`quire pull MODEL`: fetch a model now, so that later starts need no network.
+"""`quire pull MODEL`: fetch a model, so that later starts need no network.
 
-The progress goes to stderr, the result to stdout: one line, or one JSON object.
+Progress goes to stderr; the result goes to stdout as one line or one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         description="Fetch a built-in model or a hub model into the cache, and print where it lies.",
     )
     parser.add_argument("model", metavar="MODEL", help="built-in name, owner/name, owner/name:QUANT, owner/name/x.gguf")
-    # The same knobs as everywhere, so they suppress their defaults: a file or the environment may set them too.
+    # Defaults are suppressed, since a settings file or the environment may set these knobs too.
     parser.add_argument("--revision", default=SUPPRESS, metavar="TEXT", help="hub revision (branch, tag or commit)")
     parser.add_argument("--hub-token", default=SUPPRESS, metavar="TEXT", help="hub access token (default: HF_TOKEN)")
     offline_help = "never touch the network; only say what is already here"

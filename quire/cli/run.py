@@ -1,6 +1,6 @@
-"""`quire run [MODEL] PROMPT`: one prompt in, the answer streamed to stdout. Uses nothing but the public API.
+"""`quire run [MODEL] PROMPT`: answer one prompt and stream the text to stdout. Uses only the public API.
 
-The sampling flags, the way a model is opened and the way an answer is streamed are shared with `quire chat`.
+`quire chat` shares the sampling flags, `open_llm` and `stream_answer`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 
 def _take_words(args: Namespace) -> Namespace:
-    """One word is the prompt, two are the model and the prompt. argparse calls the first of them MODEL."""
+    """Assign positional words: one is the prompt, two are the model and the prompt. argparse stores the first word as
+    MODEL in both cases."""
     first, second = args.positional_model, args.prompt
     if second is None:
         args.positional_model, args.prompt = None, first
@@ -87,12 +88,12 @@ def _take_words(args: Namespace) -> Namespace:
 
 
 def _names_model_alone(word: str) -> bool:
-    """What is surely meant as a model: a prompt may be a hub id's form (and/or), or a file's name."""
+    """Return whether a word is certainly a model. A prompt can look like a hub id (and/or) or be a file's name."""
     return looks_like_model(word) and "/" not in word and (word.endswith(".gguf") or not os.path.lexists(word))
 
 
 def _prompt(args: Namespace) -> str | list[dict[str, str]]:
-    """Text for --raw, else the messages of a conversation that begins with it."""
+    """Return the prompt: plain text for --raw, otherwise chat messages."""
     if args.raw and args.system is not None:
         raise QuireError("usage", "--system needs the chat template that --raw skips.", "Leave one of them out.")
     parts = [] if args.prompt is None else [args.prompt]
@@ -121,7 +122,8 @@ def _read_stdin() -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """Bytes of the command line that are no text reach us as half characters, which no tokenizer takes."""
+    """Return `text` if it is valid Unicode. Python decodes bad bytes of the command line to lone surrogates, which no
+    tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -156,7 +158,8 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def open_llm(config: Config) -> LLM:
-    """The files come first: fetching draws its own bar, and a mistyped name is answered before torch is imported."""
+    """Fetch the model's files, then load it. The files come first, since fetching shows a progress bar of its own and a
+    mistyped name should fail before torch is imported."""
     from quire.files.source import resolve_model
 
     model = config.model
@@ -177,13 +180,13 @@ def open_llm(config: Config) -> LLM:
 
 
 def short_name(config: Config) -> str:
-    """The model as a person would call it: of a path only the end."""
+    """Return the model's name for messages: the last component of a path."""
     name = config.model.model
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def stream_answer(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[tuple[str, Output | None], None, None]:
-    """New text as it comes, and with the last of it the whole output. Closing this cancels the request."""
+    """Yield new text as it arrives; the last item also holds the output. Closing the generator cancels the request."""
     with closing(cast("Generator[Chunk, None, None]", llm.stream(prompt, params))) as chunks:
         for chunk in chunks:
             output = chunk.output
@@ -203,7 +206,7 @@ def output_to_json(output: Output) -> dict[str, Any]:
 
 
 def summary(output: Output) -> str:
-    """One line for a person: how much, how fast, and whether it was cut."""
+    """Return one line with token counts, speed, and whether the answer was cut at the token limit."""
     usage, timing = output.usage, output.timing
     parts = [f"{usage.completion_tokens} tokens"]
     if usage.completion_tokens > 1 and timing.total > timing.first_token:

@@ -1,4 +1,4 @@
-"""`quire serve [MODEL]`: the HTTP server with OpenAI's and Anthropic's APIs, and the engine in a process of its own."""
+"""`quire serve [MODEL]`: the HTTP server with OpenAI's and Anthropic's APIs; the engine runs in a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def run(args: Namespace) -> int:
 def serve_config(
     config: Config, engine_command: Sequence[str] | None = None, load: Callable[[ModelFiles], Any] | None = None
 ) -> int:
-    """Until told to stop. Tests and the chaos gate bring an engine command or a tokenizer of their own."""
+    """Serve until a signal stops the process; returns the exit code. Tests and the chaos gate pass their own
+    `engine_command` or `load`."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         what = f"The Python package {missing[0]} is not installed."
@@ -48,14 +49,14 @@ def serve_config(
     if config.server.host not in ("127.0.0.1", "::1", "localhost") and config.server.api_key is None:
         print_note(f"anyone who reaches {config.server.host} can use this server; --api-key asks for a key.")
     model = config.model
-    files = resolve_model(  # first: fetching draws its own bar, and a mistyped name is answered at once
+    files = resolve_model(  # before the slow imports: a mistyped name fails at once, and fetching shows its own bar
         model.model,
         revision=model.revision,
         token=model.hub_token,
         offline=model.offline,
         random_weights=model.random_weights,
     )
-    import uvloop  # only now: help and errors should not wait for it
+    import uvloop  # imported late, so that --help and errors are fast
 
     from quire.server.run import serve
     from quire.text.loading import load_tokenizer

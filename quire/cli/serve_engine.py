@@ -1,7 +1,7 @@
-"""The entry of the engine process: `quire serve` starts `python -m quire.cli.serve_engine ADDRESS`.
+"""Entry point of the engine process: `quire serve` starts `python -m quire.cli.serve_engine ADDRESS`.
 
-It only ties `assemble`, which knows torch, to `engine.process`, which does not, and makes this process a good neighbour
-of the one that answers HTTP.
+Passes the engine that `startup.early_init` builds to `engine.host.process`, which does not import torch, and limits how
+much CPU time this process takes from the HTTP process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from quire.config import Config
 from quire.engine.host.process import Built, ready_message, run_engine_process
 from quire.startup.early_init import open_engine
 
-# OpenMP's threads wait for each other by spinning. Beside a process that answers HTTP, and needs a core for it, they
-# spin for a thread that is not running: under load a step takes 3.6 s instead of 1.2 s with this. Told before torch
-# loads them, they spin for about as long as the next operation takes to come, and then sleep. (docs/log.md has more.)
+# OpenMP threads wait for each other by spinning. While the HTTP process occupies a core, they spin for a thread that is
+# not scheduled: a step under load then takes 3.6 s instead of 1.2 s. This spin count covers the time between two
+# operations, after which a thread sleeps. It must be set before torch loads OpenMP. (Details: docs/log.md.)
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -25,7 +25,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 def build(config: Config) -> Built:
     parts = open_engine(config)
     from quire.startup.assemble import (
-        lower_precision,  # torch takes seconds, and the wrong message should not wait for it
+        lower_precision,  # imported late: torch takes seconds, and `open_engine` raises its errors before that
     )
 
     ready = ready_message(
@@ -42,14 +42,14 @@ def build(config: Config) -> Built:
     if parts.desk is not None:
         parts.desk.warm()
     gc.collect()
-    gc.freeze()  # what is there now stays: no later collection need walk over it
+    gc.freeze()  # these objects live as long as the process, so later collections skip them
     return Built(parts.engine, ready, parts.desk)
 
 
 if __name__ == "__main__":
     show_warnings_plainly()
     code = run_engine_process(sys.argv[1], build)
-    if code:  # without tidying up: over a GPU that is lost, torch would abort on the way and the code be gone
+    if code:  # exit without cleanup: after a lost GPU, torch's cleanup aborts and replaces the exit code
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

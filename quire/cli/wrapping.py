@@ -1,8 +1,7 @@
-"""Wraps an answer at words while it streams to a terminal, which by itself breaks lines inside them.
+"""Word wrap for an answer that streams to a terminal; a terminal alone breaks lines inside words.
 
-`AnswerLines` feeds it pieces and writes what it returns. Text is written as it comes; a word that turns out to be too
-long for the rest of the line is taken back and written again on the next one. Code between fences is left as it is, so
-that it can be copied.
+`AnswerLines` feeds `WordWrap` pieces of text and writes the returned text at once. A word that outgrows its line is
+erased with an escape sequence and written again on the next line. Fenced code is not wrapped, so that it can be copied.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ TAB = 8
 
 @dataclass(slots=True)
 class WordWrap:
-    columns: Callable[[], int]  # of the terminal, which may change
-    _column: int = 0  # where the next character goes
-    _word: str = ""  # written at the end of the line, and may still grow
-    _is_long: bool = False  # the word fits on no line, and the terminal breaks it
-    _beginning: str = ""  # of the source's line, as far as a fence reaches
+    columns: Callable[[], int]  # current width of the terminal
+    _column: int = 0  # column of the next character
+    _word: str = ""  # unfinished word at the end of the line, already written
+    _is_long: bool = False  # the word is wider than a line, so the terminal breaks it
+    _beginning: str = ""  # first characters of the source line, enough to recognise a fence
     _in_code: bool = False
 
     def feed(self, text: str) -> str:
-        """What is to be written for more text."""
+        """Return the text to write to the terminal for the next piece."""
         return "".join(map(self._take, text))
 
     def _take(self, character: str) -> str:
@@ -38,7 +37,7 @@ class WordWrap:
         if character in " \t":
             return self._space(character)
         width = _width(character)
-        if width == 2:  # between wide characters, as in Chinese, a line may be broken
+        if width == 2:  # a line may break between wide characters, as in Chinese
             self._end_word()
         written = self._grow(character, width)
         if width == 2:
@@ -46,7 +45,7 @@ class WordWrap:
         return written
 
     def _grow(self, character: str, width: int) -> str:
-        """The word with one more character. The last column stays free: a cursor behind it can't be moved back."""
+        """Add a character to the word. The last column stays free, since a cursor behind it can't be moved back."""
         columns = max(self.columns(), 2)
         before = sum(map(_width, self._word))
         if self._is_long or self._column + width < columns:

@@ -1,4 +1,4 @@
-"""Activation functions by our own names, in torch: what every kernel that applies one is tested against."""
+"""Activation functions by name, in plain torch: the oracle for kernels that apply one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _relu2(x: Tensor) -> Tensor:
     return functional.relu(x).square_()
 
 
-CURVES: dict[Curve, Callable[[Tensor], Tensor]] = {  # each gives a tensor of its own
+CURVES: dict[Curve, Callable[[Tensor], Tensor]] = {  # each returns a new tensor, which callers may overwrite
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),

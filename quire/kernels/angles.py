@@ -1,6 +1,6 @@
-"""How far rope turns each pair of a head in one step: as tables, or as positions and frequencies to work them out from.
+"""Rotary embedding angles of one step: either cos/sin tables, or positions and frequencies.
 
-A model makes one per step through `Ops.plan_angles`; which of the two it holds is the business of the chosen kernel.
+A model builds one `Angles` per step through `Ops.plan_angles`; the chosen kernel decides which of the two forms it has.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch import Tensor
 class Angles:
     positions: Tensor | None = None  # [tokens] int64
     frequencies: Tensor | None = None  # [head_dim / 2] float32, radians per position
-    scale: float = 1.0  # of cos and sin, where they are worked out from frequencies
+    scale: float = 1.0  # factor on cos and sin in kernels that compute them from frequencies
     cos: Tensor | None = None  # [tokens, 1, head_dim]
     sin: Tensor | None = None  # [tokens, 1, head_dim], the first half negated
 
 
 def angle_tables(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Angles:
-    """Tables as `reference.rope` wants them. Both halves of a head turn by the same angle; negating it in the first
-    half gives its sine the sign that the rotation needs there, and leaves its cosine alone."""
+    """Computes cos and sin tables in the layout of `reference.rope`.
+
+    Both halves of a head rotate by the same angle. Negating the angle in the first half gives its sine the sign that
+    the rotation needs and leaves its cosine unchanged."""
     angles = positions.float().unsqueeze(1) * frequencies  # [tokens, head_dim / 2]
     angles = torch.cat((-angles, angles), dim=1).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
@@ -32,5 +34,5 @@ def angle_tables(positions: Tensor, frequencies: Tensor, scale: float, dtype: to
 
 
 def angles_from_positions(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Angles:
-    """For kernels that work them out where they need them: no table is written or read."""
+    """Returns `Angles` for kernels that compute cos and sin themselves; no table is written or read."""
     return Angles(positions=positions, frequencies=frequencies, scale=scale)

@@ -1,4 +1,4 @@
-"""What a function launches, as a CUDA graph, on the current stream."""
+"""Captures a function's kernel launches as a CUDA graph on the current stream."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Outputs = TypeVar("Outputs")
 
 
 def capture(compute: Callable[[], Outputs], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """The graph, and what `compute` returned: the memory that every replay fills anew. `pool`: torch's handle of whose
-    memory it takes.
+    """Captures `compute` and returns the graph with the output of `compute`, whose memory every replay overwrites.
 
-    A capture that fails leaves torch's random numbers in the belief that it is still on, and whoever draws some later
-    in that process (a trial of the next model's kernels, say) would fail: they get their state of before."""
+    `pool` is the handle of a graph memory pool to share. A failed capture leaves torch's CUDA generator in capture
+    mode, and later random draws in the process would fail; its earlier state is restored in that case."""
     random = torch.cuda.default_generators[torch.cuda.current_device()]
     state = random.clone_state()
     graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
-"""What a mixture of experts is to its kernels: how tokens are routed, and the weights they are routed to.
+"""Inputs of the mixture-of-experts kernels: the routing rule and the expert weights.
 
-The layer builds these once; reference and Triton twins read them.
+The layer builds these once; the reference and the Triton kernels read them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ LARGEST_FP8 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """From router logits to experts. In order: scores of all experts, plus a bias where there is one; the best groups
-    of neighbouring experts; the best experts within them; their scores, without the bias, as weights, each times its
-    expert's own scale where there are such."""
+    """How router logits become experts and weights.
+
+    In order: scores of all experts, plus a bias if there is one; the best groups of neighbouring experts; the top-k
+    experts within those groups; their scores without the bias as weights, times the expert's own scale if it has one.
+    """
 
     num_experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True  # a token's weights add up to `scale`
+    normalise: bool = True  # whether a token's weights sum to `scale`
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    group_members: int = 1  # a group is as good as the sum of so many of its best
-    exact: bool = False  # logits in float32, whatever the model computes in: its scores decide by small differences
-    num_shared: int = 0  # experts behind the others that every token is sent to, after those it chose,
-    shared_gated: bool = False  # with the sigmoid of one more logit as weight; else with 1
+    group_members: int = 1  # number of best experts whose scores are summed to rank a group
+    exact: bool = False  # float32 logits in any model dtype, for routers whose scores differ only slightly
+    num_shared: int = 0  # shared experts, numbered after the routed ones and appended to every token's choice
+    shared_gated: bool = False  # whether the sigmoid of one extra logit weights shared experts; otherwise 1
 
     @property
     def num_sent(self) -> int:
-        """Experts a token is sent to."""
+        """Number of experts per token, shared ones included."""
         return self.top_k + self.num_shared
 
     @property
@@ -44,12 +46,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """What stands between an expert's two products: (up + shift) * curve(gate), both clamped first. The curve is
-    gate * sigmoid(alpha * gate), or GELU in its form with a hyperbolic tangent."""
+    """Activation between an expert's two matrix products: (up + shift) * curve(gate), both clamped first.
+
+    The curve is gate * sigmoid(alpha * gate), or tanh-approximated GELU."""
 
     alpha: float = 1.0
     shift: float = 0.0
-    limit: float | None = None  # gate at most this, up within plus and minus this
+    limit: float | None = None  # clamps gate to at most limit, and up to [-limit, limit]
     curve: Literal["sigmoid", "gelu_tanh"] = "sigmoid"
 
     @property
@@ -59,9 +62,9 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Both matrices in the type they are computed with, or both in FP8 (e4m3) with a scale for each output."""
+    """Weights of a layer's experts: both matrices in the compute dtype, or both in FP8 (e4m3) with per-row scales."""
 
-    gate_up: Tensor  # [experts, 2 * inner, width], gates above ups
+    gate_up: Tensor  # [experts, 2 * inner, width], gate rows before up rows
     down: Tensor  # [experts, width, inner]
     gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
     down_bias: Tensor | None = None  # [experts, width]
@@ -71,9 +74,10 @@ class ExpertWeights:
 
 
 def quantize_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] in FP8, and what each row is to be multiplied with, [rows] float32. Scales are powers of two, so
-    that numbers of few bits, as MXFP4 has, stay what they were unless a row has them further apart than FP8 can. Of a
-    row with NaN or infinity nothing is left but NaN."""
+    """Quantizes `matrix` [rows, columns] to FP8 and returns it with its per-row scales, [rows] float32.
+
+    Scales are powers of two, so that formats of few bits such as MXFP4 convert exactly unless a row exceeds FP8's
+    range. A row that contains NaN or infinity becomes all NaN."""
     matrix = matrix.float()
     most = matrix.abs().amax(1)
     exponents = torch.frexp(most.clamp(min=1e-30) / LARGEST_FP8).exponent
@@ -82,5 +86,5 @@ def quantize_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_matrix(matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What one expert's matrix stands for."""
+    """Returns one expert's matrix, dequantized to `dtype` if it has scales."""
     return matrix if scales is None else (matrix.double() * scales[:, None]).to(dtype)

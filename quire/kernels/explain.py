@@ -1,4 +1,4 @@
-"""Says which implementation of each op a device would get, and why. `quire doctor` prints it."""
+"""Reports which implementation of each op a device gets, and why. `quire doctor` prints it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.kernels.validation.recurrent_trials import (
 from quire.kernels.validation.trials import TrialShape, dense_rows, failure
 from quire.types import QuireError
 
-# What a typical model on a GPU looks like: 32 heads of 128 over 8 of keys and values, in bfloat16.
+# Attention of a typical model on a GPU: 32 query heads and 8 KV heads of 128, in bfloat16.
 TYPICAL = TrialShape(
     num_heads=32,
     num_kv_heads=8,
@@ -38,15 +38,15 @@ TYPICAL = TrialShape(
 
 @dataclass(frozen=True, slots=True)
 class HopperKernel:
-    """A kernel that only some models have, and only on Hopper cards; on others the one for all cards does its work."""
+    """A kernel for some models on Hopper GPUs only; on others the portable Triton kernel of the op runs."""
 
     op: str
-    needs: str  # of the model
-    settle: Callable[[Ops, torch.device], Ops]  # into the table of such a model; raises where it fails
+    needs: str  # requirements on the model
+    settle: Callable[[Ops, torch.device], Ops]  # puts the kernel into the ops table; raises QuireError if it fails
 
 
 def _settle_prompts(ops: Ops, device: torch.device) -> Ops:
-    """It is in the table already, and stays there if it is right."""
+    """Tries the prefill kernel, which the table holds already; returns a copy of the table if it is right."""
     return replace(settle_prompts(ops, [TYPICAL], device, strict=True))
 
 
@@ -110,7 +110,7 @@ def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool
 
 
 def explain_hopper(kernel: HopperKernel, ops: Ops, device: torch.device, deterministic: bool) -> Mapping[str, Any]:
-    """Tried on a typical model of those it is for, if this is a card for it."""
+    """Tries the kernel on a typical model of its kind if the GPU is Hopper, and reports the result."""
     capability = torch.cuda.get_device_capability(device)
     if deterministic:
         return _entry(kernel.op, "triton", "the deterministic mode's own")
@@ -139,13 +139,13 @@ def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[s
 
 
 def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mapping[str, Any]]:
-    """Of each attention library, and each of its kernels that was tried: its version and what it is used for."""
+    """Reports each attention library's version, whether it is used for prefill, and the measured rates."""
     from quire.kernels.libraries.choose import PROMPT_TOKENS, judge, pick
 
     judged = judge(select_ops(device.type, strict=True), TYPICAL, device, kernels)
     used, ours = pick(judged, kernels), judged[0]
     num_tokens = min(PROMPT_TOKENS, TYPICAL.max_len)
-    flops = 2 * num_tokens**2 * TYPICAL.num_heads * TYPICAL.head_dim  # half of all pairs, two products
+    flops = 2 * num_tokens**2 * TYPICAL.num_heads * TYPICAL.head_dim  # causal: half of all pairs, two products each
     found: list[Mapping[str, Any]] = []
     for verdict in judged[1:]:
         why = f"not used: {verdict.why}"

@@ -1,9 +1,9 @@
-"""What the recurrent ops share: the shape of a layer's state and how it lies in its slot, and the small weights.
+"""Shapes, slot layout and small weights that the recurrent ops share.
 
-A recurrent layer keeps two things a row: the last inputs of its causal convolution, and one matrix a head. Both lie in
-one slot, packed: a state is atomic, so it is one unit to copy, swap and evict. The convolution's part is a ring of
-`conv_len` entries, indexed by position; a step writes its own entry and reads the others, so programs that share
-channels need not wait for each other. A layer that is nothing but a convolution keeps the ring alone.
+A recurrent layer keeps two things per row: the last inputs of its causal convolution, and one matrix per head. Both are
+packed into one slot, which is copied, swapped and evicted as one unit. The convolution's part is a ring of `conv_len`
+entries, indexed by position; a step writes its own entry and reads the others, so programs that share channels need no
+synchronization. A pure convolution layer keeps the ring only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RecurrentShape:
     key_dim: int
     value_dim: int
     conv_len: int  # taps of the convolution, the token itself included
-    beta_top: float = 1.0  # what the delta rule's beta comes up to; above 1 it may turn around what the state has
+    beta_top: float = 1.0  # upper bound of the delta rule's beta; above 1 an update may flip the sign of stored values
 
     @property
     def values(self) -> int:
@@ -32,7 +32,7 @@ class RecurrentShape:
 
     @property
     def channels(self) -> int:
-        """What goes through the convolution: values, keys and queries of one token."""
+        """Channels of the convolution: values, keys and queries of one token."""
         return self.values + 2 * self.keys
 
     @property
@@ -45,23 +45,25 @@ class RecurrentShape:
 
     @property
     def activation_elements(self) -> int:
-        """That a token has alive at one time: the projection and what comes out of the convolution, the latter in
-        float32, and the output before its norm."""
+        """Peak activation elements per token: the projection, the convolution's output (in float32) and the output
+        before its norm."""
         return 4 * self.channels + 5 * self.values
 
     def matrices(self, state: Tensor) -> Tensor:
-        """A layer's [slots, slot_elements] as the matrices in it: [slots, heads, value_dim, key_dim], a view."""
+        """Returns a view of the matrices in a layer's `state` [slots, slot_elements]: [slots, heads, value_dim,
+        key_dim]."""
         matrices = state[:, : self.matrix_elements]
         return matrices.unflatten(1, (self.num_heads, self.value_dim, self.key_dim))
 
     def rings(self, state: Tensor) -> Tensor:
-        """A layer's [slots, slot_elements] as the convolution's rings in it: [slots, conv_len, channels], a view."""
+        """Returns a view of the convolution rings in a layer's `state` [slots, slot_elements]: [slots, conv_len,
+        channels]."""
         return state[:, self.matrix_elements :].unflatten(1, (self.conv_len, self.channels))
 
 
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """Of a layer that is nothing but a convolution between two gates (LFM2)."""
+    """Shape of a layer that is a convolution between two gates (LFM2)."""
 
     channels: int
     conv_len: int  # taps, the token itself included
@@ -72,17 +74,17 @@ class ConvShape:
 
     @property
     def activation_elements(self) -> int:
-        """That a token has alive at one time: both gates and the input, what is convolved, and what comes out."""
+        """Peak activation elements per token: both gates, the input, the convolution's input and its output."""
         return 6 * self.channels
 
     def rings(self, state: Tensor) -> Tensor:
-        """A layer's [slots, slot_elements] as [slots, conv_len, channels], a view."""
+        """Returns a layer's `state` [slots, slot_elements] as a view [slots, conv_len, channels]."""
         return state.unflatten(1, (self.conv_len, self.channels))
 
 
 @dataclass(frozen=True, slots=True)
 class ConvWeights:
-    """Of such a layer, beside its projections."""
+    """Weights of a short convolution, excluding its projections."""
 
     conv: Tensor  # [channels, 1, conv_len]
     bias: Tensor | None  # [channels]
@@ -90,32 +92,32 @@ class ConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Of a gated delta net, beside its projections."""
+    """Weights of a gated delta net, excluding its projections."""
 
     conv: Tensor  # [channels, 1, conv_len]
     a_log: Tensor  # [heads]
-    dt_bias: Tensor  # [heads]; [keys] where each channel has a decay of its own
+    dt_bias: Tensor  # [heads]; [keys] with per-channel decay
     norm: Tensor  # [value_dim]
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class MambaWeights:
-    """Of a Mamba2 layer, beside its projections."""
+    """Weights of a Mamba2 layer, excluding its projections."""
 
     conv: Tensor  # [channels, 1, conv_len]
     conv_bias: Tensor | None  # [channels]
     a_log: Tensor  # [heads]
     dt_bias: Tensor  # [heads]
-    skip: Tensor  # [heads]: how much of a value goes straight to the output
-    norm: Tensor | None  # [values]; None: the output is gated and not normed
+    skip: Tensor  # [heads]: factor of the value in the skip connection to the output
+    norm: Tensor | None  # [values]; None: the output is gated but not normed
     eps: float
-    norm_groups: int  # parts the output is normed in
-    dt_low: float  # the time step is held within these
-    dt_high: float
-    gate_first: bool = True  # the output is gated before it is normed
+    norm_groups: int  # groups of channels that the output is normed in
+    dt_low: float  # lower clamp of the time step
+    dt_high: float  # upper clamp of the time step
+    gate_first: bool = True  # gate before norm; False: norm before gate
 
     @property
     def gated_early(self) -> bool:
-        """Whether the recurrence's output can be gated as it is made: nothing comes between the two."""
+        """Whether the recurrence kernel can gate its own output, because no norm precedes the gate."""
         return self.norm is None or self.gate_first

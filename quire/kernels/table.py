@@ -1,6 +1,6 @@
-"""The one table that picks which implementation of each op a device gets. Models ask it once, when they are built.
+"""The ops table: selects the implementation of each op for a device, once, when a model is built.
 
-Everything below a model calls ops through the `Ops` it was given, so a faster twin is one changed row here.
+All layers call ops through the `Ops` of their model, so a faster implementation is one changed field here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from quire.types import QuireError
 if TYPE_CHECKING:
     from quire.kernels.native.library import Native
 
-LIBRARY_NAMES = ("flash-attn", "flashinfer", "cudnn")  # of `kernels`: see `libraries.choose`
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # likewise: what the native library is compiled for
+LIBRARY_NAMES = ("flash-attn", "flashinfer", "cudnn")  # values of `kernels` that name a library: `libraries.choose`
+INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # values of `kernels` that name a build of the native library
 
 
 class FusedLinear(Protocol):
-    """A product with its norm, gate and residual addition, where that is quicker than one after the other: in one
-    kernel for few rows, the gate inside the product for many."""
+    """A linear layer fused with its norm, gate and residual addition, used where the fusion is faster.
+
+    Implementations fuse all of it into one kernel for few rows, or the gate into the GEMM's epilogue for many."""
 
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool: ...
 
@@ -55,31 +56,31 @@ class FusedLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation per op, with the signature and meaning of the reference of the same name."""
+    """One implementation per op, with the signature and semantics of the reference function of the same name."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gate_mul: Callable[..., Tensor]
     plan_angles: Callable[..., Angles]
     qk_norm_rope_write: Callable[..., Tensor]
-    plan_attention: Callable[..., Any]  # what it returns is for the same row's `paged_attention` only
+    plan_attention: Callable[..., Any]  # its result is valid only for the `paged_attention` of the same table
     paged_attention: Callable[..., Tensor]
     norm_route: Callable[..., tuple[Tensor, Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
     latent_write: Callable[..., Tensor]
-    latent_attention: Callable[..., Tensor]  # with the plan of the same row's `plan_attention`
-    plan_recurrent: Callable[..., Any]  # what it returns is for the four ops below, of the same row
+    latent_attention: Callable[..., Tensor]  # takes the plan of the same table's `plan_attention`
+    plan_recurrent: Callable[..., Any]  # its result is valid only for the four recurrent ops of the same table
     gated_delta_net: Callable[..., Tensor]
     channel_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
-    norm_add: Callable[..., Tensor] | None = None  # see `RMSNorm.add_to`; None: one after the other
+    norm_add: Callable[..., Tensor] | None = None  # fused `RMSNorm.add_to`; None: norm and addition run separately
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
-    merges_shared: bool = False  # a shared expert is quicker as one of the experts than by itself
-    captures: bool = False  # attention reads permanent page tables, so that a step of decodes can be captured
-    captured_work: Callable[[int, int, int], Any] | None = None  # and work lists in one place, for mixed steps
-    fused_linear: FusedLinear | None = None  # where it wins, instead of norm, product and what follows it
-    native: Native | None = None  # the library behind a CPU's row: it also packs weights and runs whole models
+    merges_shared: bool = False  # whether a shared expert is faster as one of the routed experts than on its own
+    captures: bool = False  # whether attention reads permanent page tables, as CUDA graphs of decode steps need
+    captured_work: Callable[[int, int, int], Any] | None = None  # fixed work lists for captured mixed steps
+    fused_linear: FusedLinear | None = None  # replaces norm, GEMM and epilogue where its `wins` says so
+    native: Native | None = None  # the CPU library behind this table, which also packs weights and runs whole models
 
 
 REFERENCE = Ops(
@@ -101,8 +102,9 @@ REFERENCE = Ops(
 )
 
 
-# Same bits whatever surrounds a row; the loader knows for which models all they do is in these rows.
-_FIXED_LAYERS: dict[str, Any] = {  # what has no native twin
+# Deterministic ops: results are bitwise independent of the rest of the batch. The loader decides which models need no
+# other ops than these.
+_FIXED_LAYERS: dict[str, Any] = {  # ops that the native library does not have
     "norm_route": fixed_experts.norm_route,
     "run_experts": fixed_experts.run_experts,
     "elementwise": fixed.elementwise,
@@ -129,8 +131,10 @@ FIXED = replace(
 
 
 def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
-    """The ops of the deterministic mode. On a CPU the native library's where it is built, which are of that kind anyway
-    for models they run as a whole, and tiles of one shape elsewhere; on CUDA Triton's, and nobody else's."""
+    """Returns the ops table of the deterministic mode.
+
+    On a CPU it is the native library's if it is built (its kernels are deterministic for the models that it runs as a
+    whole), otherwise torch in tiles of one shape. On CUDA it is Triton's; libraries are refused."""
     _check_device(kernels, device_type)
     if device_type == "cuda":
         if kernels in ("auto", "triton"):
@@ -146,10 +150,11 @@ def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
-    """The ops for "cpu", "cuda", ...; a device without a row of its own runs the reference, which is plain torch.
-    `kernels`: "torch" wants that row anyway, "triton" no other than Triton's, an instruction set no other than
-    the native library's, a library's name Triton's with that library before it (the loader sees to that); `strict`:
-    no second best."""
+    """Returns the ops table for "cpu", "cuda", ...; devices without kernels of their own run the torch reference.
+
+    `kernels`: "torch" forces the reference, "triton" forces Triton, an instruction set forces that native build, and an
+    attention library's name selects Triton's table, into which the loader puts the library. `strict`: raise instead of
+    falling back."""
     _check_device(kernels, device_type)
     if kernels == "torch":
         return REFERENCE
@@ -160,7 +165,7 @@ def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) ->
 
 
 def _check_device(kernels: str, device_type: str) -> None:
-    """What is asked for by name on a device it is not for is refused; others would compute in its place, unnoticed."""
+    """Refuses kernels that do not fit the device, because falling back to others would go unnoticed."""
     needed = {**dict.fromkeys(("triton", *LIBRARY_NAMES), "cuda"), **dict.fromkeys(INSTRUCTION_SETS, "cpu")}
     if needed.get(kernels, device_type) != device_type:
         what = f"kernels={kernels} needs a {'CUDA device' if needed[kernels] == 'cuda' else 'CPU'}."
@@ -168,7 +173,7 @@ def _check_device(kernels: str, device_type: str) -> None:
 
 
 def _open_native(kernels: str) -> Native | None:
-    """The native library, where it was built; an instruction set that is asked for by name must be there."""
+    """Opens the native library; returns None if it is not built, unless `kernels` names an instruction set."""
     if kernels == "torch":
         return None
     from quire.kernels.native.library import HOW_TO_BUILD, NotBuilt, open_native
@@ -203,7 +208,7 @@ def _native_ops(native: Native) -> Ops:
 
 
 def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
-    """Rows of the table. `torch_ops`: who does what the library does not take."""
+    """Returns the table's recurrent fields. `torch_ops` is the fallback for shapes the library does not support."""
     from quire.kernels.native.recurrent import NativeRecurrent
 
     ops = NativeRecurrent(native, torch_ops)
@@ -212,7 +217,7 @@ def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
 
 
 def _triton_ops(strict: bool) -> Ops:
-    """Imported only where there is a device for it; without Triton the reference runs there too, and says so."""
+    """Returns Triton's table; if Triton can't be imported, warns and returns the reference, or raises if `strict`."""
     try:
         from quire.kernels.triton.attention import captured_work
         from quire.kernels.triton.attention import paged as attention
@@ -257,7 +262,7 @@ def _triton_ops(strict: bool) -> Ops:
 
 
 def _fixed_triton_ops() -> Ops:
-    """Those whose programs see one row each stay as they are; whatever would go by the number of rows is replaced."""
+    """Returns Triton's table with every kernel replaced whose tiling depends on the number of rows."""
     ops = _triton_ops(strict=True)
     from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
     from quire.kernels.triton.attention import rope_write as rope
@@ -283,9 +288,10 @@ def _fixed_triton_ops() -> Ops:
 
 
 class _Skinny:
-    """`triton.skinny` in the table's form. By measurement it beats cuBLAS at one row always, at a few but for a model's
-    head, whose outputs are so many that either is busy reading, and at some more where outputs are no more than inputs
-    or a gate's kernel is spared."""
+    """Implements `FusedLinear` with `triton.linear.skinny`.
+
+    Measured against cuBLAS it always wins at one row; up to FEW_ROWS except for an LM head, where both are bound by
+    reading the weight; and up to SOME_ROWS where there are no more outputs than inputs or a gate is fused."""
 
     FEW_ROWS, SOME_ROWS = 16, 32
     MAX_OUTPUTS = 1 << 15  # for more than one row
@@ -314,7 +320,7 @@ class _Skinny:
 
 
 class FirstOf:
-    """Implements `FusedLinear` by several: the first that wins does the work."""
+    """Implements `FusedLinear` with several candidates, of which the first that wins runs."""
 
     def __init__(self, *candidates: FusedLinear):
         self._candidates = candidates
@@ -338,7 +344,7 @@ class FirstOf:
 
 @dataclass(frozen=True, slots=True)
 class RowOps:
-    """What a captured step does besides the model: gather its inputs from permanent rows, choose, append."""
+    """Ops of a captured step outside the model: gather inputs from permanent rows, sample, append the token."""
 
     gather_rows: Callable[..., Any]
     gather_slots: Callable[..., Tensor]
@@ -346,7 +352,7 @@ class RowOps:
 
 
 def select_row_ops(device_type: str) -> RowOps | None:
-    """None where steps can't be captured."""
+    """Returns the row ops of a device; None if its steps can't be captured as CUDA graphs."""
     return triton_rows() if device_type == "cuda" else None
 
 
@@ -361,11 +367,12 @@ def triton_rows() -> RowOps | None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """Logits to tokens in a few kernels, for devices where torch's passes over [samples, vocab] would be many. The
-    meaning is that of `quire.sampling`; `sampling.fused` puts them in order."""
+    """Fused sampling kernels, which replace torch's many passes over [samples, vocab].
 
-    sample_rows: Callable[..., tuple[Tensor, Tensor]]  # greedy and temperature alone
-    sample_filtered: Callable[..., tuple[Tensor, Tensor]]  # ... and top-k, top-p, min-p, top-n-sigma
+    Their semantics are those of `quire.sampling`; `sampling.fused` calls them in order."""
+
+    sample_rows: Callable[..., tuple[Tensor, Tensor]]  # greedy and temperature only
+    sample_filtered: Callable[..., tuple[Tensor, Tensor]]  # with top-k, top-p, min-p and top-n-sigma
     copy_samples: Callable[[Tensor, Tensor], Tensor]
     add_bias: Callable[..., None]
     apply_penalties: Callable[..., None]
@@ -375,7 +382,7 @@ class SamplingOps:
 
 
 def select_sampling(device_type: str, deterministic: bool = False) -> SamplingOps | None:
-    """The sampling kernels of a device; None where there are none and the sampler's own torch runs."""
+    """Returns the sampling kernels of a device; None if there are none and the sampler runs in torch."""
     ops = triton_sampling() if device_type == "cuda" else None
     if ops is None or not deterministic:
         return ops
@@ -405,7 +412,7 @@ def triton_sampling() -> SamplingOps | None:
 
 
 def select_choice(device_type: str, kernels: str = "auto") -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """A CPU's own way from logits to tokens for greedy and temperature sampling; None where there is none."""
+    """Returns the native library's greedy and temperature sampling for CPUs; None if there is none."""
     native = _open_native(kernels) if device_type == "cpu" else None
     if native is None:
         return None

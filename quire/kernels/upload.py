@@ -1,8 +1,8 @@
-"""Many small host arrays to the device in one copy, and large ones back. The runtime and the sampler pack what a step
-needs with it; the cache's store moves units.
+"""Copies between host and device: many small arrays to the device in one transfer, and large tensors back.
 
-On CUDA the copy leaves from pinned memory and returns at once; torch's pinned allocator does not hand a buffer out
-again before the copy that reads it is done, so nothing in flight is ever rewritten.
+The runtime and the sampler pack a step's inputs with `upload`; the cache store moves units with `send` and `Fetch`. On
+CUDA copies start from pinned memory and return at once. Torch's pinned allocator does not reuse a buffer before the
+copy that reads it is done, so no copy in flight sees changed data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Arrays = dict[str, np.ndarray]
 
-ALIGN = 16  # bytes; Triton compiles a kernel anew for pointers that are aligned differently
+ALIGN = 16  # bytes; Triton recompiles a kernel for pointers with another alignment
 
 _TORCH_TYPES: dict[type, torch.dtype] = {
     np.int32: torch.int32,
@@ -24,7 +24,9 @@ _TORCH_TYPES: dict[type, torch.dtype] = {
 
 
 def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """The same arrays under the same names, on the device. On a CPU they are the arrays themselves: make them anew."""
+    """Returns device tensors with the contents of these arrays, under the same names.
+
+    On a CPU the tensors share memory with the arrays, so the caller must not reuse the arrays."""
     if device.type == "cpu":
         return {name: {key: torch.from_numpy(array) for key, array in part.items()} for name, part in parts.items()}
     arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
@@ -39,14 +41,15 @@ def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str
 
 
 def send(host: Tensor, device: torch.device) -> Tensor:
-    """One tensor that the caller does not touch again; on CUDA without waiting for the copy."""
+    """Copies one tensor to the device; on CUDA without waiting. The caller must not change `host` afterwards."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class Fetch:
-    """One tensor on its way to the host; on CUDA to pinned memory of its own, and the host goes on at once. It leaves
-    when its turn in the current stream comes: later work there may do with the tensor, and its memory, what it likes.
-    On a CPU it is there already, and the caller does not touch it again."""
+    """An asynchronous copy of one tensor to the host.
+
+    On CUDA the copy goes to pinned memory of its own and is ordered in the current stream, so later work in that stream
+    may overwrite the tensor. On a CPU nothing is copied and the caller must not change the tensor afterwards."""
 
     def __init__(self, tensor: Tensor):
         self.num_bytes = tensor.nbytes
@@ -68,8 +71,10 @@ class Fetch:
 
 
 class Landing:
-    """A place on the device that arrays of the same names and shapes are sent to again and again, in one copy each:
-    what a captured step reads. Copies take their turn in the stream, so a step that still reads it is not disturbed."""
+    """A fixed device buffer that receives arrays of the same names and shapes repeatedly, in one copy each time.
+
+    Captured CUDA graphs read their inputs from it. Copies are ordered in the stream, so a step that still reads the
+    buffer sees the old contents."""
 
     def __init__(self, arrays: Arrays, device: torch.device):
         sizes = [-(-array.nbytes // ALIGN) * ALIGN for array in arrays.values()]

@@ -1,11 +1,11 @@
-"""The deterministic row of the ops table without the native library: a token's numbers are the same bits whatever else
-is in the step.
+"""Deterministic ops in torch for CPUs without the native library: a token's results are bitwise independent of the rest
+of the batch.
 
-Libraries choose their loops by the shape of a product, so a row's sums change with the number of its neighbours. Here
-every product has the same shape: tiles of `TILE` rows, keys in blocks of `BLOCK`, padded where there are fewer; or its
-shape follows from the position of its tokens alone. What is left between the products is one correctly rounded
-operation per element, a sum over one row, or runs in the same tiles. For CPUs; `tests/cpu/test_deterministic.py` is the
-proof, `docs/reliability.md` has the cost.
+Libraries choose their loops by the shape of a product, so a row's sums change with the number of rows beside it. Here
+every product has one shape, padded where there is less: tiles of `TILE` rows and keys in blocks of `BLOCK`; or its
+shape depends only on the positions of its tokens. Everything between the products is one correctly rounded operation
+per element, a sum over one row, or runs in the same tiles. `tests/cpu/test_deterministic.py` checks it;
+`docs/reliability.md` has the cost.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.kernels.angles import Angles, angle_tables
 from quire.kernels.reference.small_ops import write_kv
 
 TILE = 16  # rows of every product
-QUERIES = 4  # queries of one row that are attended together: positions 4 i to 4 i + 3
-BLOCK = 512  # keys come in multiples of this, which is how torch's kernel takes them,
-SHORT = (128, 256)  # unless they are fewer; multiples of QUERIES
-LANES = 64  # elements in multiples of which torch's loops have no end that is computed differently
-SLICE = 32768  # torch splits larger element-wise work over threads, and computes the ends of each part differently
+QUERIES = 4  # queries of one row per attention tile: positions 4 i to 4 i + 3
+BLOCK = 512  # keys are padded to a multiple of this, the block size of torch's attention kernel
+SHORT = (128, 256)  # padded sizes for fewer keys; multiples of QUERIES
+LANES = 64  # elements; multiples of it have no remainder that torch's vector loops compute differently
+SLICE = 32768  # elements; torch splits larger elementwise work over threads, whose remainders round differently
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ SLICE = 32768  # torch splits larger element-wise work over threads, and compute
 
 
 class TiledLinear:
-    """Implements `FusedLinear`, for any number of rows."""
+    """Implements `FusedLinear` in tiles, for any number of rows."""
 
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:
         return True
@@ -68,7 +68,7 @@ def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
 
 
 def _gate_mul(gate_up: Tensor, curve: Curve) -> Tensor:
-    """Of one tile: an even number of rows, so that no slice has a ragged end."""
+    """Computes `gate_mul` of one tile, whose even number of rows leaves no slice with a remainder."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.contiguous()
     for part in gate.view(-1).split(SLICE):
@@ -77,7 +77,7 @@ def _gate_mul(gate_up: Tensor, curve: Curve) -> Tensor:
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` over x [rows, ...], always exactly `TILE` rows at a time; zeros fill up the last tile."""
+    """Applies `function` to x [rows, ...] in tiles of exactly `TILE` rows; the last tile is padded with zeros."""
     num_rows = len(x)
     if num_rows == TILE:
         return function(x)
@@ -96,7 +96,7 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """As the reference, in slices without ragged ends."""
+    """The reference's `elementwise`, in slices without remainders."""
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     flat = [x.expand(shape).reshape(-1) for x in tensors]
     num_elements = len(flat[0])
@@ -111,7 +111,7 @@ def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def plan_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Angles:
-    """Cosines in tiles: of a long step, torch would compute some of them by another formula."""
+    """Computes cos and sin tables in tiles, because torch uses another formula for part of a long tensor."""
 
     def tables(tile: Tensor) -> Tensor:
         angles = angle_tables(tile, frequencies, scale, dtype)
@@ -133,7 +133,7 @@ def qk_norm_rope_write(
     slots: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """As the reference, with the rotation in single steps: a fused one rounds differently at the ends of a slice."""
+    """The reference's op with the rotation in single steps, because a fused one rounds remainders differently."""
     kv_heads, head_dim = k_cache.shape[2:]
     qk, v = qkv.view(len(qkv), -1, head_dim).split_with_sizes((num_heads + kv_heads, kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
@@ -153,9 +153,9 @@ def qk_norm_rope_write(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles attended in one call: of several rows with one tile each, or several tiles of one row."""
+    """Query tiles attended in one call: one tile each of several rows, or several tiles of one row."""
 
-    token_index: Tensor  # [tiles * QUERIES] int64: which tokens of the step; padding repeats the tile's first
+    token_index: Tensor  # [tiles * QUERIES] int64: indices into the step's tokens; padding repeats a tile's first
     pages: Tensor  # [rows, pages] int64
     mask: Tensor  # [tiles, QUERIES, keys]: 0 or -inf
     num_keys: int
@@ -176,11 +176,11 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype,
 ) -> FixedPlan:
-    """As the reference; the positions themselves decide, the bounds are not needed."""
+    """The reference's `plan_attention`, with shapes from positions only; `len_bounds` is unused."""
     plan = FixedPlan(sum(counts))
     geometry = _Geometry(positions, page_tokens, window, dtype)
     host_positions = positions.tolist()
-    alone: dict[int, tuple[list[int], list[list[int]]]] = {}  # keys -> rows with one tile, and these tiles
+    alone: dict[int, tuple[list[int], list[list[int]]]] = {}  # number of keys -> rows with one tile, and their tiles
     first = 0
     for row, count in enumerate(counts):
         by_keys = _tiles_of(range(first, first + count), host_positions)
@@ -198,8 +198,8 @@ def plan_attention(
 
 
 def _tiles_of(tokens: range, positions: list[int]) -> dict[int, list[list[int]]]:
-    """The tiles of one row's tokens by the number of keys they look at. Both follow from positions alone, so that a
-    token finds itself among the same keys however its prompt is cut into chunks."""
+    """Groups one row's tokens into tiles by their number of keys. Both depend on positions only, so that a token's
+    attention has the same shape whatever chunks its prompt is prefilled in."""
     found: dict[int, dict[int, list[int]]] = {}
     for token in tokens:
         tile = positions[token] // QUERIES
@@ -223,7 +223,7 @@ class _Geometry:
 
     def call(self, table: Tensor, tiles: list[list[int]], num_keys: int) -> Tiles:
         num_pages = -(-num_keys // self.page_tokens)
-        if table.shape[1] < num_pages:  # beyond the table lies nothing a query may see: page 0 does
+        if table.shape[1] < num_pages:  # no query sees keys beyond the table, so page 0 is a valid padding
             table = functional.pad(table, (0, num_pages - table.shape[1]))
         index = torch.tensor(tiles, dtype=torch.int64)  # [tiles, QUERIES]
         queries, keys = self.positions[index].unsqueeze(-1), torch.arange(num_keys)
@@ -243,7 +243,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As the reference."""
+    """The reference's `paged_attention` in query tiles; soft caps and sinks are not supported."""
     assert softcap is None and sinks is None, "no family with soft caps or sinks runs in this mode yet"
     out = q.new_empty(plan.num_tokens, q.shape[1] * q.shape[2])
     for call in plan.calls:
@@ -252,15 +252,15 @@ def paged_attention(
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: Tiles, scale: float) -> Tensor:
-    """q [tiles * QUERIES, heads, head_dim] -> [tiles * QUERIES, heads * head_dim]. The query heads that share a kv head
-    stand beside its queries, so every call of torch's kernel has the same number of them over whole blocks of keys."""
+    """Attends q [tiles * QUERIES, heads, head_dim]; returns [tiles * QUERIES, heads * head_dim]. Query heads that share
+    a KV head become queries of it, so every call of torch's kernel has equally many queries over whole key blocks."""
     num_tiles, kv_heads, head_dim = len(call.mask), k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // kv_heads
     q = q.view(num_tiles, QUERIES, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(num_tiles, kv_heads, QUERIES * group, head_dim)
     k, v = (_gather(cache, call, num_tiles) for cache in (k_cache, v_cache))
     mask = call.mask.repeat_interleave(group, dim=1).unsqueeze(1)
-    if num_tiles * kv_heads == 1:  # alone, torch would share it out among threads by another plan
+    if num_tiles * kv_heads == 1:  # torch would split a single head over threads differently
         q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
     out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)[:num_tiles]
     out = out.view(num_tiles, kv_heads, QUERIES, group, head_dim).permute(0, 2, 1, 3, 4)
@@ -268,7 +268,7 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: Tiles, scale: flo
 
 
 def _gather(cache: Tensor, call: Tiles, num_tiles: int) -> Tensor:
-    """[tiles, kv_heads, keys, head_dim]; all tiles of one row look at the same memory."""
+    """Returns the tiles' cache entries, [tiles, kv_heads, keys, head_dim]; tiles of one row share memory."""
     num_rows = len(call.pages)
     found = cache.index_select(0, call.pages.view(-1)).view(num_rows, -1, *cache.shape[2:])
     found = found[:, : call.num_keys].transpose(1, 2)

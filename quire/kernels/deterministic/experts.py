@@ -1,5 +1,5 @@
-"""A mixture of experts for the deterministic mode on a CPU: the router in tiles, each expert in tiles, and a token's
-experts added up in the order of their rank, whoever else chose them. `kernels.table` has it in both of its fixed rows.
+"""Deterministic mixture of experts for CPUs: router and experts run in tiles, and a token's experts are summed in the
+order of their rank, independent of other tokens. Both deterministic CPU tables of `kernels.table` use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def norm_route(
     routing: Routing,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference."""
+    """The reference's `norm_route` in tiles."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
 
     def choose(tile: Tensor) -> Tensor:
@@ -44,15 +44,15 @@ def norm_route(
 def run_experts(
     x: Tensor, experts: ExpertWeights | PackedExperts, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """As the reference."""
-    if not isinstance(experts, ExpertWeights):  # in blocks: the native call sees each token by itself anyway
+    """The reference's `run_experts`, in tiles and summed in rank order."""
+    if not isinstance(experts, ExpertWeights):  # quantized blocks: the native call computes each token separately
         from quire.kernels.native.experts import run_packed_experts
 
         return run_packed_experts(x, experts, chosen, weights, residual)
     num_tokens, top_k = chosen.shape
     apply = _in_tensors(experts)
     parts = x.new_empty(num_tokens * top_k, x.shape[1])
-    order = chosen.flatten().argsort(stable=True)  # places of `chosen`, sorted by expert
+    order = chosen.flatten().argsort(stable=True)  # flat indices into `chosen`, sorted by expert
     found, counts = chosen.flatten()[order].unique_consecutive(return_counts=True)
     for expert, pairs in zip(found.tolist(), order.split(counts.tolist()), strict=True):
         parts[pairs] = apply(expert, x[pairs // top_k])

@@ -1,6 +1,9 @@
-"""Latent attention for the deterministic mode on a CPU: products by head in tiles, and `fixed`'s attention over entries
-as they lie, one form for all steps. Of a mean entry, the part that is no latent is worked out for nothing: values as
-wide as keys are what torch has a kernel of fixed blocks for."""
+"""Deterministic latent attention (MLA) for CPUs: per-head products in tiles, and the attention of
+`deterministic.dense` over cache entries, absorbed in all steps.
+
+Values are as wide as keys, although the rope part of the result is unused: torch's kernel with fixed key blocks needs
+equal widths.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from quire.kernels.deterministic.dense import FixedPlan, in_tiles, paged_attenti
 
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [heads, tokens, in] times weight [heads, in, out]"""
+    """Multiplies x [heads, tokens, in] by weight [heads, in, out] in tiles."""
     tiles = in_tiles(
         lambda tile: torch.bmm(tile.transpose(0, 1).contiguous(), weight).transpose(0, 1), x.transpose(0, 1)
     )
@@ -29,7 +32,7 @@ def latent_write(
     slots: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """As the reference, with the rotation in single steps."""
+    """The reference's `latent_write` with the rotation in single steps."""
     assert angles.cos is not None and angles.sin is not None
     rank = norm_weight.shape[0]
     rope_dim = entry.shape[1] - rank
@@ -43,7 +46,7 @@ def latent_write(
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: FixedPlan, scale: float) -> Tensor:
-    """As the reference."""
+    """The reference's `latent_attention`, in query tiles."""
     num_heads, num_tokens, rank = q_latent.shape
     q = torch.cat((q_latent.transpose(0, 1), q_rope), -1)
     out = paged_attention(q, cache, cache, plan, scale)

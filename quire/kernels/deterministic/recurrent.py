@@ -1,7 +1,7 @@
-"""Recurrent layers for the deterministic mode on a CPU: every token by itself, in a prompt as in a decode.
+"""Deterministic recurrent layers for CPUs: every token is computed separately, in prefill as in decode.
 
-A scan over chunks takes its sums in another order than single steps do, so there is none here; and because libraries go
-by the shape of what they are given, not even rows are taken together. `docs/reliability.md` has the cost.
+A chunked scan sums in another order than single steps, so there is none here; and because libraries choose loops by
+tensor shape, rows are not batched either. `docs/reliability.md` has the cost.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, 
 from quire.kernels.reference import recurrent as reference_recurrent
 from quire.kernels.reference.recurrent import RecurrentPlan
 
-ALIGNMENT = 64  # bytes; two slots that begin at multiples of it begin alike
+ALIGNMENT = 64  # bytes; slots at multiples of it are aligned alike
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlans:
-    """What all recurrent layers share in one step."""
+    """The plan that all recurrent layers share in one step."""
 
-    slots: list[int]  # of each row
-    tokens: list[list[RecurrentPlan]]  # of each row, of each of its tokens: as if that were the step
+    slots: list[int]  # per row
+    tokens: list[list[RecurrentPlan]]  # per row and token: the plan of a step with that token only
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> TokenPlans:
-    """As the reference."""
+    """Plans every token as a step of its own."""
     here = torch.zeros(1, dtype=torch.int64)
     plans = iter([RecurrentPlan(1, here, position, None, None, ()) for position in positions.split(1)])
     return TokenPlans(slots.tolist(), [[next(plans) for _ in range(count)] for count in counts])
 
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
-    """As the reference."""
+    """The reference's `gated_delta_net`, token by token."""
 
     def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
         return reference_recurrent.gated_delta_net(x, weights, shape, state, alone)
@@ -52,7 +52,7 @@ def channel_delta_net(
     state: Tensor,
     plan: TokenPlans,
 ) -> Tensor:
-    """As the reference."""
+    """The reference's `channel_delta_net`, token by token."""
 
     def layer(x: Tensor, forget: Tensor, gate: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
         return reference_recurrent.channel_delta_net(x, forget, gate, weights, shape, state, alone)
@@ -61,7 +61,7 @@ def channel_delta_net(
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TokenPlans) -> Tensor:
-    """As the reference."""
+    """The reference's `mamba2`, token by token."""
 
     def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
         return reference_recurrent.mamba2(x, weights, shape, state, alone)
@@ -70,7 +70,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TokenPlans) -> Tensor:
-    """As the reference."""
+    """The reference's `short_conv`, token by token."""
 
     def layer(x: Tensor, state: Tensor, alone: RecurrentPlan) -> Tensor:
         return reference_recurrent.short_conv(x, weights, shape, state, alone)
@@ -81,8 +81,8 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
 def _by_token(
     layer: Callable[..., Tensor], inputs: tuple[Tensor, ...], num_outputs: int, state: Tensor, plan: TokenPlans
 ) -> Tensor:
-    """`layer` gets one token of all `inputs` [tokens, ...], its state and its plan. Tokens, and states where slots do
-    not all begin alike, are copied to a place of their own: where in memory something begins must not matter either."""
+    """Calls `layer` with one token of all `inputs` [tokens, ...], its state and its plan at a time. Tokens are copied,
+    and so are states whose slots are aligned differently, because results must not depend on memory alignment."""
     first, token = inputs[0], 0
     out = first.new_empty(len(first), num_outputs)
     begin_alike = state.stride(0) * state.element_size() % ALIGNMENT == 0

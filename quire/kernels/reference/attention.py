@@ -1,9 +1,9 @@
-"""Paged attention in plain torch over a ragged batch: the CPU path, and the oracle for faster twins.
+"""Paged attention in plain torch over a ragged batch: the CPU path, and the oracle for faster implementations.
 
-What depends only on the step (which pages, which keys a query may see) is worked out once by `plan_attention`; every
-layer of a group then calls `paged_attention` with that plan. Keys a query may not see get a weight of exactly zero;
-since 0 * NaN is NaN, this relies on caches holding finite values only. They do: they start as zeros, and what a forward
-writes is finite. Whoever finds a row whose forward was not must zero its pages before another row gets them.
+`plan_attention` computes once per step what does not depend on the layer (pages and masks); every layer of a cache
+group then calls `paged_attention` with that plan. Masked keys get a weight of exactly zero; since 0 * NaN is NaN, this
+requires finite values throughout the cache. Caches start as zeros and a forward writes finite values; after a forward
+with non-finite output, the pages of its row must be zeroed before another row uses them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Rows of one token are computed together, padded to the longest; a new batch is opened where it spares this many
-# padded tokens. About what the extra calls of a second batch cost on a CPU.
+# Decode rows are batched, padded to the longest. A further batch is opened where it saves this many padded tokens,
+# which is about the cost of its extra calls on a CPU.
 WORTH_SPLITTING = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRows:
-    """Rows that compute one token each, attended in one go."""
+    """A batch of decode rows (one token each), attended in one call."""
 
-    token_index: Tensor | None  # [rows] int64, which tokens of the step they are; None: all of them, in order
+    token_index: Tensor | None  # [rows] int64: indices into the step's tokens; None: all of them, in order
     num_rows: int
     pages: Tensor  # [rows * pages_per_row] int32
     mask: Tensor  # [rows, 1, 1, key_len]: 0 or -inf
@@ -32,12 +32,12 @@ class SingleRows:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpRow:
-    """One row that computes several tokens."""
+    """One prefill row (several tokens)."""
 
-    first: int  # its tokens are first : first + count
+    first: int  # index of its first token; the tokens are first : first + count
     count: int
     pages: Tensor  # [pages] int32
-    mask: Tensor | None  # [count, key_len]: 0 or -inf; None: causal over exactly these tokens
+    mask: Tensor | None  # [count, key_len]: 0 or -inf; None: causal, and the keys are exactly these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype,
 ) -> ReferencePlan:
-    """Work out what every layer with this page table and window shares in one step.
+    """Builds the plan that all layers with this page table and window share in one step.
 
     `page_table` [rows, max_pages] int32, `positions` [tokens] int64; `counts` and `len_bounds` are per row, on the
-    host. The bounds may exceed the true lengths: they only size things, what is visible is decided by `positions`.
+    host. The bounds may exceed the true lengths: they only size tensors, and `positions` decide which keys are visible.
     """
     geometry = _Geometry(page_table, positions, page_tokens, window, dtype)
     plan = ReferencePlan(num_tokens=sum(counts))
@@ -85,9 +85,10 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend each token to its row's cached keys. q is [tokens, heads, head_dim], the caches are
-    [pages, page_tokens, kv_heads, head_dim] and already hold this step's entries; values may be shorter than keys.
-    `sinks` [heads]: a score that every token also gives to nothing at all. Returns [tokens, heads * value_dim].
+    """Attends each token to its row's cached keys and returns [tokens, heads * value_dim].
+
+    q is [tokens, heads, head_dim]. The caches are [pages, page_tokens, kv_heads, head_dim] and already hold this step's
+    entries; values may be shorter than keys. `sinks` [heads] are extra softmax scores per head without a value.
     """
     if len(plan.singles) == 1 and plan.singles[0].token_index is None:
         return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale, softcap, sinks)
@@ -105,8 +106,9 @@ def paged_attention(
 
 
 def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """What the plan's rows may see of a cache of one head, batch by batch, for oracles that attend by themselves: which
-    tokens [rows, queries], their entries [rows, keys, head_dim], and a mask [rows, 1, queries, keys] of 0 or -inf."""
+    """Yields the visible entries of a cache with one KV head, per batch of the plan, for oracles with attention of
+    their own: token indices [rows, queries], entries [rows, keys, head_dim], mask [rows, 1, queries, keys] of 0 or
+    -inf."""
     for rows in plan.singles:
         tokens = torch.arange(rows.num_rows) if rows.token_index is None else rows.token_index
         yield tokens.unsqueeze(1), _gather(cache, rows.pages, rows.num_rows)[:, 0], rows.mask
@@ -124,7 +126,7 @@ def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Te
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """What is the same for all rows while planning one step."""
+    """Inputs of one step's planning that are common to all rows."""
 
     page_table: Tensor
     positions: Tensor
@@ -135,9 +137,9 @@ class _Geometry:
     def pages_and_keys(
         self, table: Tensor, first_position: Tensor, len_bound: int, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The pages the rows of `table` [rows, max_pages] need, and the positions of the keys that lie in them.
+        """Returns the pages that the rows of `table` [rows, max_pages] need, and the positions of the keys in them.
 
-        With a window, rows longer than it start at the first page that `first_position` [rows, 1] can see.
+        With a window, rows longer than it start at the first page visible from `first_position` [rows, 1].
         """
         num_pages = -(-len_bound // self.page_tokens)
         if self.window is not None:
@@ -146,12 +148,12 @@ class _Geometry:
                 first_page = (first_position - (self.window - 1)).clamp_(min=0) // self.page_tokens  # [rows, 1]
                 index = first_page + torch.arange(num_visible, device=table.device)
                 keys = torch.arange(num_visible * self.page_tokens, device=table.device)
-                # Beyond the table lies nothing a query may see, so any page does.
+                # No query sees keys beyond the table, so the index may be clamped to any page.
                 return table.gather(1, index.clamp_(max=table.shape[1] - 1)), first_page * self.page_tokens + keys
         return table[:, :num_pages], torch.arange(num_pages * self.page_tokens, device=table.device)
 
     def mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """0 where a query may see a key, -inf elsewhere; the arguments broadcast against each other."""
+        """Returns 0 where a query may see a key, -inf elsewhere; the arguments broadcast against each other."""
         hidden = key_positions > query_positions
         if self.window is not None:
             hidden |= key_positions <= query_positions - self.window
@@ -159,7 +161,7 @@ class _Geometry:
 
 
 def _split_by_len(rows: list[int], len_bounds: list[int]) -> list[list[int]]:
-    """Put rows of similar length together, so that one long row does not make all others pay for its padding."""
+    """Batches rows of similar length, so that one long row does not pad all others to its length."""
     if not rows:
         return []
     by_len = sorted(rows, key=lambda row: -len_bounds[row])
@@ -192,7 +194,7 @@ def _plan_catch_up(geometry: _Geometry, row: int, first: int, count: int, len_bo
     positions = geometry.positions[first : first + count].unsqueeze(1)
     pages, keys = geometry.pages_and_keys(table, positions[:1], len_bound, count)
     pages = pages.reshape(-1)
-    # A bound equal to the count leaves no room for anything before these tokens: they start at 0.
+    # A bound equal to the count means that no token precedes these: the row starts at position 0.
     if len_bound == count and (geometry.window is None or len_bound <= geometry.window):
         return CatchUpRow(first, count, pages, mask=None)
     return CatchUpRow(first, count, pages, geometry.mask(positions, keys))
@@ -203,7 +205,7 @@ def _plan_catch_up(geometry: _Geometry, row: int, first: int, count: int, len_bo
 
 
 def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
-    """The tokens of these pages as [rows, kv_heads, key_len, head_dim]."""
+    """Returns the entries of these pages as [rows, kv_heads, key_len, head_dim]."""
     _, _, kv_heads, head_dim = cache.shape
     return cache.index_select(0, pages).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
 
@@ -220,7 +222,7 @@ def _attend_singles(
     num_rows, kv_heads = rows.num_rows, k_cache.shape[2]
     k = _gather(k_cache, rows.pages, num_rows)
     v = _gather(v_cache, rows.pages, num_rows)
-    # The query heads that share a kv head stand in as that head's queries: no key is copied per query head.
+    # Query heads that share a KV head become queries of that head, so that no key is copied per query head.
     grouped = q.reshape(num_rows, kv_heads, -1, q.shape[-1])
     if sinks is not None:
         sinks = sinks.view(kv_heads, -1, 1)
@@ -237,7 +239,7 @@ def _attend_catch_up(
     sinks: Tensor | None,
 ) -> Tensor:
     count, kv_heads, head_dim = row.count, k_cache.shape[2], q.shape[-1]
-    # The query heads that share a kv head become a batch over one and the same keys (a stride of 0, no copy).
+    # Query heads that share a KV head become a batch over the same keys (expanded with stride 0, no copy).
     grouped = q.view(count, kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, count, head_dim]
     k = _gather(k_cache, row.pages, 1)
     v = _gather(v_cache, row.pages, 1)
@@ -253,8 +255,8 @@ def _attend_catch_up(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Softmax attention, [batch, heads, queries, head_dim]; without a mask it is causal over equally many keys. `sinks`
-    broadcasts against the scores, which have one column a key."""
+    """Softmax attention over [batch, heads, queries, head_dim]; without a mask it is causal over as many keys as
+    queries. `sinks` broadcasts against the scores [batch, heads, queries, keys]."""
     if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     scores = q @ k.transpose(-1, -2)

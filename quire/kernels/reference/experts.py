@@ -1,6 +1,6 @@
-"""A mixture of experts in plain torch: the CPU path, and the oracle for `kernels.triton.experts`.
+"""Mixture of experts in plain torch: the CPU path, and the oracle for `kernels.triton.experts`.
 
-Tokens are sorted by expert, each expert that got any is applied to all of them at once, and the results are added up.
+Tokens are sorted by expert, each used expert is applied to all of its tokens at once, and the results are summed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def norm_route(
     routing: Routing,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed stream [tokens, width] (as it is, without a weight), and by it the chosen experts and their weights,
-    as `route`. `router` is [logits, width]."""
+    """Norms the residual stream and routes its tokens. Returns the normed stream [tokens, width] (unchanged without
+    `norm_weight`), and the chosen experts and weights of `route`. `router` is [logits, width]."""
     x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
     return x, *route(router_logits(x, router, router_bias, routing), choice_bias, routing, expert_scale)
 
 
 def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """[tokens, experts]"""
+    """Returns [tokens, logits], in float32 where the routing is exact."""
     if routing.exact and x.dtype != torch.float32:
         return functional.linear(x.float(), router.float(), None if bias is None else bias.float())
     return functional.linear(x, router, bias)
@@ -40,8 +40,10 @@ def router_logits(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routi
 def route(
     logits: Tensor, bias: Tensor | None, routing: Routing, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """logits [tokens, logits], bias and expert_scale [experts] -> the chosen experts [tokens, top_k] int64, best first,
-    and their weights [tokens, top_k] float32; behind them the shared ones, where there are such."""
+    """Chooses the top-k experts of each token from `logits` [tokens, logits]; bias and expert_scale are [experts].
+
+    Returns expert numbers [tokens, num_sent] int64, best first, and their weights [tokens, num_sent] float32; shared
+    experts come last."""
     logits, gate = logits.float().split((routing.num_experts, int(routing.shared_gated)), 1)
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     ranks = scores if bias is None else scores + bias
@@ -63,7 +65,7 @@ def route(
 
 
 def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
-    """Which experts lie in the groups a token may choose from, [tokens, experts] bool."""
+    """Returns a mask of the experts in each token's best groups, [tokens, experts] bool."""
     groups = ranks.view(len(ranks), routing.num_groups, -1)
     best = groups.topk(routing.group_members, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
     allowed = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
@@ -73,11 +75,11 @@ def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
 def run_experts(
     x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """x [tokens, width] through its chosen experts, weighted and added up, plus `residual`; `chosen` and `weights` are
-    [tokens, top_k]. Returns [tokens, width]."""
+    """Applies each token's chosen experts to x [tokens, width] and returns their weighted sum plus `residual`, [tokens,
+    width]. `chosen` and `weights` are [tokens, top_k]."""
     top_k = chosen.shape[1]
     out = torch.zeros_like(x) if residual is None else residual.clone()
-    order = chosen.flatten().argsort(stable=True)  # places of `chosen`, sorted by expert
+    order = chosen.flatten().argsort(stable=True)  # flat indices into `chosen`, sorted by expert
     counts = chosen.flatten().bincount(minlength=len(experts.gate_up)).tolist()
     tokens, shares = order // top_k, weights.flatten()[order].unsqueeze(1).to(x.dtype)
     start = 0
@@ -100,13 +102,13 @@ def _apply_expert(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
-    """[n, 2 * inner], gates beside ups -> [n, inner]"""
+    """Applies the activation: [n, 2 * inner], gates before ups -> [n, inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return join_halves(gate, up, activation)
 
 
 def join_halves(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
-    """Element by element."""
+    """Applies the activation to a gate and an up tensor of one shape, elementwise."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.curve == "gelu_tanh":

@@ -1,8 +1,8 @@
-"""Latent attention (MLA) in plain torch: the CPU path, and the oracle for `kernels.triton.latent`.
+"""Multi-head latent attention (MLA) in plain torch: the CPU path, and the oracle for `kernels.triton.latent`.
 
-A token's cache entry is one latent vector, from which every head's key and value follow, and one small key that rope
-turns, shared by all heads. Absorbed, the queries are brought into the latent's space instead, so that attention reads
-entries as they lie; expanded, keys and values are worked out from them.
+A token's cache entry is one latent vector, from which the keys and values of all heads are projected, and one small
+rope key shared by all heads. The absorbed form projects queries into the latent space, so that attention reads the
+entries directly; the expanded form projects entries to keys and values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def latent_write(
     slots: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """Norm the latent of each token's `entry` [tokens, rank + rope_dim], turn its key, put both at `slots` of the cache
-    [pages, page_tokens, 1, rank + rope_dim]; returns the turned part of the queries `q` [tokens, heads, head_dim], the
-    last of each head: [tokens, heads, rope_dim]. `interleaved`: rope turns neighbours, not halves, of what comes in.
+    """Norms the latent of each token's `entry` [tokens, rank + rope_dim], applies rope to its key and writes both at
+    `slots` of the cache [pages, page_tokens, 1, rank + rope_dim].
+
+    Returns the rotated rope part of the queries `q` [tokens, heads, head_dim], which is the end of each head: [tokens,
+    heads, rope_dim]. `interleaved`: rope pairs are neighbours in the input instead of halves.
     """
     rank = norm_weight.shape[0]
     rope_dim = entry.shape[1] - rank
@@ -38,7 +40,8 @@ def latent_write(
 
 
 def turn(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
-    """x [tokens, heads, rope_dim]; what comes in as neighbours goes out as halves: scores do not mind the order."""
+    """Applies rope to x [tokens, heads, rope_dim]. Interleaved pairs are returned as halves; queries and keys are
+    permuted alike, so scores do not change."""
     assert angles.cos is not None and angles.sin is not None
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
@@ -46,8 +49,8 @@ def turn(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
-    """Absorbed: q_latent [heads, tokens, rank] and q_rope [tokens, heads, rope_dim] over the cache; the mean latent
-    that each head sees, [heads, tokens, rank]."""
+    """Absorbed attention of q_latent [heads, tokens, rank] and q_rope [tokens, heads, rope_dim] over the cache. Returns
+    each head's weighted mean of the latents, [heads, tokens, rank]."""
     num_heads, num_tokens, rank = q_latent.shape
     q = torch.cat((q_latent.transpose(0, 1), q_rope), -1)
     out = paged_attention(q, cache, cache[..., :rank], plan, scale)
@@ -57,8 +60,9 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Refe
 def expanded_attention(
     q: Tensor, key_weight: Tensor, value_weight: Tensor, cache: Tensor, plan: ReferencePlan, scale: float
 ) -> Tensor:
-    """Not absorbed: q [tokens, heads, nope_dim + rope_dim]; key_weight [heads, nope_dim, rank] and value_weight [heads,
-    value_dim, rank] work keys and values out of the cache's latents. Returns [tokens, heads * value_dim]."""
+    """Attention that is not absorbed: q [tokens, heads, nope_dim + rope_dim]; key_weight [heads, nope_dim, rank] and
+    value_weight [heads, value_dim, rank] project the cached latents to keys and values. Returns [tokens, heads *
+    value_dim]."""
     rank = key_weight.shape[-1]
     out = q.new_empty(len(q), len(value_weight) * value_weight.shape[1])
     for tokens, entries, mask in gather_rows(cache, plan):

@@ -1,12 +1,12 @@
-"""Recurrent layers in plain torch over a ragged batch: the CPU path, and the oracle for faster twins.
+"""Recurrent layers in plain torch over a ragged batch: the CPU path, and the oracle for faster implementations.
 
-All kinds follow one recurrence per head, with a state S [value_dim, key_dim], a decay, a key, a query and a value:
+All kinds share one recurrence per head, with a state S [value_dim, key_dim], a decay, a key, a query and a value:
 
     S = S exp(decay);   u = beta (value - S key), or just the value;   S = S + u key';   out = S query
 
-The first u is the delta rule (gated delta net), the second is Mamba2. A decay is one number a head, or one for each
-channel of its keys (Kimi Delta Attention), which is a column of S. `exact_scan` does it token by token; `chunk_scan`
-does the same by matrix products over chunks; rows of one token go through `single_step` together.
+The first u is the delta rule (gated delta net), the second is Mamba2. A decay is one number per head, or one per key
+channel, which is a column of S (Kimi Delta Attention). `exact_scan` runs token by token; `chunk_scan` computes the same
+with matrix products over chunks; decode rows run through `single_step` in one batch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from torch.nn import functional
 
 from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 
-CHUNK = 32  # of the scan; by measurement best on a CPU, where a triangular solve grows with the square of it
-LARGE_STATE = 1 << 16  # elements
+CHUNK = 32  # tokens; measured best on a CPU, where the triangular solve costs the square of it
+LARGE_STATE = 1 << 16  # elements of a row's state, from which it is updated in place
 L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
-    """What all recurrent layers share in one step."""
+    """The plan that all recurrent layers share in one step."""
 
     num_tokens: int
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
-    singles: Tensor | None  # [rows] int64: places of the rows that compute one token; None: all rows do
-    single_tokens: Tensor | None  # [rows] int64: which tokens of the step those are
-    catch_ups: tuple[tuple[int, int, int], ...]  # (row, first token, count) of the others
+    singles: Tensor | None  # [rows] int64: indices of the decode rows; None: all rows are
+    single_tokens: Tensor | None  # [rows] int64: indices of their tokens in the step
+    catch_ups: tuple[tuple[int, int, int], ...]  # (row, first token, count) of the prefill rows
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> RecurrentPlan:
-    """`slots` [rows] and `positions` [tokens], int64 on the device; `counts` per row on the host."""
+    """Splits a step's rows into decode and prefill rows. `slots` [rows] and `positions` [tokens] are int64 on the
+    device; `counts` are per row on the host."""
     if all(count == 1 for count in counts):
         return RecurrentPlan(len(counts), slots, positions, None, None, ())
     firsts, first = [], 0
@@ -57,8 +58,9 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Recur
 def gated_delta_net(
     x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """x [tokens, channels + values + 2 heads]: queries, keys and values for the convolution, the output's gate, and
-    per head what beta and the decay come from. `state` [slots, slot_elements] is updated. Returns [tokens, values]."""
+    """Gated delta net between its input and output projections. x [tokens, channels + values + 2 heads] holds queries,
+    keys and values before the convolution, the output gate, and the inputs of beta and decay per head. `state` [slots,
+    slot_elements] is updated. Returns [tokens, values]."""
     mixed, gate, beta, a = x.split((shape.channels, shape.values, shape.num_heads, shape.num_heads), dim=1)
     mixed = functional.silu(causal_conv(mixed, weights.conv, None, shape, state, plan), inplace=True)
     q, k, v = _wide(mixed).split((shape.keys, shape.keys, shape.values), dim=1)
@@ -85,10 +87,10 @@ def channel_delta_net(
     state: Tensor,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """Kimi Delta Attention. x [tokens, channels + heads]: queries, keys and values for the convolution, then per head
-    what beta comes from; `forget` [tokens, keys]: what each channel's decay comes from; `gate` [tokens, values]: the
-    output's. Every head has a key and a query of its own. `state` [slots, slot_elements] is updated. Returns [tokens,
-    values]."""
+    """Kimi Delta Attention between its projections. x [tokens, channels + heads] holds queries, keys and values before
+    the convolution, then the input of beta per head; `forget` [tokens, keys] is the input of each channel's decay;
+    `gate` [tokens, values] is the output gate. Every head has a key and a query of its own. `state` [slots,
+    slot_elements] is updated. Returns [tokens, values]."""
     mixed, beta = x.split((shape.channels, shape.num_heads), dim=1)
     mixed = functional.silu(causal_conv(mixed, weights.conv, None, shape, state, plan), inplace=True)
     by_head = (shape.num_heads, -1)
@@ -104,8 +106,9 @@ def channel_delta_net(
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: RecurrentPlan) -> Tensor:
-    """x [tokens, values + channels + heads]: the output's gate, then values, keys and queries for the convolution, then
-    per head what the time step comes from. `state` [slots, slot_elements] is updated. Returns [tokens, values]."""
+    """Mamba2 between its projections. x [tokens, values + channels + heads] holds the output gate, then values, keys
+    and queries before the convolution, then the input of the time step per head. `state` [slots, slot_elements] is
+    updated. Returns [tokens, values]."""
     gate, mixed, dt = x.split((shape.values, shape.channels, shape.num_heads), dim=1)
     mixed = functional.silu(causal_conv(mixed, weights.conv, weights.conv_bias, shape, state, plan), inplace=True)
     v, k, q = _wide(mixed).split((shape.values, shape.keys, shape.keys), dim=1)
@@ -119,7 +122,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 
 def _gate_and_norm(out: Tensor, gate: Tensor, weights: MambaWeights) -> Tensor:
-    """Both [tokens, values]."""
+    """Gates and norms the output; `out` and `gate` are [tokens, values]."""
     if weights.norm is None:
         return out * gate
     parts = (out * gate if weights.gate_first else out).unflatten(1, (weights.norm_groups, -1))
@@ -128,8 +131,8 @@ def _gate_and_norm(out: Tensor, gate: Tensor, weights: MambaWeights) -> Tensor:
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: RecurrentPlan) -> Tensor:
-    """x [tokens, 3 channels]: the input's gate, the output's gate and the input, of the convolution. No curve bends any
-    of them. `state` [slots, slot_elements] is updated. Returns [tokens, channels]."""
+    """Gated short convolution. x [tokens, 3 channels] holds the input gate, the output gate and the convolution's
+    input; neither gate has an activation. `state` [slots, slot_elements] is updated. Returns [tokens, channels]."""
     gate, out_gate, value = x.chunk(3, dim=1)
     return causal_conv(gate * value, weights.conv, weights.bias, shape, state, plan).mul_(out_gate)
 
@@ -142,7 +145,7 @@ def causal_conv(
     state: Tensor,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """Each channel convolved with its own last inputs, [tokens, channels]; the rings in `state` move on."""
+    """Convolves each channel with its last inputs and updates the rings in `state`. Returns [tokens, channels]."""
     rings = shape.rings(state)
     taps = weight[:, 0].t().to(x.dtype)  # [conv_len, channels], the token itself last
     slots, places, num_taps = plan.slots, plan.positions, shape.conv_len
@@ -188,7 +191,7 @@ class RecurrentInputs:
     beta: Tensor | None  # [tokens, heads]; None: no delta rule
 
     def expanded(self, span: slice | Tensor) -> RecurrentInputs:
-        """These tokens, with a key and a query for every head."""
+        """Returns the inputs of these tokens, with keys and queries repeated for every head."""
         q, k = self.q[span], self.k[span]
         if (times := self.v.shape[1] // self.k.shape[1]) > 1:
             q, k = q.repeat_interleave(times, dim=1), k.repeat_interleave(times, dim=1)
@@ -196,7 +199,8 @@ class RecurrentInputs:
 
 
 def recurrence(inputs: RecurrentInputs, shape: RecurrentShape, state: Tensor, plan: RecurrentPlan) -> Tensor:
-    """All rows of the step, each from and to its own slot. Returns [tokens, heads, value_dim]."""
+    """Runs the recurrence over all rows of the step; each reads and updates its slot. Returns [tokens, heads,
+    value_dim]."""
     matrices = shape.matrices(state)
     if plan.singles is None or plan.single_tokens is None:
         return _step_rows(inputs.expanded(slice(None)), matrices, plan.slots)
@@ -212,7 +216,7 @@ def recurrence(inputs: RecurrentInputs, shape: RecurrentShape, state: Tensor, pl
 
 
 def _step_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tensor:
-    """One token of each row. A large state is worked on where it lies, row by row: moving it would cost more."""
+    """Computes one token of each row. Large states are updated in place row by row, since copying would cost more."""
     if matrices[0].numel() < LARGE_STATE:
         states = matrices[slots]
         out = single_step(inputs, states)
@@ -225,7 +229,8 @@ def _step_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tens
 
 
 def single_step(inputs: RecurrentInputs, state: Tensor) -> Tensor:
-    """One token of each row: moves `state` [rows, heads, value_dim, key_dim] on, returns [rows, heads, value_dim]."""
+    """Computes one token of each row. Updates `state` [rows, heads, value_dim, key_dim] and returns [rows, heads,
+    value_dim]."""
     state.mul_(inputs.decay.exp().unsqueeze(2))
     update = inputs.v
     if inputs.beta is not None:
@@ -235,14 +240,14 @@ def single_step(inputs: RecurrentInputs, state: Tensor) -> Tensor:
 
 
 def exact_scan(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row, token by token: `state` [heads, value_dim, key_dim] -> ([tokens, heads, value_dim], new state)."""
+    """Computes one row token by token: state [heads, value_dim, key_dim] -> ([tokens, heads, value_dim], new state)."""
     moving = state.unsqueeze(0).clone()
     tokens = [slice(token, token + 1) for token in range(len(inputs.v))]
     return torch.cat([single_step(inputs.expanded(token), moving) for token in tokens]), moving[0]
 
 
 def chunk_scan(inputs: RecurrentInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """As `exact_scan`, for keys and queries that are already there for every head."""
+    """Computes the result of `exact_scan` chunk by chunk."""
     out = torch.empty_like(inputs.v)
     for first in range(0, len(inputs.v), chunk):
         span = slice(first, first + chunk)
@@ -251,7 +256,7 @@ def chunk_scan(inputs: RecurrentInputs, state: Tensor, chunk: int = CHUNK) -> tu
 
 
 def _scan_chunk(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """With G the running sum of the decays, what the chunk's tokens write solves a unit lower triangular system:
+    """Computes one chunk. With G the running sum of the decays, the updates u solve a unit lower triangular system:
 
     u_i + beta_i sum_{j<i} (k_i exp(G_i - G_j) k_j) u_j = beta_i (v_i - S exp(G_i) k_i)
     """
@@ -273,18 +278,20 @@ def _scan_chunk(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]
 
 
 def faded_products(readers: tuple[Tensor, ...], k: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-    """How much each token reads of what it and those before wrote: the sum over channels of q_i exp(G_i - G_j) k_j, 0
-    for later tokens. `readers`, each a q, and k [heads, tokens, key_dim], G `total` [heads, tokens, 1 or key_dim] ->
-    [heads, tokens, tokens] for each."""
+    """Computes the causal decayed products, sum over channels of q_i exp(G_i - G_j) k_j for j <= i and 0 otherwise.
+
+    Each q in `readers` and k are [heads, tokens, key_dim]; `total` is G, [heads, tokens, 1 or key_dim]. Returns
+    [heads, tokens, tokens] for each q."""
     size = k.shape[1]
     if total.shape[2] == 1:
         between = total - total.transpose(1, 2)
         seen = torch.ones(size, size, dtype=torch.bool, device=k.device).tril_()
-        between.masked_fill_(~seen, -torch.inf).exp_()  # masked first: it may overflow
+        between.masked_fill_(~seen, -torch.inf).exp_()  # masked before exp, which may overflow
         return tuple((q @ k.transpose(1, 2)).mul_(between) for q in readers)
-    # exp(-G_j) overflows. But each j before i parts from it at one bit of their places, the highest that differs: up to
-    # there both are in one block, j in its first half and i in its second. With R the total at the end of the first
-    # half, exp(G_i - R) exp(R - G_j) has no exponent above 0, and all blocks of a size are one product.
+    # Per-channel decay would need exp(-G_j), which overflows. Instead, consider the highest bit in which the indices of
+    # j < i differ: above it both lie in the same block, j in its first half and i in its second. With R the total at
+    # the end of the first half, exp(G_i - R) exp(R - G_j) has no exponent above 0, and all blocks of one size are one
+    # matrix product.
     products = tuple(torch.diag_embed((q * k).sum(2)) for q in readers)
     places = torch.arange(size, device=k.device)
     for level in range((size - 1).bit_length()):
@@ -299,7 +306,7 @@ def faded_products(readers: tuple[Tensor, ...], k: Tensor, total: Tensor) -> tup
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32: sums over a whole sequence need it."""
+    """Returns x in at least float32, which sums over a whole sequence need."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 

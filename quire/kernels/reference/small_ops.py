@@ -1,7 +1,7 @@
-"""Plain torch versions of the small ops: the CPU path, and the oracle every faster twin is tested against.
+"""Small ops in plain torch: the CPU path, and the oracle for faster implementations.
 
-`kernels.table` hands these to the layers. Each is written for few torch calls rather than for beauty of the formula,
-because on a CPU thirty layers of them are run for every token and each call costs microseconds.
+`kernels.table` gives these to the layers. Each is written for few torch calls rather than a clear formula, because a
+CPU runs them in thirty layers for every token and each call costs microseconds.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from quire.kernels.angles import Angles
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension to unit root mean square, then by `weight`."""
-    if x.dtype != weight.dtype:  # a weight next to one is kept in float32; torch would do the same, with a warning
+    """Scales the last dimension to unit root mean square, then by `weight`."""
+    if x.dtype != weight.dtype:  # some norm weights are float32; torch would cast the same way, with a warning
         return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
-    """curve(gate) * up, where the last dimension holds gate and up side by side."""
+    """Returns curve(gate) * up, where the last dimension holds gate and up concatenated."""
     gate, up = gate_up.chunk(2, dim=-1)
     return CURVES[curve](gate).mul_(up)
 
 
 def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function` of these tensors, which takes each element by itself. Layers do through this what has no op."""
+    """Applies an elementwise `function`. Layers use it for computations that have no op of their own, so that the
+    deterministic mode can replace it."""
     return function(*tensors)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate element i of each head against element i + head_dim / 2.
+    """Rotates element i of each head with element i + head_dim / 2.
 
-    x is [tokens, heads, head_dim], queries and keys side by side; cos and sin are [tokens, 1, head_dim] with the first
-    half of sin negated, so that the partner of every element is found by one roll.
+    x is [tokens, heads, head_dim], queries and keys concatenated; cos and sin are [tokens, 1, head_dim] with the first
+    half of sin negated, so that one roll pairs every element with its partner.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put each token's key and value, [tokens, kv_heads, head_dim], at its slot of the paged cache, in place."""
+    """Writes each token's key and value, [tokens, kv_heads, head_dim], to its slot of the paged cache, in place."""
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
@@ -60,8 +61,8 @@ def qk_norm_rope_write(
     slots: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """What lies between the merged projection and attention: norm queries and keys (unless the weights are None), turn
-    them, put keys and values into the cache; returns the queries [tokens, heads, head_dim].
+    """Norms queries and keys (unless the weights are None), applies rope to them, and writes keys and values to the KV
+    cache. Returns the queries [tokens, heads, head_dim].
 
     qkv is [tokens, (heads + 2 kv_heads) * head_dim], the norm weights are [head_dim]; `angles` must hold tables.
     """

@@ -1,7 +1,7 @@
-"""Turns GGUF's block formats into float32 with plain torch. The loader calls `dequantize` tensor by tensor.
+"""Dequantizes GGUF's block formats to float32 in plain torch. The loader calls `dequantize` tensor by tensor.
 
-A block is a fixed run of bytes that holds a fixed number of neighbouring elements: small integers, and the scales that
-make them numbers again. The functions below take blocks as [blocks, bytes] and give [blocks, elements].
+A block is a fixed number of bytes that holds a fixed number of consecutive elements as small integers with their
+scales. Decoders take blocks as [blocks, bytes] and return [blocks, elements].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BlockFormat:
 
 
 def dequantize(data: Tensor, type_name: str) -> Tensor:
-    """Decode whole blocks, [bytes] uint8, to [elements] float32. `FORMATS` lists the types there are."""
+    """Decodes whole blocks, [bytes] uint8, to [elements] float32. `FORMATS` lists the supported types."""
     form = FORMATS[type_name]
     return form.decode(data.view(-1, form.num_bytes)).view(-1)
 
@@ -31,12 +31,12 @@ def dequantize(data: Tensor, type_name: str) -> Tensor:
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-# Values of IQ4's sixteen places, finer around 0.
+# Values of IQ4's sixteen codes, finer around 0.
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def as_q8_0(data: Tensor, type_name: str) -> Tensor | None:
-    """Blocks, [bytes] uint8, as blocks of Q8_0 with the very same numbers. None where these can't have them."""
+    """Converts blocks, [bytes] uint8, to Q8_0 blocks with exactly the same values; None if that is impossible."""
     if type_name == "MXFP4":
         return _mxfp4_as_q8_0(data)
     if type_name == "IQ4_NL":
@@ -49,12 +49,12 @@ def as_q8_0(data: Tensor, type_name: str) -> Tensor | None:
 
 
 def _join_q8_0(scale: Tensor, values: Tensor) -> Tensor:
-    """[blocks, 2] uint8 and [blocks, 32] int8"""
+    """Joins scales [blocks, 2] uint8 and values [blocks, 32] int8 to Q8_0 blocks, [bytes] uint8."""
     return torch.cat((scale, values.view(torch.uint8)), 1).view(-1)
 
 
 def _mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
-    """Twice an FP4 is a small integer. None where a scale is none that a float16 can be."""
+    """Converts MXFP4 to Q8_0, since a doubled FP4 value is a small integer; None if a scale does not fit float16."""
     scale, values = _cut(data.view(-1, 17), 1, 16)
     halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
     doubled = torch.tensor(FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
@@ -63,7 +63,7 @@ def _mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
 
 
 def quantize_q4_1(rows: Tensor) -> Tensor:
-    """Floats, [n, columns] of whole blocks, to blocks of Q4_1, [bytes] uint8."""
+    """Quantizes floats [n, columns], whole blocks of them, to Q4_1 blocks, [bytes] uint8."""
     blocks = rows.float().reshape(-1, 32)
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     scale, offset = ((high - low) / 15).half(), low.half()
@@ -78,28 +78,28 @@ def quantize_q4_1(rows: Tensor) -> Tensor:
 
 
 def _cut(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Cut the bytes of every block into fields of these sizes."""
+    """Splits the bytes of every block into fields of these sizes."""
     return blocks.split(sizes, dim=1)
 
 
 def _half(field: Tensor) -> Tensor:
-    """Two bytes per value as float16, in float32."""
+    """Reads float16 values of two bytes each and returns them in float32."""
     return field.contiguous().view(torch.float16).float()
 
 
 def _shifted(field: Tensor, shifts: list[int], mask: int) -> Tensor:
-    """Every byte shifted by each of `shifts` and masked: [blocks, shifts, bytes] uint8."""
+    """Shifts every byte by each of `shifts` and masks it: [blocks, shifts, bytes] uint8."""
     amounts = torch.tensor(shifts, dtype=torch.uint8, device=field.device).view(1, -1, 1)
     return (field.unsqueeze(1) >> amounts).bitwise_and_(mask)
 
 
 def _nibbles(field: Tensor) -> Tensor:
-    """All low halves of the bytes, then all high halves: [blocks, 2 * bytes]."""
+    """Returns all low nibbles of the bytes, then all high nibbles: [blocks, 2 * bytes]."""
     return _shifted(field, [0, 4], 0x0F).flatten(1)
 
 
 def _bits(field: Tensor) -> Tensor:
-    """The bits of a little-endian number, lowest first: [blocks, 8 * bytes]."""
+    """Returns the bits of a little-endian number, lowest first: [blocks, 8 * bytes]."""
     return _shifted(field, list(range(8)), 1).transpose(1, 2).flatten(1)
 
 
@@ -139,7 +139,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _five_bits(high: Tensor, low: Tensor) -> Tensor:
-    """Nibbles joined with a fifth bit each from four bytes."""
+    """Joins each nibble with a fifth bit from `high`, four bytes per block."""
     return _nibbles(low).bitwise_or_(_bits(high) << 4).float()
 
 
@@ -154,7 +154,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """The same numbers as in safetensors; here a block's second half lies in the high halves of its bytes."""
+    """Decodes MXFP4, whose second half of a block lies in the high nibbles, unlike in safetensors."""
     scale, values = _cut(blocks, 1, 16)
     numbers = torch.tensor(FP4, device=blocks.device)[_nibbles(values).int()]
     return torch.ldexp(numbers, scale.int() - 127)
@@ -166,25 +166,26 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 
 
 def _uneven(places: Tensor) -> Tensor:
-    """[blocks, 16] uint8 -> [blocks, 32] float32"""
+    """Looks up IQ4 codes: [blocks, 16] uint8 -> [blocks, 32] float32."""
     return torch.tensor(_UNEVEN, dtype=torch.float32, device=places.device)[_nibbles(places).int()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Blocks of 256 of three values: -1, 0 and 1
+# Ternary blocks of 256: values -1, 0 and 1
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
-    """Five of them to a byte, the first the most significant digit of a fraction in base 3; four in the last bytes."""
+    """Decodes TQ1_0: five values per byte as digits of a base-3 fraction, most significant first; four per byte at the
+    end."""
     many, few, last, scale = _cut(blocks, 32, 16, 4, 2)
     digits = [_ternary(many, 5), _ternary(few, 5), _ternary(last, 4)]
     return torch.cat(digits, 1).mul_(_half(scale))
 
 
 def _ternary(field: Tensor, count: int) -> Tensor:
-    """Digit by digit, of all bytes: [blocks, count * bytes] float32"""
+    """Extracts `count` base-3 digits of all bytes, digit by digit: [blocks, count * bytes] float32."""
     powers = torch.tensor([3**digit for digit in range(count)], dtype=torch.uint8, device=field.device).view(1, -1, 1)
-    digits = (field.unsqueeze(1) * powers).int().mul_(3) >> 8  # what goes beyond a byte is done with
+    digits = (field.unsqueeze(1) * powers).int().mul_(3) >> 8  # uint8 overflow drops the digits before
     return digits.flatten(1).float().sub_(1)
 
 
@@ -198,7 +199,7 @@ def _tq2_0(blocks: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """values [blocks, 256] times scales [blocks, sub-blocks], less offsets of the same shape."""
+    """Multiplies values [blocks, 256] by scales [blocks, sub-blocks] and subtracts offsets of the same shape."""
     by_sub = values.float().view(*scales.shape, -1)
     by_sub.mul_(scales.unsqueeze(-1))
     if offsets is not None:
@@ -207,7 +208,7 @@ def _scaled(values: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Te
 
 
 def _two_bits(field: Tensor) -> Tensor:
-    """64 bytes of four values each: 32 bytes cover 128 elements, lowest bits first. [blocks, 256]"""
+    """Unpacks 64 bytes of four values each to [blocks, 256]: 32 bytes hold 128 elements, lowest bits first."""
     return _shifted(field.reshape(-1, 32), [0, 2, 4, 6], 3).view(-1, 256)
 
 
@@ -226,7 +227,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit offsets out of twelve bytes, as Q4_K and Q5_K share them."""
+    """Unpacks the eight 6-bit scales and eight 6-bit offsets of Q4_K and Q5_K from twelve bytes."""
     first, second, third = packed.split(4, dim=1)
     scales = torch.cat((first & 63, (third & 0x0F) | ((first >> 6) << 4)), dim=1)
     offsets = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=1)
@@ -234,7 +235,7 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide_nibbles(field: Tensor) -> Tensor:
-    """128 bytes: each 32 of them hold 64 elements, low halves first. [blocks, 256]"""
+    """Unpacks 128 bytes to [blocks, 256]: each 32 bytes hold 64 elements, low nibbles first."""
     return _nibbles(field.reshape(-1, 32)).view(-1, 256)
 
 
@@ -259,7 +260,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    """Eight sub-blocks of 32 uneven values, each with six bits of scale: two of them in a field of their own."""
+    """Decodes IQ4_XS: eight sub-blocks of 32 codes, each with a 6-bit scale whose high two bits lie in `high`."""
     scale, high, low, places = _cut(blocks, 2, 2, 4, 128)
     pairs = high.contiguous().view(torch.int16).int()  # [blocks, 1]
     upper = (pairs >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)).bitwise_and_(3)

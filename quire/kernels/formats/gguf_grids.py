@@ -1,5 +1,6 @@
-"""GGUF's types of one to three bits: eight, or four, numbers at a time are a place in a grid of hundreds, which the
-package `gguf` knows and nobody could work out. `dequant` lists them; they are decoded while a file is loaded.
+"""Decodes GGUF's grid types (one to three bits), whose codes index fixed grids of eight or four values each.
+
+The grids come from the package `gguf`. `gguf_blocks.FORMATS` lists these types; they are dequantized at load.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from quire.types import QuireError
 
-SIZES = {"IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}  # in bytes
+# Bytes of a block.
+SIZES = {"IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}
 ELEMENTS = 256
 
 
 def grid_decoder(type_name: str) -> Callable[[Tensor], Tensor]:
-    """[blocks, bytes] uint8 -> [blocks, elements] float32"""
+    """Returns the decoder of a grid type: [blocks, bytes] uint8 -> [blocks, elements] float32."""
     return partial(_decode, type_name)
 
 

@@ -1,6 +1,7 @@
-"""Numbers out of the ways in which published checkpoints pack them, with plain torch: whole numbers of a few bits with
-a scale and a zero for each group of columns, floats of eight and four bits, tables of sixteen values. `models.packed`
-knows the files they come from; GGUF's own blocks are `dequant`'s.
+"""Unpacks and dequantizes the weight formats of published safetensors checkpoints in plain torch.
+
+Formats: integers of a few bits with a scale and a zero point per group of columns, FP8, FP4, and tables of sixteen
+values. `models.packed` reads the files; `gguf_blocks` has GGUF's own blocks.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from torch import Tensor
 from quire.kernels.formats.gguf_blocks import FP4
 
 BLOCK = 32  # columns of a GGUF block
-# GGUF's types that hold the same whole numbers, where groups of columns are whole blocks: four bits around 8, up to
-# four with zeros, eight around 128.
+# GGUF types that hold the same integers if groups of columns are whole blocks: 4 bits with zero point 8, up to 4 bits
+# with any zero point, 8 bits with zero point 128.
 GROUPED = {"INT4": "Q4_0", "UINT4": "Q4_1", "INT8": "Q8_0"}
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """Whole numbers of so many bits behind each other, lowest bits first, across words: [..., n] int32 -> [..., 32 n /
-    bits] uint8"""
+    """Unpacks consecutive integers of `bits` bits, lowest bits first, also across words: [..., n] int32 -> [..., 32 n /
+    bits] uint8."""
     data = words.contiguous().view(torch.uint8)
     if bits == 8:
         return data
@@ -35,15 +36,15 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rows of a matrix in whole numbers: each stands for (number - zero) * scale, those of its group of columns."""
+    """Rows of a group-quantized matrix: a value is (number - zero) * scale, with its group's zero and scale."""
 
     numbers: Tensor  # [rows, columns] uint8
-    scales: Tensor  # [rows, groups], of any type of float
-    zeros: Tensor | int  # [rows, groups] uint8; or one for all
-    group: int | Tensor  # columns of a group; or, where they lie about, [columns] int64: which group each is of
+    scales: Tensor  # [rows, groups], any float dtype
+    zeros: Tensor | int  # [rows, groups] uint8; or one zero point for all
+    group: int | Tensor  # columns per group; or, for reordered columns (g_idx), each column's group: [columns] int64
 
     def floats(self) -> Tensor:
-        """[rows, columns] float32"""
+        """Returns the dequantized matrix, [rows, columns] float32."""
         numbers, scales = self.numbers.float(), self.scales.float()
         if isinstance(self.group, int) and numbers.shape[1] == scales.shape[1] * self.group:
             by_group = numbers.unflatten(1, (-1, self.group))
@@ -56,8 +57,9 @@ class Grouped:
         return numbers.sub_(zeros).mul_(scales[:, of_column])
 
     def blocks(self, form: str) -> Tensor:
-        """GGUF's blocks, of a type of `GROUPED`, [bytes] uint8. Scales are rounded to float16, which most are already,
-        and so is a Q4_1's zero times its scale."""
+        """Returns the rows as GGUF blocks of a type in `GROUPED`, [bytes] uint8.
+
+        Scales are rounded to float16, which most already are; so is the product of zero and scale in Q4_1."""
         assert isinstance(self.group, int)
         rows, columns = self.numbers.shape
         times = self.group // BLOCK
@@ -79,44 +81,44 @@ def _bytes_of(numbers: Tensor) -> Tensor:
 
 
 def dequantize_fp4(data: Tensor, scales: Tensor) -> Tensor:
-    """Four-bit floats, two to a byte, the low half first, [rows, columns / 2] uint8, with scales for equal groups of
-    columns, [rows, groups] float32. Returns [rows, columns] float32."""
+    """Dequantizes FP4, two values per byte with the low nibble first, [rows, columns / 2] uint8, with scales of equal
+    groups of columns, [rows, groups] float32. Returns [rows, columns] float32."""
     halves = torch.stack((data & 15, data >> 4), -1).flatten(-2)
     values = torch.tensor(FP4, device=data.device)[halves.int()]
     return values.unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as safetensors keep it: `blocks` [..., n, 16] uint8, two numbers to a byte, the low half first, and the
-    powers of two of each block, `scales` [..., n] uint8, off by 127. Returns [..., 32 * n] float32."""
+    """Dequantizes MXFP4 of safetensors: `blocks` [..., n, 16] uint8, two values per byte with the low nibble first, and
+    each block's exponent `scales` [..., n] uint8, biased by 127. Returns [..., 32 * n] float32."""
     values = dequantize_fp4(blocks.flatten(0, -2), power_of_two(scales).view(-1, 1))
     return values.view(*scales.shape[:-1], -1)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Scales that are nothing but an exponent, off by 127: uint8 -> float32"""
+    """Converts exponents biased by 127 (E8M0 scales) to powers of two: uint8 -> float32."""
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
 def mxfp4_as_blocks(data: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as safetensors keep it, [rows, columns / 2] and [rows, columns / 32] uint8, as GGUF does, [bytes] uint8: a
-    block's second half lies in the high halves of its bytes."""
-    pairs = data.view(len(data), -1, 2, BLOCK // 4)  # [rows, blocks, 2, 8]: of each half, pairs of neighbours
+    """Converts MXFP4 of safetensors, [rows, columns / 2] and [rows, columns / 32] uint8, to GGUF blocks, [bytes] uint8,
+    in which a block's second half lies in the high nibbles."""
+    pairs = data.view(len(data), -1, 2, BLOCK // 4)  # [rows, blocks, 2, 8]: pairs of neighbours in each half of a block
     low, high = torch.stack((pairs & 15, pairs >> 4), -1).flatten(3).unbind(2)
     return torch.cat((scales.view(torch.uint8).unsqueeze(-1), low | high << 4), 2).view(-1)
 
 
 def dequantize_table(data: Tensor, table: Tensor, scales: Tensor) -> Tensor:
-    """Places in a table of sixteen, two to a byte, the high half first, [bytes] uint8, with a scale for each equal run
-    of them, [runs] float32. Returns [elements] float32."""
+    """Dequantizes indices into a table of sixteen values, two per byte with the high nibble first, [bytes] uint8, with
+    a scale per equal run of elements, [runs] float32. Returns [elements] float32."""
     places = torch.stack((data >> 4, data & 15), -1).flatten()
     values = table.float()[places.int()]
     return values.view(len(scales), -1).mul_(scales.unsqueeze(-1)).view(-1)
 
 
 def dequantize_fp8(rows: Tensor, scales: Tensor, first: int, *, block: tuple[int, int]) -> Tensor:
-    """FP8 as safetensors keep it: `rows` [n, columns] of a matrix, and a scale for each `block` of rows and columns,
-    cut off at the matrix's edges. The first of these rows is the `first` of its block. Returns [n, columns] float32."""
+    """Dequantizes FP8 `rows` [n, columns] with one scale per `block` of rows and columns, which may be cut off at the
+    matrix's edges. `first` is the index of the first row within its block. Returns [n, columns] float32."""
     num_rows, num_columns = rows.shape
     of_row = (torch.arange(num_rows, device=rows.device) + first) // block[0]
     of_column = torch.arange(num_columns, device=rows.device) // block[1]

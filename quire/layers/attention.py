@@ -1,7 +1,7 @@
-"""Grouped-query attention over a paged cache: one merged projection, rope, cache write, attention, output.
+"""Grouped-query attention over a paged KV cache: fused QKV projection, rope, cache write, attention, output projection.
 
-A model makes one `AttentionPlan` per cache group at the start of a step; every layer of the group then works from it,
-so that what depends only on the step is done once and not once per layer.
+A model makes one `AttentionPlan` per cache group at the start of a step. All layers of the group share it, so that work
+that depends only on the step is done once per step, not once per layer.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from quire.types import CacheSpec
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of one group share in one step."""
+    """The inputs that all layers of one cache group share in one step."""
 
-    planes: tuple[Tensor, ...]  # key and value cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim]
+    planes: tuple[Tensor, ...]  # K and V cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim]
     slots: Tensor  # [tokens] int64
-    kernel: Any  # what the chosen kernel wants to know of the step
-    wanted: Tensor | None = None  # [n] int64: the tokens that attend; None: all. Keys and values are left of every one
-    sharpness: Tensor | None = None  # [tokens, 1] float32: what queries are multiplied with; None: nothing
+    kernel: Any  # the selected attention kernel's own plan of the step
+    # [n] int64: tokens whose attention output is computed; None: all. K and V of every token are written to the cache.
+    wanted: Tensor | None = None
+    sharpness: Tensor | None = None  # [tokens, 1] float32: factor of the queries; None: 1
 
     def pick(self, x: Tensor) -> Tensor:
-        """Of x [tokens, ...], those that attend."""
+        """Returns the rows of x [tokens, ...] whose attention output is computed."""
         return x if self.wanted is None else x[self.wanted]
 
 
 def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
-    """`cache` is the group's whole memory, [layers, 2, pages, page_tokens, kv_heads, head_dim]."""
+    """Returns the plan of one group. cache [layers, 2, pages, page_tokens, kv_heads, head_dim]"""
     inputs = step.groups[spec.group]
     assert isinstance(inputs, PagedInputs)
-    # Positions and pages are gathered before the embedding, so whoever comes after it may read them early.
+    # Positions and pages are gathered before the embedding runs, so kernels launched after it may read them early.
     captured: dict[str, Any] = {} if inputs.row_index is None else {"row_index": inputs.row_index, "early": True}
     if inputs.work is not None:
         captured["work"] = inputs.work
@@ -61,8 +62,11 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
 
 
 def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
-    """For a model's last layer: nobody reads what it makes of tokens that are not sampled. A prompt of thousands of
-    tokens costs that layer one query and no feed-forward block."""
+    """Returns the plan of a model's last layer, which computes attention output only for tokens that are sampled.
+
+    The other tokens' outputs have no reader: a prompt of thousands of tokens costs this layer one query and one token
+    of its feed-forward block.
+    """
     inputs = step.groups[spec.group]
     if step.samples is None:
         return plan
@@ -79,15 +83,17 @@ def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache:
 
 @dataclass(frozen=True, slots=True)
 class Sharpening:
-    """Queries grow with their positions: a softmax over many keys would be flat. Nothing changes within the first
-    `length` positions."""
+    """Scales queries by their position, because a softmax over many keys would be too flat.
+
+    The factor is 1 within the first `length` positions.
+    """
 
     by: float
     length: int
 
     def at(self, positions: Tensor) -> Tensor:
-        """positions [tokens] -> what their queries are multiplied with, [tokens, 1] float32"""
-        times = positions.clamp(min=0) // self.length  # below 0: rows that only pad the step
+        """Returns the factors of the queries. positions [tokens] -> [tokens, 1] float32"""
+        times = positions.clamp(min=0) // self.length  # rows that pad a captured step have positions below 0
         return (1 + self.by * torch.log1p(times.float())).unsqueeze(1)
 
 
@@ -98,30 +104,32 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     scale: float | None = None  # of scores; None: head_dim ** -0.5
-    softcap: float | None = None  # scores are bent to stay within plus and minus this
-    order: HeadOrder | None = None  # what brings the checkpoint's heads into our order; None: they are in it
-    sinks: bool = False  # each head also gives a score of its own to nothing at all
-    clip: float | None = None  # queries, keys and values, normed but not yet turned, stay within plus and minus this
+    softcap: float | None = None  # bound of the scores, by tanh
+    order: HeadOrder | None = None  # reorders the checkpoint's heads while loading; None: as they are
+    sinks: bool = False  # attention sinks: one learned logit per head, without a value
+    clip: float | None = None  # bound of queries, keys and values, after their norm and before rope
 
     @property
     def activation_elements(self) -> int:
-        """That a token has alive at one time."""
+        """Elements of activations alive at one time, per token."""
         return (4 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """What a checkpoint calls a layer's projections."""
+    """The names of a layer's projections in a checkpoint."""
 
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of all three below each other,
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one name, of a fused QKV tensor
     out: str = "o_proj"
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of query heads and of key heads, where such are normed
-    block: str = "self_attn"  # that all of them are in
-    by_head: bool = False  # of which the one has them key head by key head: its queries, its key, its value
-    gate: str | None = None  # what makes a gate for every element of what the heads see; None: there is none
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # norms of query heads and of key heads, if the model has them
+    block: str = "self_attn"  # prefix of all these names
+    by_head: bool = False  # the fused QKV tensor is ordered by key head: its queries, its key, its value
+    gate: str | None = None  # projection whose sigmoid gates each element of the attention output; None: no gate
 
 
 class Attention(nn.Module):
+    """One attention block: norm, fused QKV projection, rope and cache write, attention, output projection."""
+
     sinks: Tensor | None  # [heads]
 
     def __init__(
@@ -140,7 +148,7 @@ class Attention(nn.Module):
         names: AttentionNames | None = None,
         join: Join | None = None,
     ):
-        """`cache_index`: this layer's place within its cache group; `join`: how the output comes to the stream."""
+        """`cache_index`: index of this layer in its cache group. `join`: adds the output to the residual stream."""
         super().__init__()
         names = names or AttentionNames()
         self.norm = norm
@@ -152,24 +160,27 @@ class Attention(nn.Module):
         rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
         gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
-        self.num_gates = sum(count for _, count in gates)  # for one token; they stand before its queries
+        self.num_gates = sum(count for _, count in gates)  # gate elements per token, which precede its queries
         self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, dtype=dtype, scheme=scheme)
         set_forms(self.qkv, (*(None for _ in gates), *_qkv_forms(names, shape, is_normed=qk_norm is not None)))
         out = [(f"{prefix}.{names.out}", shape.width)]
         self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
-        self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # what no kernel of rope takes along
+        self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # norms that the rope kernel does not fuse
         self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
         self.join = join or Join()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
+        """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""
         attended = self.attend(stream, angles, plan)
         stream = plan.pick(stream)
         return self.join(self.out, attended, stream) if len(stream) else stream
 
     def attend(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> what the heads of the tokens that the plan wants see, [n, heads * head_dim]"""
+        """Returns the attention output before the output projection, for the wanted tokens.
+
+        stream [tokens, width] -> [n, heads * head_dim]
+        """
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         heads = self.head_norm
         q_weight, k_weight, eps = (
@@ -200,8 +211,7 @@ class Attention(nn.Module):
 def _qkv_forms(names: AttentionNames, shape: AttentionShape, is_normed: bool) -> tuple[Form | None, ...]:
     order = shape.order
     if order is not None and is_normed:
-        # A norm on the way measures heads as they are and would undo what was done to them before: its own weights
-        # undo rope's scale instead.
+        # A norm of the heads would cancel a scale in the projection's weights, so the norm's weights undo rope's scale.
         order = replace(order, angle_scale=1.0)
     if len(names.qkv) == 3:
         form = None if order is None else order.form
@@ -213,4 +223,5 @@ def _qkv_forms(names: AttentionNames, shape: AttentionShape, is_normed: bool) ->
 
 
 def gated(seen: Tensor, gate: Tensor) -> Tensor:
+    """Returns the attention output times the sigmoid of its gate."""
     return seen * gate.sigmoid()

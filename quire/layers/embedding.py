@@ -1,4 +1,4 @@
-"""Both ends of a model: token ids to vectors, and vectors to logits over the vocabulary."""
+"""The token embedding and the output head: token ids to vectors, and hidden states to logits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from quire.layers.weights import Weight
 
 @runtime_checkable
 class PacksTables(Protocol):
-    """A scheme that does not keep an embedding as a tensor."""
+    """A scheme that stores the embedding in packed form."""
 
     def pack_table(self, weight: Weight) -> None: ...
 
 
 class Embedding(nn.Module):
-    weight: Tensor  # or, packed, a list of one matrix that gives out rows
+    """Looks up the vectors of token ids."""
+
+    weight: Tensor  # or a list of one packed matrix, which dequantizes single rows
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class Embedding(nn.Module):
         super().__init__()
         weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
         self.weight = weight
-        self.scale = torch.tensor(scale, dtype=dtype).item()  # families that scale do it in the type they compute in
+        self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the model's dtype, as the reference does
         if isinstance(scheme, PacksTables):
             scheme.pack_table(weight)
 
@@ -46,7 +48,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits. A tied head names the embedding's tensor, which the loader then shares between them."""
+    """Computes logits. A tied head names the embedding's tensor, which the loader then shares between the two."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""A mixture's experts: its shape, where a checkpoint keeps them, and their weights. `moe` is the layer around them.
+"""The experts of a mixture: their shape, their names in a checkpoint, and their weights. `moe` is the layer.
 
-All experts of a layer lie in two tensors, one expert below the other, whichever way the checkpoint keeps them.
+All experts of a layer are stacked in two tensors (gate/up and down), whatever the layout of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from quire.types import QuireError
 if TYPE_CHECKING:
     from quire.kernels.native.experts import PackedExperts
 
-SCALED_AT_ONCE = 1 << 24  # numbers
+SCALED_AT_ONCE = 1 << 24  # elements; bounds the memory that quantizing takes
 
 
 @runtime_checkable
 class PacksExperts(Protocol):
-    """A scheme that does not keep experts as tensors."""
+    """A scheme that stores experts in packed form."""
 
     def pack_experts(self, weight: Weight, num_experts: int) -> None: ...
 
 
 @runtime_checkable
 class ScalesExperts(Protocol):
-    """A scheme that keeps experts in a smaller type, with a scale for each of their outputs."""
+    """A scheme that stores experts in a smaller type with per-row scales."""
 
     expert_dtype: torch.dtype
 
     def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, columns] -> that in the smaller type, and its scales, [rows] float32"""
+        """Returns the quantized rows and their scales. [rows, columns] -> [rows, columns], [rows] float32"""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
+    """The sizes of a mixture layer. Raises `bad_config` for sizes that contradict each other."""
+
     width: int
     inner_width: int  # of one expert
     routing: Routing
     activation: GatedActivation = field(default_factory=GatedActivation)
-    shared_width: int = 0  # inner width of the shared expert; 0: there is none
-    shared_scale: float = 1.0  # of the shared expert's output: done to its last matrix when loading
-    shared_gated: bool = False  # the shared expert's output is weighted by a sigmoid of its own
-    router_bias: bool = False  # added to the logits
-    choice_bias: bool = False  # added to the scores for choosing only
+    shared_width: int = 0  # inner width of the shared expert; 0: no shared expert
+    shared_scale: float = 1.0  # factor of the shared expert's output, applied to its down projection while loading
+    shared_gated: bool = False  # the shared expert's output has a sigmoid gate
+    router_bias: bool = False  # bias of the router's logits
+    choice_bias: bool = False  # bias of the scores for the top-k choice only, not for the weights
 
     def __post_init__(self) -> None:
         routing = self.routing
@@ -73,7 +75,7 @@ def _bad(what: str) -> QuireError:
     return QuireError("bad_config", f"{what}.", "Check config.json.")
 
 
-ACTIVATIONS = {  # by the names of config.json
+ACTIVATIONS = {  # keys: names in config.json
     "silu": GatedActivation(),
     "swish": GatedActivation(),
     "gelu_new": GatedActivation(curve="gelu_tanh"),
@@ -82,6 +84,7 @@ ACTIVATIONS = {  # by the names of config.json
 
 
 def expert_activation(name: str) -> GatedActivation:
+    """Returns the activation of this name in config.json; raises `unsupported_model` for an unknown one."""
     if name not in ACTIVATIONS:
         what = f"Activation {name!r} is not supported in experts."
         raise QuireError("unsupported_model", what, f"Supported are {', '.join(ACTIVATIONS)}.")
@@ -90,53 +93,59 @@ def expert_activation(name: str) -> GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Where a checkpoint keeps a layer's mixture; all of it lies below `prefix`."""
+    """The names of a mixture layer's tensors in a checkpoint, all below `prefix`."""
 
     prefix: str
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
-    choice_bias_rows: int | None = None  # its tensor has so many rows in front; None: it is one line
+    choice_bias_rows: int | None = None  # first dimension of its tensor; None: the tensor has one dimension
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    two: tuple[str, str] | None = None  # what all gates and ups, and all downs, are called where each are one tensor,
-    in_columns: bool = False  # which has columns for a matrix's rows
+    two: tuple[str, str] | None = None  # (gate/up, down) of checkpoints with one tensor each for all experts
+    in_columns: bool = False  # the matrices in `two` are transposed
     shared: str = "shared_expert"
-    shared_matrices: tuple[str, str, str] | None = None  # its gate, up and down; None: called as the others'
+    shared_matrices: tuple[str, str, str] | None = None  # gate, up and down; None: named like those of other experts
     shared_gate: str = "shared_expert_gate"
 
     def below(self, layer: str) -> ExpertNames:
+        """Returns these names with the layer's name in front."""
         return replace(self, prefix=f"{layer}.{self.prefix}")
 
     def expert(self, index: int, matrix: str) -> str:
+        """Returns the name of one expert's matrix."""
         return f"{self.prefix}.experts.{index}.{matrix}.weight"
 
     def stacked(self, matrix: str) -> str:
-        """All experts' gates, ups or downs in one tensor, as GGUF files keep them."""
+        """Returns the name of the tensor with this matrix of all experts, in GGUF files."""
         return f"{self.prefix}.experts.{matrix}_proj.weight"
 
     def of_two(self) -> tuple[str, str]:
+        """Returns the full names of `two`."""
         assert self.two is not None
         return f"{self.prefix}.{self.two[0]}", f"{self.prefix}.{self.two[1]}"
 
     def of_shared(self) -> tuple[str, str, str]:
-        """The shared one's gate, up and down."""
+        """Returns the names of the shared expert's gate, up and down."""
         gate, up, down = self.shared_matrices or (self.gate, self.up, self.down)
         prefix = f"{self.prefix}.{self.shared}"
         return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
 
 
 def count_merged(shape: MoEShape, ops: Ops) -> int:
-    """As how many experts the shared one is kept behind the others: every token's kernels then go through all of them
-    at once. 0: it is a block of its own, since the ops want it so or because it is not made of such experts."""
+    """Returns the number of routed-size experts that the shared expert is stored as, after the routed ones.
+
+    One kernel then computes routed and shared experts. 0: the shared expert is a block of its own, because the ops do
+    not merge it or its shape or activation does not fit.
+    """
     fits = shape.activation.is_silu_mul and shape.shared_width % shape.inner_width == 0
-    fits = fits and not (shape.router_bias and shape.shared_gated)  # which has none for its gate
+    fits = fits and not (shape.router_bias and shape.shared_gated)  # no bias of a merged gate
     return shape.shared_width // shape.inner_width if fits and ops.merges_shared else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A form: some rows of a matrix."""
+    """A form that takes a range of rows."""
 
     start: int
     stop: int
@@ -147,7 +156,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A form: some columns of a matrix, scaled."""
+    """A form that takes a range of columns and scales it."""
 
     start: int
     stop: int
@@ -161,12 +170,12 @@ class Columns:
 class Experts(nn.Module):
     """The weights of all experts of a layer."""
 
-    gate_up: Tensor  # [experts * 2 * inner, width]; or, packed, a list of matrices in that order
-    down: Tensor  # [experts * width, inner]; or that
+    gate_up: Tensor  # [experts * 2 * inner, width]; or a list of packed matrices in that order
+    down: Tensor  # [experts * width, inner]; or a list of packed matrices in that order
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    gate_up_scale: Tensor | None  # [experts * 2 * inner] float32, where the scheme keeps experts scaled
-    down_scale: Tensor | None  # [experts * width] float32, likewise
+    gate_up_scale: Tensor | None  # [experts * 2 * inner] float32, if the scheme has per-row scales
+    down_scale: Tensor | None  # [experts * width] float32, if the scheme has per-row scales
 
     def __init__(
         self,
@@ -179,7 +188,7 @@ class Experts(nn.Module):
         scheme: Scheme,
         num_shared: int = 0,
     ):
-        """`num_entries`: experts, those included that the shared one consists of: the last `num_shared`."""
+        """`num_entries`: number of experts, including the last `num_shared`, which form the shared expert."""
         super().__init__()
         if isinstance(scheme, PacksExperts):
             scheme.pack_experts(gate_up, num_entries)
@@ -199,14 +208,16 @@ class Experts(nn.Module):
     def from_names(
         cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int = 0
     ) -> Experts:
-        """Experts that a checkpoint holds one by one, or stacked matrix by matrix; behind them those that the shared
-        one is cut into, unless the checkpoint holds the others in two tensors."""
+        """Returns experts whose checkpoint has a tensor per expert and matrix, per matrix (GGUF), or two in all.
+
+        The slices of a merged shared expert follow the routed experts, unless the checkpoint has two tensors.
+        """
         if names.two is not None:
             return (cls.from_columns if names.in_columns else cls.from_two)(*names.of_two(), shape, dtype, scheme)
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         total = num + num_shared
         matrices = (names.gate, names.up)
-        first = "up" if names.gate == names.up else "gate"  # where there is no gate, the ups serve as such
+        first = "up" if names.gate == names.up else "gate"  # no gate projection: up takes its place
         gate_up, down = _shared_parts(names, shape, num_shared)
         one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
         gate_ups = Weight(
@@ -234,8 +245,10 @@ class Experts(nn.Module):
         down_form: Form | None = None,
         apart: tuple[str, str] | None = None,
     ) -> Experts:
-        """Experts that a checkpoint holds in two tensors of these names, gates above ups. `apart`: what gates and ups
-        are called where each has a tensor of its own."""
+        """Returns experts whose checkpoint has two tensors, with an expert's gate rows before its up rows.
+
+        `apart`: names of the gate and the up tensor in checkpoints that separate them.
+        """
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         above = Part(gate_up, (num, 2 * inner, width), 0, num * 2 * inner)
         below = Part(down, (num, width, inner), 0, num * width, form=down_form)
@@ -250,7 +263,7 @@ class Experts(nn.Module):
 
     @classmethod
     def from_columns(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
-        """As `from_two`, of tensors with columns for rows: [experts, width, 2 * inner] and [experts, inner, width]."""
+        """As `from_two`, for transposed tensors: [experts, width, 2 * inner] and [experts, inner, width]."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
 
         def matrices(name: str, rows: int, columns: int) -> Weight:
@@ -264,16 +277,17 @@ class Experts(nn.Module):
 
     @property
     def is_scaled(self) -> bool:
+        """Whether the experts have per-row scales."""
         return isinstance(self.scheme, ScalesExperts)
 
     def finish(self) -> None:
-        """The loader calls this once the weights are real."""
+        """Quantizes the experts if the scheme does. Called by the loader once the weights are loaded."""
         if isinstance(self.scheme, ScalesExperts):
             self._scale("gate_up", self.scheme)
             self._scale("down", self.scheme)
 
     def _scale(self, name: str, scheme: ScalesExperts) -> None:
-        """Some rows at a time: what is in memory twice, or wider, is little."""
+        """Quantizes one weight in chunks of rows, so that little memory is held in both types at once."""
         plain = getattr(self, name).data
         scaled = torch.empty(plain.shape, dtype=scheme.expert_dtype, device=plain.device)
         scales = torch.empty(len(plain), dtype=torch.float32, device=plain.device)
@@ -285,6 +299,7 @@ class Experts(nn.Module):
         setattr(self, f"{name}_scale", scales)
 
     def weights(self) -> ExpertWeights | PackedExperts:
+        """Returns the weights as the expert kernels take them."""
         num = self.num_entries
         if isinstance(self.gate_up, list):
             return self._packed
@@ -319,8 +334,10 @@ class Experts(nn.Module):
 
 
 def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple[list[Part], list[Part]]:
-    """Of gates and ups, and of downs: the shared expert's, cut into experts of the usual size. A checkpoint that has
-    the others in one tensor has this one by itself all the same."""
+    """Returns the parts of the gate/up and of the down weight that hold the shared expert in slices of routed size.
+
+    The shared expert has tensors of its own in every checkpoint layout.
+    """
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
     gate_name, up_name, down_name = (f"{name}.weight" for name in names.of_shared())
     gate_up, down = [], []

@@ -1,7 +1,7 @@
-"""Attention whose output is gated, with the norms and the partial rope of Qwen3-Next and Qwen3.5.
+"""Attention with an output gate, as in Qwen3-Next and Qwen3.5.
 
-The query projection also makes a gate for every element of the output. One merged product gives the gates first, then
-queries, keys and values side by side as plain attention has them; from there on it is `layers.attention`'s path.
+The query projection also computes a gate for every element of the attention output. One fused projection returns gates,
+queries, keys and values in this order; the rest is the path of `layers.attention`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from quire.layers.weights import Reorder, set_forms
 
 
 class GatedAttention(nn.Module):
+    """One attention block whose output is multiplied by the sigmoid of its gates."""
+
     def __init__(
         self,
         prefix: str,
@@ -45,10 +47,10 @@ class GatedAttention(nn.Module):
         kv_rows = shape.num_kv_heads * head_dim
         sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
         self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
-        order = replace(shape.order, angle_scale=1.0)  # the norm below undoes rope's scale, as in `layers.attention`
+        order = replace(shape.order, angle_scale=1.0)  # `qk_norm` undoes rope's scale, as in `layers.attention`
 
         def gates_first(rows: Tensor) -> Tensor:
-            """The checkpoint has a head's queries, then its gates, head by head."""
+            """Reorders the rows of the checkpoint, where each head's queries precede its gates."""
             q, gate = rows.unflatten(0, (-1, 2 * head_dim)).split(head_dim, dim=1)
             return torch.cat((gate.flatten(0, 1), order(q.flatten(0, 1))))
 
@@ -58,7 +60,7 @@ class GatedAttention(nn.Module):
         self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=norm_offset, order=shape.order)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
+        """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""
         k_cache, v_cache = plan.planes[2 * self.cache_index], plan.planes[2 * self.cache_index + 1]
         heads = self.shape.num_heads * self.shape.head_dim
         gate, qkv = self.project(stream, norm=self.norm).tensor_split((heads,), dim=1)

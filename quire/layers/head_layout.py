@@ -1,9 +1,9 @@
-"""How a checkpoint's heads lie is a matter of loading: rope then needs to know nothing of it.
+"""Reorders the elements of query and key heads while loading, so that rope has a single layout.
 
-Our rope turns element i of a head against element i + head_dim / 2. Some checkpoints turn only the first elements of a
-head, some turn neighbours against each other. So queries and keys are put in another order when they are loaded, the
-same for both, which no product of the two notices: each half of a head is half of what turns, then half of what stays
-still, at frequency 0.
+The rope kernels rotate element i of a head with element i + head_dim / 2. Some checkpoints rotate only the leading
+elements of a head (partial rope), some rotate neighbours (interleaved rope). Queries and keys are reordered alike,
+which leaves their scores unchanged: each half of a head gets half of the rotated elements, then half of the others,
+whose frequency is 0.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quire.layers.weights import Form, Reorder
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """Brings the rows of a query or key projection (or its bias, or a norm's weight) into our order."""
+    """Reorders the rows of a query or key projection, of its bias, or of a head norm's weight."""
 
     head_dim: int
-    turning: int  # leading elements of a head that rope turns
-    interleaved: bool = False  # the checkpoint turns 2i against 2i + 1, not i against i + turning / 2
-    angle_scale: float = 1.0  # rope's; what stays still is not to be scaled, so that is undone here, at no cost
-    num_heads: int | None = None  # leading heads of the tensor that are meant (queries and keys without values)
+    turning: int  # leading elements of a head that rope rotates
+    interleaved: bool = False  # the checkpoint rotates 2i with 2i + 1, not i with i + turning / 2
+    angle_scale: float = 1.0  # rope's scale, which is undone here for the elements that rope must leave unchanged
+    num_heads: int | None = None  # leading heads to reorder, in a tensor that has values as well; None: all
 
     @property
     def form(self) -> Form:
-        """As what weights take it: one that only reorders says so."""
+        """Returns this order as a form of weights: a `Reorder` if it only reorders, so that blocks stay quantized."""
         return Reorder(self) if self.angle_scale == 1.0 else self
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -44,19 +44,19 @@ class HeadOrder:
 
 @dataclass(frozen=True, slots=True)
 class ByHead:
-    """Brings the rows of a projection that has its heads' queries, keys and values in turn (or its bias) into queries,
-    then keys, then values."""
+    """Reorders the rows of a fused QKV projection (or bias) from one group per key head to queries, keys, values."""
 
     num_kv_heads: int
     head_dim: int
-    order: HeadOrder | None  # of queries and keys, once they stand so
+    order: HeadOrder | None  # order within queries and keys
 
     @property
     def form(self) -> Form:
+        """Returns this order as a form of weights, as `HeadOrder.form` does."""
         return Reorder(self) if self.order is None or self.order.angle_scale == 1.0 else self
 
     def __call__(self, rows: Tensor) -> Tensor:
-        # [kv_heads, its queries and two more, head_dim, ...]
+        # [kv_heads, query heads per key head + 2, head_dim, ...]
         groups = rows.unflatten(0, (self.num_kv_heads, -1, self.head_dim))
         parts = groups.split_with_sizes((groups.shape[1] - 2, 1, 1), dim=1)
         merged = torch.cat([part.flatten(0, 2) for part in parts])
@@ -64,7 +64,7 @@ class ByHead:
 
 
 def head_order(head_dim: int, turning: int, interleaved: bool = False) -> Tensor:
-    """Which element of the checkpoint's head stands at each place of ours, [head_dim]."""
+    """Returns, for each element of a reordered head, its index in the checkpoint's head, [head_dim]."""
     elements = torch.arange(head_dim)
     turn, still = elements[:turning], elements[turning:].view(2, -1)
     turn = turn.view(-1, 2).t() if interleaved else turn.view(2, -1)

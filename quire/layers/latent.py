@@ -1,8 +1,9 @@
-"""Latent attention (MLA): queries, keys and values through low ranks, and a cache that keeps the latent alone.
+"""Multi-head latent attention (MLA): low-rank queries, keys and values, and a KV cache of the latents only.
 
-Three forms of one computation. `absorbed` is what runs: queries are brought into the latent's space, attention reads
-each cache entry once for all heads, and the result is brought back. `expanded` keeps the same cache but works out every
-head's keys and values from it; `naive` caches those in full. They are the oracles, and run on the reference kernels.
+There are three forms of the same computation. `absorbed` is the one in use: queries are projected into the latent
+space, attention reads each cache entry once for all heads, and the result is projected back. `expanded` has the same
+cache but computes every head's keys and values from it; `naive` caches those in full. The latter two are oracles for
+tests, on the reference kernels.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from quire.layers.weights import Part, Weight
 from quire.types import CacheSpec
 
 Form = Literal["absorbed", "expanded", "naive"]
-NORM_EPS = 1e-6  # of the norms inside: not the config's
+NORM_EPS = 1e-6  # of the norms of the latents, which the config's value does not concern
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
+    """The sizes of a latent attention layer."""
+
     width: int
     num_heads: int
-    rank: int  # of keys and values: the latent's length
-    q_rank: int | None  # None: queries come straight from the stream
-    nope_dim: int  # of a head's query and key, the part that knows no position
-    rope_dim: int
+    rank: int  # length of the latent of keys and values
+    q_rank: int | None  # length of the latent of queries; None: queries are projected from the residual stream
+    nope_dim: int  # elements of a head's query and key without rope
+    rope_dim: int  # elements of a head's query with rope; all heads share the key's
     value_dim: int
-    scale: float
-    interleaved: bool  # the checkpoint's rope turns neighbours, not halves
+    scale: float  # of scores
+    interleaved: bool  # the checkpoint's rope rotates neighbours, not halves
     bias: bool = False
 
     @property
@@ -47,13 +50,14 @@ class LatentShape:
 
     @property
     def activation_elements(self) -> int:
-        """That a token has alive at one time."""
+        """Elements of activations alive at one time, per token."""
         return self.num_heads * (2 * self.head_dim + self.rope_dim + 2 * self.rank + 2 * self.value_dim)
 
 
 def latent_spec(
     shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: torch.dtype, page_tokens: int
 ) -> CacheSpec:
+    """Returns the cache spec of these layers: one latent per token, or every head's K and V in the naive form."""
     if form == "naive":
         entry, planes = (shape.num_heads, max(shape.head_dim, shape.value_dim)), 2
     else:
@@ -63,7 +67,9 @@ def latent_spec(
 
 
 class LatentAttention(nn.Module):
-    up: Tensor  # [heads * (nope_dim + value_dim), rank]: what makes a latent every head's key and value
+    """One latent attention block: norm, down projections, up projections, attention, output projection."""
+
+    up: Tensor  # [heads * (nope_dim + value_dim), rank]: projects a latent to every head's key and value
 
     def __init__(
         self,
@@ -100,7 +106,7 @@ class LatentAttention(nn.Module):
         self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this block's share added, of the tokens the plan wants"""
+        """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""
         shape = self.shape
         down = self.down(stream, norm=self.norm)
         q, entry = down.split_with_sizes((self.first_width, shape.rank + shape.rope_dim), 1)
@@ -115,7 +121,10 @@ class LatentAttention(nn.Module):
         return self.out(attended, residual=stream) if len(stream) else stream
 
     def _attend(self, q: Tensor, entry: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """q [tokens, heads, head_dim], entry [tokens, rank + rope_dim] -> [n, heads * value_dim]"""
+        """Computes the absorbed or the expanded form.
+
+        q [tokens, heads, head_dim], entry [tokens, rank + rope_dim] -> [n, heads * value_dim]
+        """
         shape, norm = self.shape, self.latent_norm
         cache = plan.planes[self.cache_index]
         q_rope = self.ops.latent_write(
@@ -152,14 +161,14 @@ class LatentAttention(nn.Module):
         return self.ops.paged_attention(whole, keys, values, plan.kernel, shape.scale)
 
     def _up(self) -> tuple[Tensor, Tensor]:
-        """What makes keys, [heads, nope_dim, rank], and values, [heads, value_dim, rank]."""
+        """Returns the up projections of keys, [heads, nope_dim, rank], and of values, [heads, value_dim, rank]."""
         shape = self.shape
         heads = self.up.view(shape.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
         return heads[:, : shape.nope_dim], heads[:, shape.nope_dim :]
 
 
 def _up_weight(prefix: str, shape: LatentShape, dtype: torch.dtype) -> Weight:
-    """As Hugging Face keeps it; or as GGUF files do, every head's keys (with columns for rows) and values apart."""
+    """Returns the up projection. GGUF files have one tensor of keys per head, transposed, and one of values."""
     heads, nope_dim, value_dim, rank = shape.num_heads, shape.nope_dim, shape.value_dim, shape.rank
     rows = nope_dim + value_dim
     weight = Weight.whole(f"{prefix}.kv_b_proj.weight", (heads * rows, rank), dtype)

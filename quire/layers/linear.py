@@ -1,8 +1,8 @@
-"""A linear layer over one or several checkpoint matrices. Attention, MLP and head are built of it.
+"""A linear layer over one or more checkpoint matrices. Attention, MLP and head consist of these.
 
-Matrices with the same input are merged into one weight, so that they cost one product: queries, keys and values; gate
-and up. How the weight is stored and applied is the scheme's business, and so is what it fuses: a product is asked for
-together with the norm before it and the gate or the addition to the residual stream after it.
+Matrices with the same input are merged into one weight and cost one product: queries, keys and values; gate and up. The
+scheme defines how the weight is stored and applied. It receives the norm before the product and the gate or the
+residual addition after it, and decides which of these it fuses.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from quire.layers.quant.scheme import Activation, Scheme
 
 
 class Linear(nn.Module):
+    """A product with a merged weight, with an optional norm before it and a gate or residual addition after it."""
+
     weight: Tensor
     bias: Tensor | None
-    whole: Tensor | None = None  # the weight and rows of zeros behind it, where a product with those is much quicker
-    weight_scale: Tensor  # [out_features], of schemes that have one
+    whole: Tensor | None = None  # the weight with zero rows appended, if a product with these is much faster
+    weight_scale: Tensor  # [out_features], of schemes with per-row scales
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         scheme: Scheme,
     ):
-        """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order their outputs stand."""
+        """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order of their outputs."""
         super().__init__()
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in sources)
@@ -38,13 +40,15 @@ class Linear(nn.Module):
         scheme.create(self, sources, bias, dtype)
 
     def finish(self) -> None:
-        """The loader calls this once the weights are real."""
+        """Repacks the weights as the scheme needs. Called by the loader once the weights are loaded."""
         self.scheme.finish(self)
 
     def forward(
         self, x: Activation, *, norm: RMSNorm | None = None, gate: Curve | None = None, residual: Tensor | None = None
     ) -> Activation:
-        """x [tokens, in_features] -> [tokens, out_features], or half of that with `gate`. In order: the norm of x,
-        the product, gate(first half) * second half, the sum with `residual`, whose memory may be taken for it. What a
-        `gate` gives is for another linear of the same scheme; all else is a tensor."""
+        """Returns norm(x) times the weight, then gate(first half) * second half, then plus `residual`.
+
+        x [tokens, in_features] -> [tokens, out_features], or half of these columns with `gate`. The result may take
+        the memory of `residual`. With `gate` it may be a `Scaled`, which only a linear of the same scheme accepts.
+        """
         return self.scheme.apply(self, x, norm, gate, residual)

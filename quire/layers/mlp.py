@@ -1,4 +1,4 @@
-"""Feed-forward blocks of dense models: gated, stream + down(act(gate(norm(stream))) * up(norm(stream))), and plain."""
+"""Feed-forward blocks of dense models: with gate/up projections (`GatedMLP`) and without a gate (`PlainMLP`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.layers.quant.scheme import Scheme
 from quire.layers.residual_join import Join
 from quire.types import QuireError
 
-ACTIVATIONS: dict[str, Curve] = {  # by the names of config.json
+ACTIVATIONS: dict[str, Curve] = {  # keys: names in config.json
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Curve] = {  # by the names of config.json
 
 
 def check_activation(name: str) -> str:
+    """Returns the name of a supported activation; raises `unsupported_model` for any other."""
     if name not in ACTIVATIONS:
         what = f"Activation {name!r} is not supported."
         raise QuireError("unsupported_model", what, f"Supported are {', '.join(ACTIVATIONS)}.")
@@ -35,13 +36,18 @@ def check_activation(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MLPNames:
-    """What a checkpoint calls a block's projections. `up`: gate and up, both in one, or, without a gate, up alone."""
+    """The names of a block's projections in a checkpoint.
+
+    `up`: gate and up; or the fused gate/up tensor; or up alone, in a block without a gate.
+    """
 
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
 
 
 class GatedMLP(nn.Module):
+    """stream + down(act(gate(norm(stream))) * up(norm(stream)))."""
+
     def __init__(
         self,
         prefix: str,
@@ -68,14 +74,14 @@ class GatedMLP(nn.Module):
         self.join = join or Join()
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
-        """stream [tokens, width] -> the stream, or `onto`, with this block's share added"""
+        """Returns the residual stream, or `onto`, plus this block's output. stream [tokens, width]"""
         x, norm = fuse_norm(self.norm, stream)
         x = self.gate_up(x, norm=norm, gate=self.curve)
         return self.join(self.down, x, stream if onto is None else onto)
 
 
 class PlainMLP(nn.Module):
-    """Without a gate: stream + down(act(up(norm(stream))))."""
+    """stream + down(act(up(norm(stream))))."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The mixture of experts in place of a feed-forward block: router, chosen experts, shared expert, all on the stream.
+"""The mixture of experts that replaces a feed-forward block: router, top-k experts, shared expert.
 
-Family files describe it with a `MoEShape` and the names of the checkpoint's tensors (`ExpertNames`), both of `experts`.
+Family files describe a mixture with a `MoEShape` and the checkpoint's tensor names (`ExpertNames`), both in `experts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.layers.weights import Part, Weight, scale_by, set_forms
 
 
 class SharedExpert(nn.Module):
-    """An expert every token goes through, as a block of its own."""
+    """The expert that every token passes through, as a block of its own."""
 
     def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
@@ -38,7 +38,7 @@ class SharedExpert(nn.Module):
             self.gate = Linear(shape.width, gate, dtype=dtype, scheme=Dense(ops))
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
-        """x is the normed stream; both [tokens, width]. Returns the stream with this expert's share added."""
+        """Returns the residual stream plus this expert's output. x: the normed stream; both [tokens, width]"""
         inner = self.gate_up(x, gate=self.curve)
         if self.gate is None:
             return self.down(inner, residual=stream)
@@ -50,7 +50,9 @@ def _add_gated(stream: Tensor, out: Tensor, gate: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    router: Tensor  # [logits, width]; it decides by small differences, so it is never quantized
+    """One mixture block: norm, router, top-k experts and shared expert."""
+
+    router: Tensor  # [logits, width]; never quantized, since small differences decide the choice of experts
     router_bias: Tensor | None
     choice_bias: Tensor | None
 
@@ -67,8 +69,9 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
         join: Join | None = None,
     ):
-        """`experts`: where the checkpoint keeps them otherwise than `names` can say; `shared`: the shared one, where it
-        lies elsewhere. It is called like a `SharedExpert`. `join`: how the sum of all comes to the stream."""
+        """`experts`: the experts, for checkpoint layouts that `names` can't describe. `shared`: the shared expert, for
+        such layouts; it is called like a `SharedExpert`. `join`: adds the sum of all outputs to the residual stream.
+        """
         super().__init__()
         self.norm = norm
         self.ops = ops
@@ -93,11 +96,11 @@ class MoE(nn.Module):
 
     @property
     def experts_add(self) -> bool:
-        """The routed experts add their shares to something, be it the stream or the shared one's."""
+        """Whether the routed experts' kernel adds to a tensor: the residual stream or the shared expert's output."""
         return self.join.is_plain or self.shared is not None
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
-        """stream [tokens, width] -> the stream, or `onto`, with the experts' shares added"""
+        """Returns the residual stream, or `onto`, plus the experts' output. stream [tokens, width]"""
         x, norm = fuse_norm(self.norm, stream)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         x, chosen, weights = self.ops.norm_route(
@@ -109,16 +112,16 @@ class MoE(nn.Module):
         return self.join.add(self._shares(x, chosen, weights, None), onto)
 
     def _shares(self, x: Tensor, chosen: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
-        """x is the normed stream, [tokens, width]. Returns all experts' shares, added to `onto` where there is that."""
+        """Returns the sum of all experts' outputs, plus `onto` if given. x: the normed stream, [tokens, width]"""
         if self.shared is not None:
-            # Its sum may take the stream's memory, which without a norm is also what the experts are yet to read.
+            # The result may take the memory of `onto`. Without a norm that is also x, which the experts still read.
             room = torch.zeros_like(x) if onto is None else onto.clone() if onto is x else onto
             onto = self.shared(x, room)
         return self.ops.run_experts(x, self.experts.weights(), chosen, weights, onto)
 
 
 def moe_activations(shape: MoEShape) -> int:
-    """Elements a token has alive at one time between its products; what lies there may be kept in FP8 as well."""
-    num_sent = shape.routing.top_k + -(-shape.shared_width // shape.inner_width)  # the shared one, if it is merged
+    """Elements of activations alive at one time per token, including FP8 copies between the products."""
+    num_sent = shape.routing.top_k + -(-shape.shared_width // shape.inner_width)  # with a merged shared expert
     of_experts = shape.inner_width + shape.inner_width // 2 + shape.width
     return num_sent * of_experts + 3 * shape.shared_width + 2 * shape.width

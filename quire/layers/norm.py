@@ -1,4 +1,4 @@
-"""Norms: of the residual stream, of a block's output, and of queries and keys."""
+"""Norms of the residual stream, of a block's output, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.layers.weights import Form, Part, Weight, set_forms
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Checkpoints that keep a norm's weight less one: zero stands for one."""
+    """A form for checkpoints that store a norm's weight minus `by`."""
 
     by: float
 
@@ -25,6 +25,8 @@ class Offset:
 
 
 class RMSNorm(nn.Module):
+    """Scales a vector to unit root mean square, then by a weight. Products may fuse it."""
+
     weight: Tensor
 
     def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, ops: Ops, offset: float = 0.0):
@@ -37,14 +39,14 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add_to(self, stream: Tensor, x: Tensor, factor: float) -> Tensor:
-        """The stream plus `factor` times the norm of x, both [tokens, width], in the stream's memory."""
+        """Returns stream + factor * norm(x), in the memory of `stream`; both [tokens, width]."""
         if self.ops.norm_add is not None:
             return self.ops.norm_add(x, self.weight, self.eps, stream, factor)
         return stream.add_(self(x), alpha=factor)
 
 
 class LayerNorm(nn.Module):
-    """Mean taken off, then scaled to unit variance. Older families, and those that kept to it."""
+    """Subtracts the mean and scales to unit variance, then by a weight and plus a bias."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -74,14 +76,14 @@ Norm = RMSNorm | LayerNorm
 
 
 def fuse_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
-    """What a product is to be given: x and the norm it may take along, or x normed where it can't."""
+    """Returns the arguments of the product after a norm: x with an RMSNorm it can fuse, or x already normed."""
     if norm is None or isinstance(norm, RMSNorm):
         return x, norm
     return norm(x), None
 
 
 class QKNorm(nn.Module):
-    """The weights that norm each query head and each key head; applied where rope is, in one kernel."""
+    """The weights of the norms of each query head and each key head. The rope kernel applies them."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -97,7 +99,7 @@ class QKNorm(nn.Module):
         order: HeadOrder | None = None,
         names: tuple[str, str] = ("q_norm", "k_norm"),
     ):
-        """`order`: that of the heads the weights are for; `names`: what the checkpoint calls them."""
+        """`order`: order of the heads' elements. `names`: names of the two norms in the checkpoint."""
         super().__init__()
         self.q_weight = _norm_weight(f"{prefix}.{names[0]}.weight", head_dim, dtype, offset, order)
         self.k_weight = _norm_weight(f"{prefix}.{names[1]}.weight", head_dim, dtype, offset, order)
@@ -105,11 +107,13 @@ class QKNorm(nn.Module):
 
 
 class TurnedQKNorm(QKNorm):
-    """Norms of heads behind rope. How long a head is rope does not change, so that is measured where others have it,
-    with weights of one. The checkpoint's come behind rope, to queries alone, those of keys as well: a score is a sum of
-    products."""
+    """Head norms that the model applies after rope.
 
-    behind: Tensor  # [2, head_dim]: of queries, of keys
+    Rope keeps the length of a head, so the rope kernel norms before rope with weights of one. The checkpoint's weights
+    are applied after rope. A score is a sum of products, so the weights of keys are applied to the queries as well.
+    """
+
+    behind: Tensor  # [2, head_dim]: weights of queries and of keys
 
     def __init__(
         self,
@@ -129,12 +133,12 @@ class TurnedQKNorm(QKNorm):
         self.behind = Weight((2, head_dim), dtype, tuple(lines))
 
     def weigh(self, q: Tensor) -> Tensor:
-        """q [tokens, heads, head_dim], turned; changed in place"""
+        """Multiplies queries after rope by both weights, in place. q [tokens, heads, head_dim]"""
         return q.mul_(self.behind[0] * self.behind[1])
 
 
 class WideQKNorm(nn.Module):
-    """Queries normed over all their heads together, and keys over all theirs, before rope."""
+    """Norms queries over all heads together, and keys likewise, before rope."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class WideQKNorm(nn.Module):
         ops: Ops,
         order: HeadOrder | None = None,
     ):
-        """`order`: that of the heads the weights are for."""
+        """`order`: order of the heads' elements."""
         super().__init__()
         self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, dtype, ops)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, dtype, ops)
@@ -155,7 +159,7 @@ class WideQKNorm(nn.Module):
         self.widths = (q_width, k_width)
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """qkv [tokens, q_width + 2 k_width], changed in place"""
+        """Norms queries and keys in place. qkv [tokens, q_width + 2 k_width]"""
         q_width, k_width = self.widths
         for norm, start, width in ((self.q_norm, 0, q_width), (self.k_norm, q_width, k_width)):
             part = qkv[:, start : start + width]
@@ -165,19 +169,20 @@ class WideQKNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """How a checkpoint keeps the layer norms of query heads and key heads."""
+    """The layout of the layer norms of query heads and key heads in a checkpoint."""
 
     q_name: str = "q_norm"
     k_name: str = "k_norm"
-    kept: Literal["rows", "apart", "shared"] = "rows"  # of one tensor; a tensor for each head; one that all heads share
+    # one tensor with a row per head; a tensor per head; one tensor for all heads
+    kept: Literal["rows", "apart", "shared"] = "rows"
     bias: bool = False
 
 
 class HeadLayerNorm(nn.Module):
-    """Each query head and each key head normed with its mean taken off, by weights of its own, before rope."""
+    """Layer norms of each query head and each key head, with weights per head, before rope."""
 
     weight: Tensor  # [query and key heads, head_dim]
-    bias: Tensor | None  # likewise
+    bias: Tensor | None  # [query and key heads, head_dim]
 
     def __init__(
         self,
@@ -190,7 +195,7 @@ class HeadLayerNorm(nn.Module):
         dtype: torch.dtype,
         order: HeadOrder | None = None,
     ):
-        """`order`: that of the heads the weights are for."""
+        """`order`: order of the heads' elements."""
         super().__init__()
         self.eps = eps
         shape = (num_heads + num_kv_heads, head_dim)
@@ -200,12 +205,12 @@ class HeadLayerNorm(nn.Module):
             k_name = f"{prefix}.{norms.k_name}"
             return q_parts + _head_parts(k_name, kind, kept, num_heads, num_kv_heads, head_dim, order)
 
-        joined = (parts("weight", "rows"),) if norms.kept == "apart" else ()  # as GGUF files have them
+        joined = (parts("weight", "rows"),) if norms.kept == "apart" else ()  # the layout of GGUF files
         self.weight = Weight(shape, dtype, parts("weight"), joined)
         self.bias = Weight(shape, dtype, parts("bias")) if norms.bias else None
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """qkv [tokens, (heads + 2 kv_heads) * head_dim], changed in place"""
+        """Norms queries and keys in place. qkv [tokens, (heads + 2 kv_heads) * head_dim]"""
         num_heads, head_dim = self.weight.shape
         heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
         normed = functional.layer_norm(heads.float(), (head_dim,), eps=self.eps).mul_(self.weight)
@@ -216,7 +221,7 @@ class HeadLayerNorm(nn.Module):
 def _head_parts(
     name: str, kind: str, kept: str, start: int, num_heads: int, head_dim: int, order: HeadOrder | None
 ) -> tuple[Part, ...]:
-    """The rows of `num_heads` heads, from row `start` on."""
+    """Returns the parts of `num_heads` heads, from row `start` on."""
     if kept == "apart":
         form = _HeadRows(1, head_dim, order)
         return tuple(
@@ -230,7 +235,7 @@ def _head_parts(
 
 @dataclass(frozen=True, slots=True)
 class _HeadRows:
-    """One row for each head, in our order, of a tensor that has as many or one for all."""
+    """A form that reorders the elements of head norms and repeats a norm that all heads share."""
 
     num_heads: int
     head_dim: int
@@ -242,7 +247,7 @@ class _HeadRows:
 
 
 def _norm_weight(name: str, width: int, dtype: torch.dtype, offset: float, order: HeadOrder | None = None) -> Weight:
-    """In float32 where something is added to it: next to one, a small type would round it away."""
+    """Returns a norm's weight, in float32 if an offset is added: a smaller type would round the stored value away."""
     form: Form | None = Offset(offset) if offset else None
     if order is not None:
         form = _OrderedNorm(order, offset)
@@ -252,6 +257,8 @@ def _norm_weight(name: str, width: int, dtype: torch.dtype, offset: float, order
 
 @dataclass(frozen=True, slots=True)
 class _OrderedNorm:
+    """A form that adds an offset and reorders."""
+
     order: HeadOrder
     offset: float
 

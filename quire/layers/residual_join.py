@@ -1,4 +1,4 @@
-"""How a block's output comes back to the residual stream: attention and feed-forward blocks end with it."""
+"""Adds a block's output to the residual stream, at the end of attention and feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.layers.norm import Norm, RMSNorm
 
 
 class Join(nn.Module):
-    """Added inside the last product where that is all there is to it; else normed or scaled on the way."""
+    """Adds an output inside the block's last product, or norms and scales it first where the model does."""
 
     def __init__(self, norm: Norm | None = None, scale: float = 1.0):
         super().__init__()
@@ -18,17 +18,15 @@ class Join(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing is done to what is added."""
+        """Whether the output is added without a norm or a scale."""
         return self.norm is None and self.scale == 1.0
 
     def forward(self, last: Linear, x: Tensor, stream: Tensor) -> Tensor:
-        """`last` is the block's last product and x its input; returns the stream with the block's share added,
-        for which its memory may be taken"""
+        """Returns stream + last(x), with `last` the block's last product. The result may take the stream's memory."""
         return last(x, residual=stream) if self.is_plain else self.add(last(x), stream)
 
     def add(self, out: Tensor, stream: Tensor) -> Tensor:
-        """The stream with a block's output added, in the stream's memory; for a block that does not end with a
-        product."""
+        """Returns the stream plus a block's output, in the stream's memory."""
         if isinstance(self.norm, RMSNorm):
             return self.norm.add_to(stream, out, self.scale)
         if self.norm is not None:

@@ -1,7 +1,7 @@
-"""Rotary positions: how fast each pair of a head's elements turns, and the angles of one step's tokens.
+"""Rotary position embedding: the frequency of each pair of a head's elements, and the angles of a step's tokens.
 
-A model computes the angles once a step and hands them to every layer; there is no table to size or to outgrow.
-Frequencies and angles are worked out in float32 the way transformers does, so that long positions agree.
+A model computes the angles once per step and passes them to every layer, so there is no table whose size limits
+positions. Frequencies and angles are computed in float32 like those of transformers, so that long positions agree.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "prop
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    kind: str = "default"  # one of SUPPORTED, or "none": nothing turns
+    """The rope settings of one kind of layer."""
+
+    kind: str = "default"  # one of SUPPORTED, or "none": no rotation
     theta: float = 10000.0
-    factor: float = 1.0  # how many times longer than in training sequences may get
-    original_len: int = 0  # positions the model was first trained with (llama3, yarn)
+    factor: float = 1.0  # ratio of supported positions to `original_len`
+    original_len: int = 0  # positions in the first training (llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the ramp's ends to whole pairs
-    attention_factor: float | None = None  # yarn, longrope: scales cos and sin; None: from `factor`
-    share: float = 1.0  # proportional: of the pairs, the first that turn
-    divisors: tuple[float, ...] = ()  # one per pair, on top of all that (longrope; GGUF keeps llama3 scaling this way)
+    truncate: bool = True  # yarn: rounds the ends of the ramp to whole pairs
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: derived from `factor`
+    share: float = 1.0  # proportional: fraction of the pairs that rotate, the first ones
+    divisors: tuple[float, ...] = ()  # one per pair, applied last (longrope; llama3 scaling in GGUF files)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
-        """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json."""
+        """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`, from a config.json."""
         given = {**_fields(config, "rope_scaling"), **_fields(config, "rope_parameters")}
         kind = given.get("rope_type") or given.get("type") or "default"
-        kind = {"su": "longrope"}.get(kind, kind)  # its first name
+        kind = {"su": "longrope"}.get(kind, kind)  # an older name of the same scaling
         if kind not in SUPPORTED:
             raise QuireError(
                 "unsupported_model",
@@ -77,7 +79,7 @@ class RopeConfig:
 
     @property
     def angle_scale(self) -> float:
-        """What cos and sin are multiplied with."""
+        """The factor of cos and sin."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -88,7 +90,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair, [head_dim / 2] float32."""
+    """Returns the radians per position of each pair, [head_dim / 2] float32."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32)
     plain = 1.0 / config.theta ** (pairs / head_dim)
     match config.kind:
@@ -103,7 +105,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             scaled = _llama3(config, plain)
         case "yarn":
             scaled = _yarn(config, plain, head_dim)
-        case _:  # dynamic scaling, too, begins only beyond the positions we offer
+        case _:  # also "dynamic", whose scaling begins beyond the positions that are served
             scaled = plain
     if not config.divisors:
         return scaled
@@ -114,12 +116,12 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rope:
-    """The angles of a step's tokens for one kind of rope."""
+    """Computes the angles of a step's tokens for one `RopeConfig`."""
 
     def __init__(
         self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops, still_dim: int = 0
     ):
-        """`still_dim`: elements of a head that do not turn, the second half of each half (see `layers.partial`)."""
+        """`still_dim`: elements of a head without rotation: the end of each half (see `layers.head_layout`)."""
         turning = inverse_frequencies(config, head_dim - still_dim)
         self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(device)
         self.scale = config.angle_scale
@@ -127,7 +129,7 @@ class Rope:
         self.ops = ops
 
     def angles(self, positions: Tensor) -> Angles:
-        """positions [tokens]"""
+        """Returns cos and sin for the positions of a step. positions [tokens]"""
         return self.ops.plan_angles(positions, self.frequencies, self.scale, self.dtype)
 
 
@@ -139,7 +141,7 @@ def _fields(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _above_zero(given: dict[str, Any], key: str, default: float) -> float:
-    """A field that is absent, null or 0 has the default."""
+    """Returns a number above 0; an absent field, null and 0 have the default."""
     value = given.get(key) or default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise QuireError("bad_config", f"{key}={value!r} must be a number above 0.", "Check config.json.")
@@ -156,8 +158,10 @@ def _hf_attention_factor(given: dict[str, Any], factor: float) -> float | None:
 
 
 def _longrope_divisors(config: dict[str, Any], given: dict[str, Any], original_len: float) -> tuple[float, ...]:
-    """One set of factors for all sequences, or what is cached would be of no use to longer ones: the long set, unless
-    no sequence may outgrow the positions the model was first trained with."""
+    """Returns one set of factors for all sequences, so that cached pages fit sequences of any length.
+
+    This is the long set, unless no sequence may exceed the positions of the first training.
+    """
     served_len = config.get("served_len") or config.get("max_position_embeddings") or 0
     key = "long_factor" if served_len > original_len else "short_factor"
     factors = given.get(key)
@@ -167,20 +171,21 @@ def _longrope_divisors(config: dict[str, Any], given: dict[str, Any], original_l
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Longer contexts flatten the softmax; this is the factor that sharpens it again."""
+    """Returns yarn's scale of cos and sin, which offsets the flatter softmax of longer contexts."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow pairs are divided by the factor, fast ones are left alone, those between are blended."""
-    turns = config.original_len * plain / (2 * math.pi)  # full turns within the original length
+    """Returns frequencies with slow pairs divided by the factor, fast pairs unchanged, and a blend in between."""
+    turns = config.original_len * plain / (2 * math.pi)  # full rotations within the original length
     blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / config.factor + blend * plain
 
 
 def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
-    """Pairs that turn often within the original length keep their speed, rare ones are slowed down, with a ramp."""
+    """Returns frequencies unchanged for pairs with many rotations in the original length, divided by the factor for
+    pairs with few, and on a linear ramp in between."""
 
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(config.original_len / (times * 2 * math.pi)) / (2 * math.log(config.theta))

@@ -1,7 +1,7 @@
-"""From a dense model's layers to one native call that runs them all, and from a `Step` to that call's arguments.
+"""Runs all layers of a dense model in one call of the native library, and turns a `Step` into its arguments.
 
-`models.dense` asks for it once, where its ops have a native library; the layers themselves stay what they are, and run
-one by one everywhere else.
+`models.families.dense` builds the stack once, if its ops have a native library. On other devices the same layers run
+one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Block = GatedMLP | PlainMLP | MoE
 
 
 def fits_stack(block: nn.Module) -> bool:
-    """Whether a stack can run a layer with this feed-forward block, or mixture with experts in blocks."""
+    """Whether a stack can run a layer with this feed-forward block, or with this mixture (with experts in blocks)."""
     if type(block) is not MoE:
         return isinstance(block, GatedMLP | PlainMLP)
     from quire.kernels.native.mixture import MixturePlan
@@ -44,7 +44,7 @@ def fits_stack(block: nn.Module) -> bool:
 
 
 def plan_layer(attention: Attention, mlp: Block, group: int, rope: int) -> LayerPlan:
-    """`group`, `rope`: which of the step's groups and of the stack's ropes are the layer's."""
+    """Returns one layer for the stack. `group`, `rope`: indices into the step's cache groups and the stack's ropes."""
     from quire.kernels.native.stack import LayerPlan
 
     q_norm, k_norm = None, None
@@ -92,7 +92,7 @@ def _plan_mixture(block: MoE) -> MixturePlan:
 
 
 def _of_floats(weight: Tensor, bias: Tensor | None, native: Native) -> PackedLinear:
-    """A small matrix that is never quantized."""
+    """Packs a small matrix in float32; it is never quantized."""
     from quire.kernels.native.matrix import PackedLinear, pack_floats
 
     rows, columns = weight.shape
@@ -122,7 +122,7 @@ def make_stack(
     has_gate: bool,
     is_parallel: bool,
 ) -> Stack:
-    """`attention`: any layer's, for what they all share."""
+    """Returns the stack of these layers. `attention`: that of any layer, for the settings that all layers share."""
     from quire.kernels.native.stack import Stack, StackPlan
 
     assert ops.native is not None
@@ -154,7 +154,7 @@ def make_stack(
 
 
 def run_stack(stack: Stack, step: Step, specs: Sequence[CacheSpec], caches: Mapping[str, Tensor]) -> Tensor:
-    """The hidden states `step.wanted`, [n, width]; keys and values of every token are left in `caches`."""
+    """Returns the hidden states of `step.wanted`, [n, width]; writes K and V of every token to `caches`."""
     from quire.kernels.native.stack import GroupInputs
 
     groups = []

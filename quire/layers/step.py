@@ -1,7 +1,7 @@
-"""One step as tensors: what a model's forward gets, and all it gets. Built by `runtime` from the device rows.
+"""One step as tensors: the whole input of a model's forward. `runtime` builds it from the device rows.
 
-Layers and kernels read it; nobody writes it. Host-side integers ride along so that nothing has to wait for the
-device to learn a shape.
+Layers and kernels read it and never write to it. It includes host-side integers, so that no shape has to be read back
+from the device.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PagedInputs:
-    """Where one paged group's bytes lie in this step."""
+    """The pages and slots of one paged cache group in this step."""
 
     page_table: Tensor  # [rows, max_pages] int32; entries past a row's pages are 0
-    slots: Tensor  # [tokens] int64: page * page_tokens + offset, where each new token's entry is written
-    row_index: Tensor | None = None  # [rows] int64: the row of `page_table` that is each row's; None: in order
-    work: Any = None  # lists that the attention kernels of a captured step read; None: made from the counts below
+    slots: Tensor  # [tokens] int64: page * page_tokens + offset of each new token's cache entry
+    row_index: Tensor | None = None  # [rows] int64: index into `page_table` of each row; None: in order
+    work: Any = None  # work lists of the attention kernels in a captured step; None: derived from `counts`
 
 
 @dataclass(slots=True)
 class StateInputs:
-    """Which slot holds each row's live state. A row whose start is 0 finds zeros there."""
+    """The slots of the recurrent state of each row. The slot of a row that starts at 0 holds zeros."""
 
     slots: Tensor  # [rows] int64
 
 
 @dataclass(slots=True)
 class Samples:
-    """The rows that are sampled, for steps in which nothing but their last tokens' hidden states is wanted."""
+    """The sampled rows, for steps that only need the hidden states of sampled tokens."""
 
-    rows: Tensor  # [samples] int64: places in the step's rows
-    len_bounds: list[int]  # of those rows
+    rows: Tensor  # [samples] int64: indices into the step's rows
+    len_bounds: list[int]  # host upper bounds of these rows' lengths
 
 
 @dataclass(slots=True)
 class Step:
+    """One step's tokens, with the tokens of each row contiguous."""
+
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    query_starts: Tensor  # [rows + 1] int32: row r's tokens are query_starts[r] : query_starts[r + 1]
-    seq_lens: Tensor  # [rows] int32: length of each row once this step is done
-    logits_index: Tensor  # [samples] int64: tokens whose hidden state is sampled from
+    query_starts: Tensor  # [rows + 1] int32: row r has tokens query_starts[r] : query_starts[r + 1]
+    seq_lens: Tensor  # [rows] int32: length of each row after this step
+    logits_index: Tensor  # [samples] int64: tokens whose logits are sampled
     groups: dict[str, PagedInputs | StateInputs]
-    counts: list[int] = field(default_factory=list)  # host copy: tokens per row, so query_starts is its running sum
+    counts: list[int] = field(default_factory=list)  # tokens per row, on the host; query_starts is their cumulative sum
     len_bounds: list[int] = field(default_factory=list)  # host upper bounds of seq_lens (exact without drafts)
-    samples: Samples | None = None  # None: every token's hidden state is wanted
+    samples: Samples | None = None  # None: the hidden states of all tokens are needed
 
     def wanted(self, x: Tensor) -> Tensor:
-        """Of x [tokens, ...], what a model gives back: the tokens that are sampled, where only those are wanted."""
+        """Returns the rows of x [tokens, ...] that a model returns: all, or those of the sampled tokens."""
         return x if self.samples is None else x[self.logits_index]

@@ -1,7 +1,7 @@
-"""Weights that know where they come from: each names the checkpoint tensors that fill it, and which rows each fills.
+"""Weights with their loading rule: the checkpoint tensors of each weight, and the rows that each tensor fills.
 
-Layers make them on the meta device, where they cost nothing; the loader walks a model, fills them and puts the real
-tensors in their place. Two weights with the same parts (a tied embedding and head) end up as one tensor.
+Layers create weights on the meta device, without memory. The loader walks a model, reads each weight's parts and
+replaces it by the real tensor. Two weights with the same parts (a tied embedding and head) become one tensor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-Form = Callable[[Tensor], Tensor]  # from a tensor as a checkpoint holds it to our rows of it
+Form = Callable[[Tensor], Tensor]  # transforms a checkpoint's tensor into rows of a weight
 
 
 @runtime_checkable
 class RowOrder(Protocol):
-    """A form that only puts rows into another order: blocks can stay as they are."""
+    """A form that only reorders rows, so that quantized blocks can be kept unchanged."""
 
     def order(self, num_rows: int) -> Tensor:
-        """[rows] int64: which row of the checkpoint's tensor each of ours is"""
+        """Returns, for each row of the weight, its index in the checkpoint's tensor, [rows] int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reorder:
-    """A form that does nothing but that, made of a function that does it to any tensor's rows."""
+    """The `RowOrder` of a function that reorders the rows of any tensor."""
 
     by: Form
 
@@ -41,7 +41,7 @@ class Reorder:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A form: what a tensor is multiplied with when it is loaded."""
+    """A form that multiplies a tensor by a factor."""
 
     by: float
 
@@ -50,39 +50,39 @@ class Scale:
 
 
 def scale_by(factor: float) -> Scale | None:
-    """By one nothing is scaled, and blocks can stay as they are."""
+    """Returns the form that scales by this factor; None for 1, so that quantized blocks can be kept unchanged."""
     return None if factor == 1.0 else Scale(factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills: `start` to before `stop`."""
+    """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     start: int
-    stop: int
-    index: int | None = None  # which entry of the tensor's first dimension; None: all of them
-    form: Form | None = None  # how what was read becomes these rows; None: as it is
+    stop: int  # exclusive
+    index: int | None = None  # entry of the tensor's first dimension; None: the whole tensor
+    form: Form | None = None  # transforms the tensor or entry into these rows; None: unchanged
 
     @property
     def keeps_rows(self) -> bool:
-        """The rows are a tensor's own, in whatever order: blocks can stay as they are."""
+        """Whether the form changes at most the order of rows, so that quantized blocks can be kept unchanged."""
         return self.form is None or isinstance(self.form, RowOrder)
 
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """One part's rows as a checkpoint has them."""
+    """The rows of one part in a checkpoint."""
 
     shape: tuple[int, ...]
-    read: Callable[[int, int], Tensor]  # (first, count) -> those rows as floats, [count, columns]
-    type_name: str = "F32"  # as GGUF calls it
-    blocks: Tensor | None = None  # the tensor's own bytes, [bytes] uint8, where they can be had as they are
-    order: Tensor | None = None  # [rows] int64: which row of `blocks` each row is; None: as they come
+    read: Callable[[int, int], Tensor]  # (first, count) -> these rows as floats, [count, columns]
+    type_name: str = "F32"  # GGUF's name of the type
+    blocks: Tensor | None = None  # [bytes] uint8: the tensor's raw bytes, if these are usable; None: only `read` works
+    order: Tensor | None = None  # [rows] int64: index into the rows of `blocks` of each row; None: in order
 
     def reordered(self, order: Tensor) -> PartSource:
-        """The same rows in another order, [rows] int64."""
+        """Returns the same rows in another order. order [rows] int64"""
 
         @cache
         def read_all() -> Tensor:
@@ -91,17 +91,18 @@ class PartSource:
         def read(first: int, count: int) -> Tensor:
             rows = order[first : first + count]
             low, stop = int(rows.min()), int(rows.max()) + 1
-            if stop - low > 4 * count:  # from all over the matrix, which would be read again for each of its pieces
+            if stop - low > 4 * count:  # scattered rows: each call would read most of the matrix
                 return read_all()[rows]
             return self.read(low, stop - low)[rows - low]
 
         return replace(self, read=read, order=order if self.order is None else self.order[order])
 
     def split(self, num: int) -> list[PartSource]:
-        """The `num` matrices of a tensor that holds them behind, or below, each other."""
+        """Returns the `num` matrices of a tensor that stacks them, along a first dimension or by rows."""
         return [self.entry(index, num) for index in range(num)]
 
     def entry(self, index: int, num: int) -> PartSource:
+        """Returns one of the `num` stacked matrices."""
         assert self.order is None and self.shape[0] % num == 0
         rows = self.shape[1] if len(self.shape) == 3 else self.shape[0] // num
 
@@ -118,22 +119,22 @@ class PartSource:
 
 
 class Packing(Protocol):
-    """How a weight that is no tensor is made of its parts. Weights with equal parts and packings are shared."""
+    """Packs the parts of a weight that is not stored as a tensor. Equal parts and packing make one shared weight."""
 
     def num_bytes(self, weight: Weight) -> int:
-        """Once packed."""
+        """Returns the bytes of the packed weight."""
 
     def pack(self, weight: Weight, sources: list[PartSource]) -> Any: ...
 
 
 class Weight(nn.Parameter):
-    """A parameter still on meta, with its loading rule."""
+    """A parameter on the meta device with its loading rule."""
 
     parts: tuple[Part, ...]
-    others: tuple[tuple[Part, ...], ...]  # other ways in which checkpoints hold the same weight
-    stored: torch.dtype  # the type it ends up in, where its owner repacks it after loading,
-    is_scaled: bool  # with a float32 for each of its rows
-    packing: Packing | None  # where it ends up as something else than a tensor
+    others: tuple[tuple[Part, ...], ...]  # alternative layouts of the weight in checkpoints
+    stored: torch.dtype  # type after loading, which differs from `dtype` if the owner repacks the weight
+    is_scaled: bool  # has per-row scales after loading, in float32
+    packing: Packing | None  # None: stored as a tensor
 
     def __new__(
         cls,
@@ -151,13 +152,15 @@ class Weight(nn.Parameter):
         return weight
 
     def store_scaled(self, dtype: torch.dtype) -> None:
-        """It ends up in this type, with a scale for each row."""
+        """Declares that the weight is stored in this type with per-row scales."""
         self.stored, self.is_scaled = dtype, True
 
     def parts_in(self, found: Mapping[str, object]) -> tuple[Part, ...]:
-        """The parts as a checkpoint with tensors of these names holds them; the usual ones where none fits. Names that
-        all ways have in common tell nothing. Of several ways the first is taken whose shapes are those of `found`, or
-        else the first."""
+        """Returns the parts of the layout that a checkpoint with these tensors has; the default layout if none matches.
+
+        A layout matches if one of the names that distinguish it is in `found`. Of several matches, the first one whose
+        shapes equal those in `found` is used, else the first one.
+        """
         layouts = (self.parts, *self.others)
         if len(layouts) == 1:
             return self.parts
@@ -168,23 +171,24 @@ class Weight(nn.Parameter):
 
     @property
     def kept_as(self) -> tuple[object, ...]:
-        """Weights of which this is equal are kept once."""
+        """The identity of the stored weight: weights with equal values share one copy."""
         return self.parts, self.packing, self.stored
 
     @property
     def stored_bytes(self) -> int:
+        """Bytes of the weight after loading, with its scales."""
         if self.packing is not None:
             return self.packing.num_bytes(self)
         return math.prod(self.shape) * self.stored.itemsize + (4 * self.shape[0] if self.is_scaled else 0)
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """A weight that is exactly one checkpoint tensor."""
+        """Returns a weight that equals one checkpoint tensor."""
         return cls(shape, dtype, (Part(name, shape, 0, shape[0]),))
 
     @classmethod
     def stacked(cls, sources: list[tuple[str, int]], columns: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """Several checkpoint tensors, (name, rows), one below the other."""
+        """Returns a weight that stacks several checkpoint tensors, each (name, rows), by rows."""
         parts, start = [], 0
         for name, rows in sources:
             parts.append(Part(name, (rows, *columns), start, start + rows))
@@ -194,7 +198,7 @@ class Weight(nn.Parameter):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRows:
-    """A form: rows, in order so many by so much."""
+    """A form that multiplies consecutive blocks of rows, each (rows, factor)."""
 
     by: tuple[tuple[int, float], ...]
 
@@ -203,14 +207,14 @@ class ScaleRows:
         return torch.cat([part * factor for part, (_, factor) in zip(parts, self.by, strict=True)])
 
 
-# cuBLAS takes four to seven times as long for a product with 65,537 rows, a vocabulary, as for one with 65,544, at 8 to
-# 256 tokens. A large matrix on a GPU that has no whole number of these has zeros behind it, for such products.
+# cuBLAS takes four to seven times as long for a product with 65,537 rows (a vocabulary) as for one with 65,544, at 8 to
+# 256 tokens. So a large matrix on a GPU is padded with zero rows to a multiple of WHOLE_ROWS.
 WHOLE_ROWS = 8
 MANY_ROWS = 1024
 
 
 def empty_matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor to be filled, with zeros behind it where `whole_rows` is to find them."""
+    """Returns a tensor to fill. A large matrix on a GPU is followed by the zero rows that `whole_rows` needs."""
     spare = -shape[0] % WHOLE_ROWS
     if not spare or len(shape) != 2 or shape[0] < MANY_ROWS or device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -218,7 +222,7 @@ def empty_matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def whole_rows(matrix: Tensor) -> Tensor | None:
-    """The matrix and what `empty_matrix` left behind it, if anything."""
+    """Returns the matrix with its zero rows from `empty_matrix`; None if it has none."""
     rows, columns = matrix.shape
     whole = rows + -rows % WHOLE_ROWS
     room = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
@@ -226,8 +230,10 @@ def whole_rows(matrix: Tensor) -> Tensor | None:
 
 
 def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None = None) -> None:
-    """How each checkpoint tensor of a linear layer, in order, becomes its rows of the merged weight (and bias).
-    `only`: of the one of this name alone."""
+    """Sets the form of each part, in order, of a module's weights (a linear layer's merged weight and bias).
+
+    `only`: the name of the one weight to change; None: all.
+    """
     for name, weight in own_weights(module):
         if only not in (None, name):
             continue
@@ -236,8 +242,10 @@ def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None 
 
 
 def also_called(module: nn.Module, *names: str) -> None:
-    """What checkpoints call the tensors of a norm, or of a linear layer, other than what it was made with: as many, or
-    another number, of equal size, one below the other."""
+    """Adds a layout with other tensor names to the weights of a norm or linear layer.
+
+    A different number of names than parts stands for tensors of equal size, stacked by rows.
+    """
     for kind, weight in own_weights(module):
         forms = [part.form for part in weight.parts] if len(weight.parts) == len(names) else [None] * len(names)
         sources = [(f"{name}.{kind}", weight.shape[0] // len(names)) for name in names]
@@ -247,19 +255,19 @@ def also_called(module: nn.Module, *names: str) -> None:
 
 
 def own_weights(module: nn.Module) -> list[tuple[str, Weight]]:
-    """The weights still on meta that belong to this module itself, by name."""
+    """Returns the weights on the meta device that this module itself owns, by name."""
     return [(name, weight) for name, weight in module.named_parameters(recurse=False) if isinstance(weight, Weight)]
 
 
 def iter_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
-    """Every weight still on meta: (the module that owns it, its name there, the weight)."""
+    """Yields every weight on the meta device: (owning module, name in it, weight)."""
     for module in model.modules():
         for name, weight in own_weights(module):
             yield module, name, weight
 
 
 def put_weight(module: nn.Module, name: str, value: Any) -> None:
-    """Replace a weight on meta by its real tensor, or by what it was packed into."""
+    """Replaces a weight on the meta device by its tensor or packed form."""
     if isinstance(value, Tensor):
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     else:
@@ -268,5 +276,5 @@ def put_weight(module: nn.Module, name: str, value: Any) -> None:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Bytes the weights will take once loaded, shared ones counted once."""
+    """Returns the bytes of all weights after loading; shared weights count once."""
     return sum({weight.kept_as: weight.stored_bytes for _, _, weight in iter_weights(model)}.values())

@@ -1,4 +1,4 @@
-"""How a linear's weight is stored and applied: one small `Scheme` per way, chosen when a model is built."""
+"""Quantization schemes: how a linear layer's weight is stored and applied. The loader selects one per model."""
 
 from quire.layers.quant.dense import Dense
 from quire.layers.quant.fp8 import Fp8

@@ -1,7 +1,7 @@
-"""Weights in the blocks they were published in, or quantized to such while loading: the scheme of the CPU's native
-kernels. Matrices are packed into tiles once; activations are rounded to 16 bits where a product meets them.
+"""The scheme of the native CPU kernels: weights in their checkpoint's quantized blocks, or quantized while loading.
 
-A GGUF type without kernels of its own is kept as Q8_0, which loses nothing anyone could measure, and says so once.
+Matrices are packed into tiles once. Activations are rounded to 16 bits inside a product. A GGUF type without kernels of
+its own is requantized to Q8_0, without a measurable loss, and a warning is logged once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 log = logging.getLogger("quire")
-FROM_FLOATS = ("F32", "F16", "Q8_0", "Q4_0")  # the forms that the library rounds floats to
+FROM_FLOATS = ("F32", "F16", "Q8_0", "Q4_0")  # types that the library can quantize floats to
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 class Blocks:
+    """Selects the type of every matrix and packs it for the native library."""
+
     def __init__(self, ops: Ops, *, types: Mapping[str, str], floats: str, quant: str | None = None):
-        """`types`: the GGUF type of each checkpoint tensor, or what else it is in, where blocks are to be kept as they
-        are; `floats`: the form of all others (F32 or F16); `quant`: the form matrices are quantized to instead (Q8_0 or
-        Q4_0)."""
+        """`types`: GGUF type, or other packed type, of each checkpoint tensor whose blocks are kept. `floats`: type of
+        all other matrices (F32 or F16). `quant`: type that all matrices are quantized to instead (Q8_0 or Q4_0).
+        """
         assert ops.native is not None
         self.ops = ops
         self.native = ops.native
@@ -58,11 +60,11 @@ class Blocks:
         weight.packing = _Packing(self, is_table=any(_is_table(prefix) for prefix, _ in sources))
 
     def pack_table(self, weight: Weight) -> None:
-        """An embedding: kept as the head would be, so that a tied one is kept once."""
+        """Packs an embedding like a head, so that a tied one is stored once."""
         weight.packing = _Packing(self, is_table=True)
 
     def pack_experts(self, weight: Weight, num_experts: int) -> None:
-        """All experts' matrices of one kind: a matrix each, or two where gates and ups are separate tensors."""
+        """Packs one kind of matrix of all experts: one matrix per expert, or two if gate and up are separate."""
         weight.packing = _Packing(self, is_table=False, num_entries=num_experts)
 
     def finish(self, linear: Linear) -> None:
@@ -81,8 +83,10 @@ class Blocks:
         return out
 
     def forms(self, weight: Weight, packing: _Packing) -> list[tuple[str, int]]:
-        """What each of the weight's matrices is kept as, and how many rows it has. The parts' own forms count, which a
-        layer may set when the weight is there already."""
+        """Returns type and number of rows of each matrix of the weight.
+
+        It depends on the parts' forms, which layers set after the weight is created, so it is computed on demand.
+        """
         parts = weight.parts_in(self._types)
         forms = [(self._form(part, weight.shape[1], packing.is_table), part.stop - part.start) for part in parts]
         if len(parts) == 1 and packing.num_entries > 1:
@@ -92,15 +96,15 @@ class Blocks:
 
     def _form(self, part: Part, columns: int, is_table: bool) -> str:
         kind = self._types.get(part.name, self._floats)
-        if kind in GROUPED:  # where rows are changed on their way, nothing would round them to the same numbers again
+        if kind in GROUPED:  # values that a form changes no longer fit the original groups
             kind = GROUPED[kind] if part.keeps_rows else "Q8_0"
         if self._quant is not None:
-            form = "Q8_0" if is_table else self._quant  # four bits are too few for what every logit is made of
+            form = "Q8_0" if is_table else self._quant  # four bits are too few for a table that affects every logit
         elif kind in _FLOATS:
             form = kind if kind in FORMS else "F32"
         elif kind in FORMS and (part.keeps_rows or kind in FROM_FLOATS):
             form = kind
-        else:  # also rows that are changed on their way, where nothing rounds to their blocks again
+        else:  # also values that a form changes, which no longer fit the original blocks
             form = "Q8_0"
             if kind not in FORMS:
                 self._say_once(kind)
@@ -114,9 +118,11 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
+    """Packs one weight with its scheme."""
+
     scheme: Blocks = field(compare=False)
-    is_table: bool
-    num_entries: int = 1  # matrices in a tensor that holds all of them
+    is_table: bool  # an embedding or a head
+    num_entries: int = 1  # matrices that the weight stacks
 
     def num_bytes(self, weight: Weight) -> int:
         columns, native = weight.shape[1], self.scheme.native
@@ -126,19 +132,19 @@ class _Packing:
         if len(sources) == 1 and self.num_entries > 1:
             sources = sources[0].split(self.num_entries)
         forms = [form for form, _ in self.scheme.forms(weight, self)]
-        # A checkpoint may hold the same rows in another number of tensors.
+        # A checkpoint may have the same rows in a different number of tensors.
         forms = forms if len(sources) == len(forms) else forms[:1] * len(sources)
         return [_pack(self.scheme.native, form, source) for form, source in zip(forms, sources, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Unquantized:
-    """The matrices that `quant` leaves as floats, because their rows are no whole number of blocks."""
+    """The matrices that `quant` leaves as floats, because their columns are not a multiple of the block size."""
 
     names: tuple[str, ...]  # of checkpoint tensors
-    widths: tuple[int, ...]  # all there are, in order
-    form: str  # F32 or F16: what they are kept as
-    num_matrices: int  # in the whole model, those quantized among them
+    widths: tuple[int, ...]  # distinct numbers of columns, ascending
+    form: str  # type they are stored in: F32 or F16
+    num_matrices: int  # in the whole model, including quantized ones
 
     @property
     def is_all(self) -> bool:
@@ -146,7 +152,7 @@ class Unquantized:
 
 
 def find_unquantized(weights: Iterable[Weight]) -> Unquantized | None:
-    """None where every matrix is quantized, or no quantizing was asked for."""
+    """Returns the matrices left as floats; None if there are none or if the model is not quantized while loading."""
     packed = [weight for weight in weights if isinstance(weight.packing, _Packing) and weight.packing.scheme.quantizes]
     names = {part.name: weight for weight in packed for part in weight.parts}
     left = {name: weight.shape[1] for name, weight in names.items() if weight.shape[1] % BLOCK}
@@ -161,7 +167,7 @@ def _pack(native: Native, form: str, source: PartSource) -> PackedMatrix:
     blocks = source.blocks if source.type_name == form else None
     if source.type_name != "Q8_0" and form == "Q8_0" and source.blocks is not None:
         blocks = as_q8_0(source.blocks, source.type_name)
-    if blocks is None and form not in FROM_FLOATS:  # random weights: whatever is read from a file has blocks then
+    if blocks is None and form not in FROM_FLOATS:  # random weights; tensors from a file have blocks in this case
         blocks = quantize_q4_1(source.read(0, rows))
     if blocks is not None:
         return pack_blocks(native, form, rows, columns, blocks, source.order)

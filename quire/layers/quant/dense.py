@@ -1,4 +1,4 @@
-"""Plain float weights: what a checkpoint holds, in the type the model computes in."""
+"""The scheme of plain float weights, in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class Dense:
+    """Stores weights unquantized; fuses norm, gate and residual addition where `fused_linear` is faster."""
+
     def __init__(self, ops: Ops):
         self.ops = ops
 
@@ -40,7 +42,7 @@ class Dense:
             return fused.run(x, linear.weight, linear.bias, weight, eps, gate, residual)
         x = normed(self.ops, x, norm)
         if residual is not None and linear.bias is None and gate is None:
-            return residual.addmm_(x, linear.weight.t())  # inside the product and in place, the sum costs nothing
+            return residual.addmm_(x, linear.weight.t())  # the product adds in place, so the sum is free
         return finished(self.ops, _product(linear, x), gate, residual)
 
 

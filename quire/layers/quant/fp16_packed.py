@@ -1,7 +1,7 @@
-"""Float16 weights for CPUs, packed the way torch's fbgemm wants them: half the bytes to read, at nearly full accuracy.
+"""The scheme of float16 weights on CPUs, packed for torch's fbgemm: half the bytes to read, at nearly full accuracy.
 
-The loader picks this where float16 is asked for on a CPU. Activations stay float32 (plain float16 products are many
-times slower there), so the only loss is that weights are rounded to 11 significant bits.
+The loader selects it for `--dtype float16` on a CPU. Activations stay float32 (plain float16 products are many times
+slower there), so the only loss is the rounding of weights to 11 significant bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class Fp16Packed:
+    """Stores weights in fbgemm's packed float16 layout; fuses nothing."""
+
     def __init__(self, ops: Ops):
         self.ops = ops
 

@@ -1,8 +1,8 @@
-"""FP8 (e4m3) weights for CUDA, made while loading: one scale per output channel, half the bytes of bfloat16.
+"""The scheme of FP8 (e4m3) weights on CUDA, quantized while loading: one scale per output channel, half of bfloat16.
 
-One row keeps its activations as they are; more rows are scaled row by row to FP8 as well, where the matrix units are
-twice as fast. Norms, embeddings and the residual stream stay in the model's own type. Both sides of a linear's weight
-are padded to what the matrix units want; one that is padded does without the kernel for one row.
+A product of one token keeps its activations in the model's dtype. With more, activations are quantized to FP8 with
+a scale per token, which makes tensor cores twice as fast. Norms, embeddings and the residual stream stay in the model's
+dtype. Both dimensions of a weight are padded to what tensor cores require; a padded weight has no single-token kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 class Fp8:
+    """Stores weights in FP8 with per-row scales; fuses norm, gate and residual addition."""
+
     expert_dtype = torch.float8_e4m3fn
 
     def __init__(self, ops: Ops):
@@ -41,15 +43,15 @@ class Fp8:
                 weight.store_scaled(torch.float8_e4m3fn)
 
     def scale_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Of experts: by powers of two, unlike linears, because some are published in fewer bits still."""
+        """Quantizes expert weights with power-of-two scales, which keep experts published in fewer bits exact."""
         return quantize_matrix(matrix)
 
     def finish(self, linear: Linear) -> None:
         padded = functional.pad(linear.weight.data, (0, 0, 0, -len(linear.weight) % self._fp8.MULTIPLE))
         weight, scale = self._fp8.quantize_rows(padded)
-        linear.register_buffer("weight_scale", scale)  # [out_features] float32, rounded up
+        linear.register_buffer("weight_scale", scale)  # [out_features, padded] float32
         del linear.weight
-        linear.register_buffer("weight", weight)  # [out_features, in_features], both rounded up
+        linear.register_buffer("weight", weight)  # [out_features, in_features], both padded
 
     def apply(
         self, linear: Linear, x: Activation, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
@@ -84,7 +86,7 @@ class Fp8:
         gate: Curve | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """An odd number of outputs, a vocabulary say, or of inputs: nothing behind the product is fused."""
+        """Applies a padded weight (an odd vocabulary, for example), without fusing what follows the product."""
         if not isinstance(x, Scaled):
             x = Scaled(*self._fp8.quantize_rows(x, norm_weight=norm_weight, eps=eps), x.dtype)
         out = self._fp8.scaled_product(x.values, x.scale, linear.weight, linear.weight_scale, None, x.dtype)

@@ -1,4 +1,4 @@
-"""The seam between a linear layer and the form its weight is kept in: `Linear` calls it, each scheme is a file."""
+"""The `Scheme` protocol: how a linear layer's weight is stored and applied. Each implementation is a file."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """An activation in FP8, as one product hands it to the next of the same scheme."""
+    """An activation in FP8 with per-row scales, passed from one product to the next of the same scheme."""
 
     values: Tensor  # [rows, width] float8_e4m3fn
     scale: Tensor  # [rows] float32
-    dtype: torch.dtype  # what it stands for
+    dtype: torch.dtype  # dtype before quantization
 
 
 Activation = Tensor | Scaled
 
 
 class Scheme(Protocol):
-    """What a scheme keeps of a weight, it keeps on the linear."""
+    """Stores and applies the weight of a `Linear`. All of its state for a weight is on that module."""
 
     def create(self, linear: Linear, sources: list[tuple[str, int]], has_bias: bool, dtype: torch.dtype) -> None:
-        """Register the weights this scheme wants from the checkpoint, on meta. `sources`: (prefix, rows) in order."""
+        """Registers the weights to load, on the meta device. `sources`: (checkpoint prefix, rows) in order."""
 
     def finish(self, linear: Linear) -> None:
-        """Called once the weights are real: repack them, drop what is no longer needed."""
+        """Repacks the loaded weights and drops the originals. Called once per linear."""
 
     def apply(self, linear: Linear, x: Any, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None) -> Any:
-        """As `Linear.forward`. Behind a gate comes another product, so what it gives may be in a form of one's own."""
+        """Computes `Linear.forward`. With a gate the result may be a `Scaled`, since only a product follows it."""
 
 
 def normed(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:
-    """What stands before a product, for schemes that do not fuse it."""
+    """Applies the norm before a product, for schemes that do not fuse it."""
     return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
 
 
 def finished(ops: Ops, out: Tensor, gate: Curve | None, residual: Tensor | None) -> Tensor:
-    """What comes after a product, for schemes that do not fuse it."""
+    """Applies the gate and the residual addition after a product, for schemes that do not fuse them."""
     if gate is not None:
         out = ops.gate_mul(out, gate)
     return out if residual is None else out.add_(residual)

@@ -1,8 +1,7 @@
-"""Kimi Delta Attention (Kimi Linear): a gated delta net in which every channel of a key decays by itself. Projection,
-convolution, delta rule, norm with a sigmoid's gate, output, on the stream.
+"""Kimi Delta Attention (Kimi Linear): a gated delta net with a decay per channel of the key.
 
-What the decays and the output's gate come from goes through a low rank. What lies between these products and the last
-is one op, as with the other recurrent layers.
+Projection, low-rank projections of decays and output gate, convolution, delta rule, norm with a sigmoid gate, output
+projection. Everything between the projections is one op, as in the other recurrent layers.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from quire.layers.weights import Part, Weight
 
 
 class ChannelDeltaNet(nn.Module):
+    """One Kimi Delta Attention block."""
+
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
@@ -58,7 +59,7 @@ class ChannelDeltaNet(nn.Module):
         self.out = Linear(values, [(f"{prefix}.o_proj", width)], dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this layer's share added"""
+        """Returns the residual stream plus this layer's output. stream [tokens, width]"""
         shape, rank = self.shape, self.rank
         x = self.project(stream, norm=self.norm)
         mixed, low_forget, low_gate = x.split_with_sizes((shape.channels + shape.num_heads, rank, rank), 1)
@@ -70,6 +71,7 @@ class ChannelDeltaNet(nn.Module):
 
 
 def channel_activations(shape: RecurrentShape) -> int:
-    """Elements a token has alive at one time: what every delta net has, and the decays, as they come and as running
-    sums in float32, beside keys that have faded."""
+    """Returns the elements of activations alive at one time, per token: those of every delta net, the decays in the
+    model's dtype and as cumulative sums in float32, and the decayed keys.
+    """
     return shape.activation_elements + 6 * shape.keys

@@ -1,7 +1,6 @@
-"""A gated delta net (Qwen3-Next, Qwen3.5, OLMo Hybrid): projection, convolution, delta rule, gated norm, output, on the
-stream.
+"""Gated delta net (Qwen3-Next, Qwen3.5, OLMo Hybrid): projection, convolution, delta rule, gated norm, projection.
 
-What lies between the two projections is one op, so that a step of single tokens can be one kernel.
+Everything between the two projections is one op, so that a decode step can be one kernel.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ from quire.layers.weights import Form, Part, Reorder, Weight, set_forms
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayout:
-    """How a checkpoint keeps a layer."""
+    """The layout of a layer's tensors in a checkpoint."""
 
-    by_group: bool = False  # one tensor with all that belongs to a group side by side, not one per purpose (Qwen3.5)
-    gates_by_group: bool = False  # likewise, of the two gates that each head has
-    tiled: bool = False  # the first head of every group, then the second of every group, ... (GGUF files)
-    apart: bool = False  # queries, keys, values and gate in tensors of their own, named as in attention (OLMo)
+    by_group: bool = False  # one QKVZ tensor ordered by group of heads; False: separate QKV and Z (Qwen3.5)
+    gates_by_group: bool = False  # one tensor of both gates, ordered by group; False: a tensor per gate
+    tiled: bool = False  # value heads ordered by index in their group: the first of every group, ... (GGUF files)
+    apart: bool = False  # separate queries, keys, values and gates, named as in attention (OLMo)
 
 
 @dataclass(frozen=True, slots=True)
 class Untiled:
-    """A form: heads that lie tiled become group by group, after `start` rows that stay where they are."""
+    """A form that reorders tiled heads by group; the first `start` rows stay in place."""
 
     num_groups: int
     head_dim: int
     start: int = 0
 
     def order(self, num_rows: int) -> Tensor:
+        """Returns, for each row of the weight, its index in the checkpoint's tensor, [rows] int64."""
         rows = torch.arange(num_rows)
         heads = rows[self.start :].view(-1, self.num_groups, self.head_dim)
         return torch.cat((rows[: self.start], heads.transpose(0, 1).flatten()))
@@ -50,7 +50,7 @@ class Untiled:
 
 @dataclass(frozen=True, slots=True)
 class UntiledColumns:
-    """A form: likewise, of a matrix that reads the heads."""
+    """A form that reorders the columns of the output projection, whose input has tiled heads."""
 
     rows: Untiled
 
@@ -59,6 +59,8 @@ class UntiledColumns:
 
 
 class GatedDeltaNet(nn.Module):
+    """One gated delta net block."""
+
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
@@ -78,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         scheme: Scheme,
         gated_eps: float | None = None,
     ):
-        """`gated_eps`: of the norm before the output's gate; None: as of `norm`."""
+        """`gated_eps`: epsilon of the gated norm; None: that of `norm`."""
         super().__init__()
         self.norm = norm
         self.shape = shape
@@ -103,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         set_forms(self.out, (None if values is None else UntiledColumns(values),))
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this layer's share added"""
+        """Returns the residual stream plus this layer's output. stream [tokens, width]"""
         x = self.project(stream, norm=self.norm)
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.gated_norm, self.gated_eps)
         out = self.ops.gated_delta_net(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)
@@ -111,7 +113,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int, Form | None]]:
-    """What the projection is made of: (rows, form) by name."""
+    """Returns the checkpoint tensors of the input projection: name -> (rows, form)."""
     heads, groups = shape.num_heads, shape.num_groups
     per_group, values = heads // groups, shape.values // groups
     of_values, each, channels = _head_forms(shape, layout)
@@ -134,7 +136,7 @@ def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int,
 
 
 def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | None, Untiled | None, Untiled | None]:
-    """Of values, of what each head has one of, and of the convolution's channels."""
+    """Returns the forms of value rows, of tensors with one row per head, and of convolution channels."""
     if not layout.tiled:
         return None, None, None
     groups = shape.num_groups
@@ -146,7 +148,9 @@ def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | N
 
 
 def ungroup(num_groups: int, sizes: tuple[int, ...]) -> Reorder:
-    """For rows that lie group by group, each with blocks of these sizes: every block of all groups together instead."""
+    """Returns the form that reorders rows from one group after the other, each with blocks of these sizes, to one block
+    of all groups after the other.
+    """
 
     def form(rows: Tensor) -> Tensor:
         blocks = rows.unflatten(0, (num_groups, sum(sizes))).split(sizes, dim=1)

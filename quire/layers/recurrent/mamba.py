@@ -1,6 +1,6 @@
-"""A Mamba2 layer (Nemotron-H and others): projection, convolution, recurrence, skip, gated norm, output, on the stream.
+"""Mamba2 (Nemotron-H and others): projection, convolution, recurrence, skip, gated norm, output projection.
 
-What lies between the two projections is one op, as with the gated delta net.
+Everything between the two projections is one op, as in the gated delta net.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from quire.layers.weights import Weight
 
 @dataclass(frozen=True, slots=True)
 class MambaOptions:
+    """The settings in which families differ."""
+
     eps: float
-    norm_groups: int  # parts the output is normed in
+    norm_groups: int  # groups of channels that the output norm treats separately
     conv_bias: bool = True
-    bias: bool = False  # of both projections, but for `out_bias`
-    dt_limits: tuple[float, float] = (0.0, float("inf"))
-    norm: bool = True  # of the output
-    gate_first: bool = True  # the output is gated before it is normed
-    out_bias: bool | None = None  # of the output's projection; None: as `bias`
+    bias: bool = False  # of both projections, except for `out_bias`
+    dt_limits: tuple[float, float] = (0.0, float("inf"))  # bounds of the time step
+    norm: bool = True  # norm of the output
+    gate_first: bool = True  # the gate comes before the norm
+    out_bias: bool | None = None  # of the output projection; None: as `bias`
 
 
 class Mamba2(nn.Module):
+    """One Mamba2 block."""
+
     conv: Tensor
     conv_bias: Tensor | None
     a_log: Tensor
@@ -72,7 +76,7 @@ class Mamba2(nn.Module):
         self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], bias=out_bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this layer's share added"""
+        """Returns the residual stream plus this layer's output. stream [tokens, width]"""
         x = self.project(stream, norm=self.norm)
         options = self.options
         weights = MambaWeights(

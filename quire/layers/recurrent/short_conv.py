@@ -1,6 +1,6 @@
-"""LFM2's convolution: projection, convolution between two gates, output, on the stream. It keeps its last inputs.
+"""LFM2's short convolution: projection, convolution between two gates, output projection. Its state is its last inputs.
 
-What lies between the two projections is one op, as with the other recurrent layers.
+Everything between the two projections is one op, as in the other recurrent layers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from quire.layers.weights import Weight
 
 
 class ShortConv(nn.Module):
+    """One short convolution block."""
+
     conv: Tensor
     conv_bias: Tensor | None
 
@@ -34,7 +36,7 @@ class ShortConv(nn.Module):
         ops: Ops,
         scheme: Scheme,
     ):
-        """`bias`: of the convolution and of both projections."""
+        """`bias`: whether the convolution and both projections have one."""
         super().__init__()
         self.norm = norm
         self.shape = shape
@@ -47,7 +49,7 @@ class ShortConv(nn.Module):
         self.out = Linear(width, [(f"{prefix}.out_proj", width)], bias=bias, dtype=dtype, scheme=scheme)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
-        """stream [tokens, width] -> the stream with this layer's share added"""
+        """Returns the residual stream plus this layer's output. stream [tokens, width]"""
         x = self.project(stream, norm=self.norm)
         weights = ConvWeights(self.conv, self.conv_bias)
         out = self.ops.short_conv(x, weights, self.shape, plan.states[self.cache_index], plan.kernel)

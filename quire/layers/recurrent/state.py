@@ -1,6 +1,6 @@
-"""Recurrent layers' share of a step, and the cache spec of their state. The kinds are in files of their own.
+"""What recurrent layers share: their plan of a step and the cache spec of their state. Each kind of layer is a file.
 
-A model makes one `RecurrentLayersPlan` at the start of a step; every recurrent layer then works from it.
+A model makes one `RecurrentLayersPlan` at the start of a step, which all recurrent layers use.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ SNAPSHOT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayersPlan:
-    states: tuple[Tensor, ...]  # of each layer in turn: [slots, slot_elements] float32
-    kernel: Any  # what the chosen kernels want to know of the step
+    """The inputs that all recurrent layers share in one step."""
+
+    states: tuple[Tensor, ...]  # state of each layer in turn: [slots, slot_elements] float32
+    kernel: Any  # the selected kernels' own plan of the step
 
 
 def plan_recurrent(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> RecurrentLayersPlan:
-    """`cache` is the group's whole memory, [layers, slots, slot_elements]."""
+    """Returns the plan of a step. cache [layers, slots, slot_elements]"""
     inputs = step.groups[spec.group]
     assert isinstance(inputs, StateInputs)
     return RecurrentLayersPlan(cache.unbind(0), ops.plan_recurrent(inputs.slots, step.positions, step.counts))
 
 
 def state_spec(group: str, layers: tuple[int, ...], slot_elements: int, page_tokens: int) -> CacheSpec:
-    """The state of these layers, always in float32: it is a sum over all tokens so far."""
-    every = max(SNAPSHOT_TOKENS // page_tokens, 1) * page_tokens  # a snapshot belongs to a page's end
+    """Returns the cache spec of these layers' state, in float32, because it accumulates over all tokens."""
+    every = max(SNAPSHOT_TOKENS // page_tokens, 1) * page_tokens  # snapshots lie at the ends of pages
     return CacheSpec(
         group, "state", layers, (slot_elements,), "float32", page_tokens=page_tokens, snapshot_tokens=every
     )

@@ -1,6 +1,4 @@
-"""Small weights of recurrent layers that GGUF files keep otherwise than Hugging Face does. The layers themselves are in
-`short_conv`, `recurrent_mamba`, `recurrent_delta` and `recurrent_channel`.
-"""
+"""Small weights of recurrent layers whose layout in GGUF files differs from that of Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,17 +11,21 @@ from quire.layers.weights import Form, Part, Weight
 
 
 def conv_taps(name: str, channels: int, taps: int, dtype: torch.dtype, order: Form | None = None) -> Weight:
-    """[channels, 1, taps] as Hugging Face keeps them; or as GGUF files do, without the dimension of one, and with
-    channels that `order` brings into ours."""
+    """Returns the weight of a depthwise convolution, [channels, 1, taps].
+
+    GGUF files lack the middle dimension; `order` reorders their channels.
+    """
     weight = Weight.whole(f"{name}.weight", (channels, 1, taps), dtype)
     weight.others = ((Part(f"{name}.taps.weight", (channels, taps), 0, channels, form=_Spread(order)),),)
     return weight
 
 
 def conv_taps_apart(prefix: str, widths: tuple[int, int, int], taps: int, dtype: torch.dtype) -> Weight:
-    """Of queries, keys and values below each other, so many channels each; or, as OLMo Hybrid and Kimi Linear are
-    published, in a tensor for each. What transformers saves has these names, too, and three parts as even as can be,
-    wherever that cuts them."""
+    """Returns the convolution over the stacked channels of queries, keys and values, `widths` of each.
+
+    OLMo Hybrid and Kimi Linear are published with a tensor for each. Checkpoints saved by transformers have the same
+    names but cut the stack into three parts as even as possible.
+    """
     channels = sum(widths)
     third = -(-channels // 3)
     weight = Weight.whole(f"{prefix}.conv1d.weight", (channels, 1, taps), dtype)
@@ -36,7 +38,7 @@ def conv_taps_apart(prefix: str, widths: tuple[int, int, int], taps: int, dtype:
 
 
 def log_decay(name: str, heads: int, order: Form | None = None) -> Weight:
-    """`A_log`, [heads]; GGUF files have what becomes of it, A = -exp(A_log), and `order` for its heads."""
+    """Returns `A_log`, [heads]. GGUF files store A = -exp(A_log) instead; `order` reorders their heads."""
     weight = Weight.whole(f"{name}_log", (heads,), torch.float32)
     weight.others = ((Part(name, (heads,), 0, heads, form=_LogDecay(order)),),)
     return weight
@@ -44,7 +46,7 @@ def log_decay(name: str, heads: int, order: Form | None = None) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A form: [channels, taps] with a dimension of one between them."""
+    """A form that turns [channels, taps] into [channels, 1, taps]."""
 
     order: Form | None
 
@@ -54,6 +56,8 @@ class _Spread:
 
 @dataclass(frozen=True, slots=True)
 class _LogDecay:
+    """A form that turns A into A_log."""
+
     order: Form | None
 
     def __call__(self, decay: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tries a mixture's router and experts on its own shape; see `trial`.
+"""Trials of the router and the experts on a mixture's own shape; see `trials`.
 
-Few tokens go through few of the experts, among them the last: what the reference has to multiply is little, and all
-experts of a layer lie in memory as they will in the model, but only the chosen ones are filled.
+Few tokens go through few experts, the last one included, to keep the reference's work small. All experts of a layer are
+allocated as in the model, but only the chosen ones are initialized.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from quire.kernels.validation.trials import (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTrialShape:
-    """What decides which kernels a mixture gets compiled."""
+    """The properties of a mixture that decide which kernels are compiled for it."""
 
     routing: Routing
-    stream_width: int  # what the router sees
-    width: int  # what an expert sees
+    stream_width: int  # input features of the router
+    width: int  # input features of an expert
     inner_width: int
     activation: GatedActivation
     dtype: torch.dtype
-    norm_dtype: torch.dtype | None = None  # of the weight of the norm that the router takes along; None: it takes none
+    norm_dtype: torch.dtype | None = None  # dtype of the weight of the norm fused with the router; None: no norm
     router_bias: bool = False
     choice_bias: bool = False
     gate_up_bias: bool = False
     down_bias: bool = False
-    residual: bool = True  # the experts' sum is added to something
-    expert_scale: bool = False  # each expert's share is scaled
-    scaled: bool = False  # experts are kept in FP8
+    residual: bool = True  # whether the experts' sum is added to a residual
+    expert_scale: bool = False  # whether each expert's weight has a scale
+    scaled: bool = False  # whether experts are FP8 with scales
 
 
 def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
@@ -61,8 +61,10 @@ def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
 
 
 def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
-    """Logits may be worked out of the stream in float32, or of what the norm was rounded to, in either type: near ties
-    fall one way or the other. Raises."""
+    """Compares the op's routing with the reference; raises if they disagree.
+
+    The kernel may compute logits from the stream in float32, or from the rounded norm in either dtype, and near ties
+    fall differently in each. A token's routing is right if it agrees with one of the three."""
     routing, width, dtype = shape.routing, shape.stream_width, shape.dtype
     router = normal(device, dtype, routing.num_logits, width) * width**-0.5
     stream = normal(device, dtype, FEW_TOKENS, width)
@@ -73,7 +75,7 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
     finish_writes(device)
     weights: list[Any] = [router, router_bias, choice_bias, routing, expert_scale]
     x, chosen, shares = ops.norm_route(stream, norm, 1e-6, *weights)
-    if x.is_meta:  # a rehearsal, see `compare`
+    if x.is_meta:  # a dry run, see `compare`
         return
     num_there = routing.num_experts + routing.num_shared
     if not bool(((chosen >= 0) & (chosen < num_there)).all()):
@@ -92,35 +94,36 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
 
 
 def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-    """[tokens, experts]"""
+    """Scatters the weights of the chosen experts to [tokens, experts]."""
     shares = torch.zeros(len(chosen), num_experts, device=chosen.device)
     return shares.scatter_(1, chosen.long(), weights.float())
 
 
 def try_experts(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None:
-    """More tokens than have kernels of their own, two that share an expert, and one alone. Raises."""
+    """Compares many tokens, two that share an expert, and one token with the reference; each has kernels of its own.
+    Raises if they disagree."""
     routing, dtype = shape.routing, shape.dtype
     filled, shared = _spread(routing), list(range(routing.num_experts, routing.num_experts + routing.num_shared))
     experts = _make_experts(shape, filled + shared, device)
     there, always = (torch.tensor(which, dtype=torch.int64, device=device) for which in (filled, shared))
     for num_tokens in (FEW_TOKENS, 2, 1):
         preference = torch.rand(num_tokens, len(there), device=device)
-        preference[:2, -1] = -1.0  # both go to the last expert
+        preference[:2, -1] = -1.0  # sends both to the last expert
         chosen = there[preference.argsort(1)[:, : routing.top_k]]
         chosen = torch.cat((chosen, always.expand(num_tokens, -1)), 1).int()
         weights = torch.rand(num_tokens, routing.num_sent, device=device)
-        weights[:2, 0] = 2.0  # so that it would be missed
+        weights[:2, 0] = 2.0  # gives it enough weight for an error to show
         x = normal(device, dtype, num_tokens, shape.width)
         residual = normal(device, dtype, num_tokens, shape.width) if shape.residual else None
-        stream = None if residual is None else residual.clone()  # its memory may be taken
+        stream = None if residual is None else residual.clone()  # the op may overwrite `residual`
         finish_writes(device)
         got = ops.run_experts(x, experts, chosen, weights, residual)
-        limit = FP8_TOLERANCE if shape.scaled else None  # what many tokens bring is rounded, too
+        limit = FP8_TOLERANCE if shape.scaled else None  # for many tokens the activations are rounded to FP8, too
         compare(got, partial(REFERENCE.run_experts, x, experts, chosen, weights, stream), dtype, limit)
 
 
 def _spread(routing: Routing) -> list[int]:
-    """Twice as many experts as a token is sent to, from the first to the last."""
+    """Returns the numbers of 2 * top_k experts, spread from the first to the last."""
     count = min(2 * routing.top_k, routing.num_experts)
     return [number * (routing.num_experts - 1) // max(count - 1, 1) for number in range(count)]
 
@@ -130,7 +133,7 @@ def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.dev
     inner, width, dtype = shape.inner_width, shape.width, shape.dtype
 
     def make(*size: int, scale: float = 1.0) -> Tensor:
-        """[experts, ...]"""
+        """Returns a tensor [experts, ...] in which only the filled experts are initialized."""
         made = torch.empty(num, *size, dtype=dtype, device=device)
         for expert in filled:
             made[expert].normal_(0.0, scale)
@@ -141,7 +144,7 @@ def _make_experts(shape: ExpertsTrialShape, filled: list[int], device: torch.dev
             return plain, None
         scaled = torch.empty(plain.shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(plain.shape[:2], dtype=torch.float32, device=device)
-        for expert in filled:  # rows so different that one can't have another's scale
+        for expert in filled:  # rows of different magnitude, so that a wrong row's scale would show
             sizes = torch.randint(-1, 2, (plain.shape[1], 1), device=device)
             scaled[expert], scales[expert] = quantize_matrix(plain[expert] * 2.0**sizes)
         return scaled, scales

@@ -1,8 +1,9 @@
-"""What an error of a kernel means, and what is said and done about it: memory that ran out is nobody's fault, a device
-that answers no more is everybody's end, and whatever is left makes the kernel one that can't be used here.
+"""Classifies kernel errors: out of memory, device lost, kernel unusable.
 
-Trials ask before anything is built (`trial`), the sampler when the first request needs a kernel (`LateKernels`), and
-the guard around the workers whenever a step fails.
+Out of memory is not the kernel's fault and is re-raised; a lost device ends the engine; any other error makes the
+kernel unusable, so that a fallback replaces it or the start is refused. Called by trials before a model is built, by
+the sampler when a request needs a kernel for the first time (`LateKernels`), and by the runtime guard when a step
+fails.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ import torch
 
 from quire.types import QuireError
 
-# How others than torch's own allocator say it: the CPU's, cuBLAS, Triton's launcher.
+# Messages of out-of-memory errors that are not torch.OutOfMemoryError: torch's CPU allocator, cuBLAS, Triton.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 Result = TypeVar("Result")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error, of torch or of a library below it, means that host or device memory ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def sign_of_life(device: torch.device) -> None:
-    """Raises if there is none: CUDA's own answer to "have you finished", which after an illegal access or a failed
-    launch is that same error, for ever."""
+    """Raises if the device is lost: after an illegal access or a failed launch every CUDA synchronization returns that
+    error until the process ends."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def reason(error: Exception) -> str:
-    """In one line. Triton's compiler first quotes the kernel, then says what is wrong."""
+    """Returns the error's type and message in one line. Triton's compile errors quote the source first, so their last
+    line is taken."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
 
@@ -49,7 +52,7 @@ def give_way(
     instead: str = "plain torch does its work, more slowly",
     hint: str = "Leave strict_kernels and FP8 out, or see `quire doctor`.",
 ) -> None:
-    """The line on a kernel that can't be used; or, if nothing else may step in, the refusal."""
+    """Warns that a kernel can't be used and what runs instead; raises `kernel_failed` if `refuse`."""
     line = f"The {name} kernel can't be used here ({why})"
     if refuse:
         raise QuireError("kernel_failed", f"{line}.", hint)
@@ -57,21 +60,23 @@ def give_way(
 
 
 class LateKernels:
-    """Kernels that only some requests need, and that are therefore compiled when the first of them comes. One that does
-    not compile then is given up for good, with a line; one that nothing else may stand in for fails the requests that
-    need it, each time, without being compiled again."""
+    """Kernels that are compiled on first use, because only some requests need them.
+
+    A kernel that fails then is not tried again: a warning is logged once and the caller falls back. A kernel in
+    `irreplaceable` has no fallback and raises for every request that needs it."""
 
     def __init__(self, irreplaceable: Container[str] = ()):
         self._irreplaceable = irreplaceable
-        self._given_up: dict[str, str] = {}  # name -> why
+        self._given_up: dict[str, str] = {}  # kernel name -> reason
 
     def attempt(self, name: str, device: torch.device, launch: Callable[[], Result]) -> Result | None:
-        """What `launch` returns; None: somebody else has to do it. Not for what is captured: it may wait."""
+        """Returns the result of `launch`, or None if the caller must fall back. Must not be called while a CUDA graph
+        is captured, because it may synchronize."""
         refuse = name in self._irreplaceable
         if name not in self._given_up:
             try:
                 return launch()
-            except Exception as error:  # whatever a compiler or a driver may say
+            except Exception as error:  # compilers and drivers raise errors of any type
                 _check_kernels_own(error, device)
                 self._given_up[name] = reason(error)
             if not refuse:
@@ -83,7 +88,7 @@ class LateKernels:
 
 
 def _check_kernels_own(error: Exception, device: torch.device) -> None:
-    """Errors that are not the kernel's go on, to who knows what to do."""
+    """Re-raises errors that are not the kernel's own: out of memory and a lost device."""
     if is_out_of_memory(error):
         raise error
     try:

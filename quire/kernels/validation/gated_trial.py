@@ -1,8 +1,8 @@
-"""Puts Hopper's product for gate and up (`triton/gated_hopper.py`) into the ops table, if it is right here and quicker
-than cuBLAS with the gate's kernel behind it.
+"""Trial of Hopper's fused gate/up projection (`triton/linear/gated_hopper.py`), which enters the ops table if its
+results are right and it is faster than cuBLAS followed by the activation kernel.
 
-The loader calls `settle_gated` for models that have such products. Which of the two is quicker depends on the card, its
-power limit and cuBLAS, so both are timed, once, in turns.
+The loader calls `settle_gated` for models with gated feed-forward blocks. Which one is faster depends on the card, its
+power limit and the cuBLAS version, so both are timed once, alternately.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import compare, finish_writes
 
 NAME = "product of gate and up for Hopper"
-NUM_ROWS = (1025, 1100, 1279)  # that are tried: the last tiles are not full
-TIMED_ROWS = 8192  # a step of prompts
+NUM_ROWS = (1025, 1100, 1279)  # row counts of the trial, whose last tiles are partial
+TIMED_ROWS = 8192  # rows of the timed product, as in a large prefill step
 TURNS = 2
-WARM_SECONDS = 0.2  # a card that has rested is quicker for a while, and whoever comes first would win
-MARGIN = 0.99  # of the plain path's time: less than this is a gain. 0: never taken
+WARM_SECONDS = 0.2  # an idle card clocks higher at first, which would favour the kernel timed first
+MARGIN = 0.99  # fraction of the plain path's time that the kernel must stay below; 0 disables the kernel
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTrialShape:
-    """What decides whether the kernel serves a model, and how it is compiled."""
+    """The properties of a model that decide whether the kernel supports it and how it is compiled."""
 
     in_features: int
-    num_outputs: int  # gates and ups
+    num_outputs: int  # gate and up outputs together
     dtype: torch.dtype
     curve: Curve = "silu"
 
@@ -44,7 +44,8 @@ class GatedTrialShape:
 def settle_gated(
     ops: Ops, shape: GatedTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
 ) -> Ops:
-    """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
+    """Returns the table with the kernel, or unchanged if the kernel does not fit, fails or is not faster; see
+    `hopper_trial.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.linear.gated_hopper import fits
@@ -68,7 +69,7 @@ def settle_gated(
 
 
 def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
-    """Against the plain path, with a norm. Raises."""
+    """Compares the kernel with norm, GEMM and activation run separately; raises if they disagree."""
     weight = _weight(shape, device)
     norm = torch.randn(shape.in_features, dtype=shape.dtype, device=device)
     for num_rows in NUM_ROWS:
@@ -79,21 +80,22 @@ def try_gated(ops: Ops, shape: GatedTrialShape, device: torch.device) -> None:
 
 
 def is_quicker(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer = device_seconds) -> bool | None:
-    """Than the plain path, for a step of prompts, on a card that is warm; None: there was no memory to find out."""
-    if device.type == "meta":  # a rehearsal: perhaps it will be
+    """Whether the kernel is faster than the plain path for a prefill step on a warm card; None if there was not enough
+    memory to measure."""
+    if device.type == "meta":  # a dry run compiles the kernel, in case it is chosen
         return True
     try:
         ours, plain = _race(ops, shape, device, timer)
     except torch.OutOfMemoryError:
-        return None  # whoever needs the memory next will say so
-    finally:  # whoever asks next how much memory is free counts what torch keeps as used
+        return None  # the next allocation of the start reports it
+    finally:  # memory cached by torch's allocator would count as used in the memory plan
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return ours < MARGIN * plain
 
 
 def _race(ops: Ops, shape: GatedTrialShape, device: torch.device, timer: Timer) -> tuple[float, float]:
-    """Seconds of the kernel and of the plain path: the best of a few turns."""
+    """Returns the seconds of the kernel and of the plain path, the minimum of `TURNS` each."""
     weight = _weight(shape, device)
     x = torch.randn(TIMED_ROWS, shape.in_features, dtype=shape.dtype, device=device)
 

@@ -1,8 +1,8 @@
-"""Puts a kernel for Hopper alone into a row of the ops table, if it is right here: what `trial_gated`,
-`trial_latent` and `trial_recurrent` share.
+"""Puts a Hopper-only kernel into the ops table if its trial succeeds: shared by `gated_trial`, `prefill_trial`,
+`latent_trials` and `recurrent_trials`.
 
-Such kernels are compiled once for all kinds of steps, when they are tried: no request waits for that, and the next
-start finds them on disk.
+A trial compiles the kernel for all kinds of steps, so that no request waits for the compiler and the next start finds
+the kernel in Triton's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.types import QuireError
 
 
 def runs_on_hopper(ops: Ops, device: torch.device) -> bool:
-    """Whether these are Triton's ops on such a card, or on meta beside one."""
+    """Whether these are Triton's ops on a Hopper GPU, or on the meta device of a dry run for one."""
     return ops.captures and device.type != "cpu" and torch.cuda.get_device_capability(device.index)[0] == 9
 
 
@@ -32,8 +32,8 @@ def settle_row(
     strict: bool,
     findings: Findings | None = None,
 ) -> Ops:
-    """The table with the kernel that `exchange` puts in, if `attempt` finds nothing wrong with it (it raises if it
-    does); else as it is, and a line says so. `strict`: refuse instead."""
+    """Returns the table that `exchange` makes if `attempt`, which raises on failure, accepts it; otherwise warns and
+    returns `ops`. `strict`: raise `kernel_failed` instead of warning."""
     import triton
 
     from quire.kernels.triton.launch import KNOWN_GLUON
@@ -44,12 +44,12 @@ def settle_row(
             faster = exchange()
             findings.attempt(lambda: attempt(faster))
             return faster
-        except Exception as error:  # whatever a compiler, a driver or a kernel may say
+        except Exception as error:  # compilers, drivers and kernels raise errors of any type
             findings.doubt()
-            if is_out_of_memory(error):  # no fault of the kernel's, and whoever needs the memory next will say so
+            if is_out_of_memory(error):  # not the kernel's fault; the next allocation of the start reports it
                 return ops
             cause, why = error, reason(error)
-    else:  # from a kernel that waits forever no trial comes back
+    else:  # an incompatible Triton may compile a kernel that never ends, which a trial can't detect
         known = " and ".join(version[:-1] for version in KNOWN_GLUON)
         why = f"made for Triton {known}, this is {triton.__version__}"
     line = f"The {name} can't be used here ({why})"

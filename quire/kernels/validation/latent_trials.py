@@ -1,5 +1,5 @@
-"""Tries latent attention on a model's own shape, and puts Hopper's kernel for many heads into the ops table of a model
-that gains by it, if it is right here; see `trial` and `trial_hopper`.
+"""Trials of latent attention (MLA) on a model's own shape, and of Hopper's kernel for many heads, which enters the ops
+table of models that gain from it; see `trials` and `hopper_trial`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "latent kernel for many heads"
 
 @dataclass(frozen=True, slots=True)
 class LatentTrialShape:
-    """What decides whether a kernel serves a model, and how it is compiled."""
+    """The properties of a model that decide whether a kernel supports it and how it is compiled."""
 
     num_heads: int
     rank: int
@@ -42,31 +42,32 @@ class LatentTrialShape:
     cache_dtype: torch.dtype
     max_len: int = 2048
     nope_dim: int = 128
-    q_rank: int | None = None  # None: queries lie beside the entries they were made with
+    q_rank: int | None = None  # rank of the query projection; None: queries and entries come from one projection
     interleaved: bool = True
     value_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a step: how many tokens of how long a row each."""
+    """The rows of a trial step."""
 
-    counts: tuple[int, ...]
-    lens: tuple[int, ...]
+    counts: tuple[int, ...]  # tokens computed per row
+    lens: tuple[int, ...]  # length per row, with these tokens
 
 
 LENS = (1, 64, 65, 300)
-MANY: Sequence[Rows] = (Rows((1,) * 32, LENS * 8), Rows((1, 20, 9, 1), LENS))  # many decodes, and a mixed step with few
+MANY: Sequence[Rows] = (Rows((1,) * 32, LENS * 8), Rows((1, 20, 9, 1), LENS))  # a large decode step and a mixed step
 ONE_REQUEST: Sequence[Rows] = (
     Rows((NUM_TOKENS,), (NUM_TOKENS,)),
     Rows((1,), (NUM_TOKENS,)),
-)  # what the first one needs
+)  # the steps of a first request: prefill, then decode
 
 
 def settle_latent(
     ops: Ops, shape: LatentTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
 ) -> Ops:
-    """The table as it is, or with that kernel; see `trial_hopper.settle_row`."""
+    """Returns the table with the kernel, or unchanged if the kernel does not fit or fails; see
+    `hopper_trial.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.latent.work_list import gains
@@ -85,7 +86,7 @@ def settle_latent(
 
 
 def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
-    """What a layer leaves in the cache, what it reads there, and the products by head around that."""
+    """Returns the trials of a latent attention layer: cache write, attention, and the per-head projections."""
     fp8 = is_fp8(shape.cache_dtype)
     write = reference_for("plan_angles", latent_write=contiguous(REFERENCE.latent_write))
     attend = reference_for("plan_attention", "paged_attention", "latent_attention")
@@ -98,7 +99,7 @@ def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
 
 
 def try_write(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
-    """A few tokens, from one page on to the next. Raises."""
+    """Compares the cache write of a few tokens across a page boundary with the reference; raises if they disagree."""
     rank, entry_width = shape.rank, shape.rank + shape.rope_dim
     head_dim = shape.nope_dim + shape.rope_dim
     width = shape.num_heads * head_dim
@@ -125,7 +126,8 @@ def try_write(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
 
 
 def try_products(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
-    """Queries into the latent's space and what is seen back, of one token and of a few. Raises."""
+    """Compares the projections of queries into the latent space and of results out of it with the reference, for one
+    token and for a few; raises if they disagree."""
     heads, rank = shape.num_heads, shape.rank
     key_up = normal(device, shape.dtype, heads, shape.nope_dim, rank) * shape.nope_dim**-0.5
     value_up = normal(device, shape.dtype, heads, shape.value_dim, rank) * rank**-0.5
@@ -137,7 +139,8 @@ def try_products(ops: Ops, shape: LatentTrialShape, device: torch.device) -> Non
 
 
 def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, steps: Sequence[Rows] = MANY) -> None:
-    """These steps; decodes go through a permanent page table, as captured steps have it. Raises."""
+    """Compares attention over these steps with the reference; decode steps use a permanent page table, as captured
+    steps do. Raises if they disagree."""
     for rows in steps:
         step = _Step.make(shape, device, rows)
         compare(step.run(ops, decode=ops.captures and max(rows.counts) == 1), step.run_reference, shape.dtype)
@@ -150,7 +153,7 @@ class _Step:
     q_latent: Tensor  # [heads, tokens, rank]
     q_rope: Tensor  # [tokens, heads, rope_dim]
     cache: Tensor  # [pages, page_tokens, 1, rank + rope_dim]
-    table: Tensor  # [rows, pages of the longest row there may be]
+    table: Tensor  # [rows, pages of max_len]
     positions: Tensor
 
     @classmethod
@@ -167,7 +170,7 @@ class _Step:
         return cls(
             shape,
             rows,
-            normal(device, shape.dtype, num_tokens, shape.num_heads, shape.rank).transpose(0, 1),  # as it comes
+            normal(device, shape.dtype, num_tokens, shape.num_heads, shape.rank).transpose(0, 1),  # as projected
             normal(device, shape.dtype, num_tokens, shape.num_heads, shape.rope_dim),
             normal(device, shape.dtype, sum(need) + 1, page, 1, shape.rank + shape.rope_dim).to(shape.cache_dtype),
             table.to(device),
@@ -175,7 +178,7 @@ class _Step:
         )
 
     def run(self, ops: Ops, decode: bool) -> Tensor:
-        """`decode`: rows are found in the table by their number."""
+        """Runs the ops on this step. `decode`: pass row numbers, with which the kernel indexes the page table."""
         by_number = {"row_index": torch.arange(len(self.rows.lens), device=self.table.device)} if decode else {}
         return self._run(ops, self.cache, **by_number)
 

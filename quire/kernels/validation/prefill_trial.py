@@ -1,7 +1,8 @@
-"""Keeps Hopper's attention of prompts (`triton/prefill_hopper.py`) in the ops table if it is right here.
+"""Trial of Hopper's prefill attention (`triton/attention/prefill_hopper.py`).
 
-Triton's row chooses that kernel by itself, for shapes it can do. Where it fails, the plan is told to leave it out, and
-the kernel for all cards does the prompts; decodes stay as they are. `models.trials` and the doctor call it.
+Triton's ops choose that kernel for the shapes that it supports. If its trial fails, `plan_attention` is called with
+`hopper=False`, so that the portable kernel prefills; decode is unaffected. `models.loading.kernel_trials` and
+`quire doctor` call it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NAME = "prompt attention for Hopper"
 def settle_prompts(
     ops: Ops, shapes: Iterable[TrialShape], device: torch.device, *, strict: bool, findings: Findings | None = None
 ) -> Ops:
-    """The table as it is, or without that kernel; see `trial_hopper.settle_row`."""
+    """Returns the table unchanged, or without the kernel if it fails; see `hopper_trial.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
     fitting = [shape for shape in shapes if fits(shape)]
@@ -36,7 +37,7 @@ def settle_prompts(
 
 
 def fits(shape: TrialShape) -> bool:
-    """An FP8 cache's pages are copied out in the type of the queries."""
+    """Whether the kernel supports the shape. Pages of an FP8 cache are dequantized to the queries' dtype first."""
     from quire.kernels.triton.attention.prefill_hopper import supports
 
     cache_dtype = shape.dtype if is_fp8(shape.cache_dtype) else shape.cache_dtype
@@ -46,6 +47,6 @@ def fits(shape: TrialShape) -> bool:
 
 
 def try_prompts(ops: Ops, shapes: list[TrialShape], device: torch.device) -> None:
-    """Raises."""
+    """Compares prefill attention on each shape with the reference; raises if they disagree."""
     for shape in shapes:
         try_attention(ops, shape, device, counts=(NUM_TOKENS,))

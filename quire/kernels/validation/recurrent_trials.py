@@ -1,6 +1,5 @@
-"""Tries recurrent layers on their own shape, and gives delta nets and Mamba2 Hopper's walks over chunks
-(`triton/recurrent_walk.py`, `channel_walk.py`, `mamba_walk.py`), if they are right here; see `trial` and
-`trial_hopper`.
+"""Trials of recurrent layers on their own shape, and of Hopper's chunked scans for delta nets and Mamba2
+(`triton/recurrent/hopper`), which enter the ops table if they are right; see `trials` and `hopper_trial`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from quire.kernels.validation.trials import NUM_TOKENS, Row, compare, finish_wri
 NAME = "delta net's walk for Hopper"
 CHANNEL_NAME = "Kimi delta net's walk for Hopper"
 MAMBA_NAME = "Mamba2's walk for Hopper"
-Steps = Sequence[Sequence[int]]  # tokens of each row, step by step
-# Catch-ups of whole chunks and of parts of them beside single tokens, then on from there.
+Steps = Sequence[Sequence[int]]  # tokens per row, step by step
+# Prefill rows of whole and partial chunks beside decode rows, then a second step that continues them.
 MIXED: Steps = ((65, 1, 130, 1), (1, 2, 64, 1))
 LONE: Steps = ((130,), (65,))
-ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # what the first one needs, and no more
+ONE_REQUEST: Steps = ((NUM_TOKENS,), (1,))  # the steps of a first request: prefill, then decode
 
 
 def settle_delta_net(
@@ -38,8 +37,8 @@ def settle_delta_net(
     strict: bool,
     findings: Findings | None = None,
 ) -> Ops:
-    """The table as it is, or with that kernel; see `trial_hopper.settle_row`. It takes the place of Triton's scan and
-    of no other: the deterministic mode has reasons for its own."""
+    """Returns the table with the kernel, or unchanged; see `hopper_trial.settle_row`. It replaces only Triton's
+    default scan, never that of the deterministic mode."""
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.recurrent import recurrent
@@ -69,7 +68,7 @@ def settle_channel_delta(
     strict: bool,
     findings: Findings | None = None,
 ) -> Ops:
-    """As `settle_delta_net`."""
+    """Does for Kimi Delta Attention what `settle_delta_net` does for gated delta nets."""
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
@@ -93,7 +92,7 @@ def settle_channel_delta(
 def settle_mamba(
     ops: Ops, shape: MambaTrialShape, device: torch.device, *, strict: bool, findings: Findings | None = None
 ) -> Ops:
-    """As `settle_delta_net`."""
+    """Does for Mamba2 what `settle_delta_net` does for gated delta nets."""
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.recurrent import recurrent
@@ -121,14 +120,15 @@ def _all_walks(shape: RecurrentShape, device: torch.device) -> list[Steps]:
 
 
 def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:
-    """All that the walk is compiled for: with few rows two programs share a head (see `halves_to_a_program`)."""
-    num_rows = num_processors // (2 * num_heads) + 1  # the fewest with which each head has one program
+    """Returns steps that cover all variants of the scan kernel: with few rows two programs share a head (see
+    `halves_to_a_program`)."""
+    num_rows = num_processors // (2 * num_heads) + 1  # the fewest rows for which a head has a single program
     return [MIXED, LONE, ((65,) * num_rows, (2,) * num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class MambaTrialShape:
-    """What decides which kernels Mamba2 layers get compiled."""
+    """The properties of Mamba2 layers that decide which kernels are compiled for them."""
 
     state: RecurrentShape
     norm_groups: int
@@ -139,7 +139,7 @@ class MambaTrialShape:
     gate_first: bool = True
 
 
-# All kinds of layers go by one plan.
+# All kinds of layers share `plan_recurrent`, so all of them fall back together.
 _give_up = reference_for("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
 
 
@@ -164,7 +164,7 @@ def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device:
 def try_delta_net(
     ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
 ) -> None:
-    """What comes out of these steps, and what they leave behind. Raises."""
+    """Compares outputs and states over these steps with the reference; raises if they disagree."""
     weights, wide = _delta_weights(shape, shape.num_heads, dtype, device)
     inputs = shape.channels + shape.values + 2 * shape.num_heads
     _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
@@ -173,7 +173,7 @@ def try_delta_net(
 def try_channel_delta(
     ops: Ops, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
 ) -> None:
-    """As `try_delta_net`."""
+    """Compares Kimi Delta Attention with the reference as `try_delta_net` does."""
     weights, wide = _delta_weights(shape, shape.keys, dtype, device)
     inputs = shape.channels + shape.num_heads + shape.keys + shape.values
     _follow(
@@ -182,7 +182,7 @@ def try_channel_delta(
 
 
 def of_one_tensor(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A `channel_delta_net` that is called as the other layers' ops are, with all its inputs beside each other."""
+    """Wraps `channel_delta_net` to take its inputs concatenated in one tensor, as the other recurrent ops do."""
 
     def run(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: Any) -> Tensor:
         sizes = (shape.channels + shape.num_heads, shape.keys, shape.values)
@@ -192,7 +192,7 @@ def of_one_tensor(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Steps = MIXED) -> None:
-    """As `try_delta_net`."""
+    """Compares Mamba2 with the reference as `try_delta_net` does."""
     state, dtype = shape.state, shape.dtype
     heads = state.num_heads
     weights = MambaWeights(
@@ -217,7 +217,7 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
 def try_short_conv(
     ops: Ops, shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device, steps: Steps = MIXED
 ) -> None:
-    """As `try_delta_net`."""
+    """Compares the short convolution with the reference as `try_delta_net` does."""
     weights = ConvWeights(_taps(shape, dtype, device), _draw(device, shape.channels).to(dtype) if has_bias else None)
     wide = ConvWeights(weights.conv.float(), None if weights.bias is None else weights.bias.float())
     _follow(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
@@ -234,7 +234,7 @@ def _follow(
     device: torch.device,
     steps: Steps,
 ) -> None:
-    """Side by side with the reference in float32 (`wide`: its weights), step after step."""
+    """Runs the op and the reference in float32 (with the weights `wide`) step by step and compares them."""
     num_rows = len(steps[0])
     slots = torch.randperm(num_rows, device=device)
     state = 0.1 * _draw(device, num_rows, shape.slot_elements)
@@ -265,7 +265,7 @@ def _exact(
 def _delta_weights(
     shape: RecurrentShape, num_decays: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[DeltaWeights, DeltaWeights]:
-    """And the same in float32."""
+    """Returns random weights in `dtype`, and the same weights in float32."""
     weights = DeltaWeights(
         _taps(shape, dtype, device),
         _draw(device, shape.num_heads) - 1.0,

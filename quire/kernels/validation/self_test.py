@@ -1,7 +1,7 @@
-"""A glance at the built-in ops before the first request: tiny fixed inputs against stored golden results.
+"""Self-test of the ops before the first request: small fixed inputs against stored golden results.
 
-`assemble` calls `check_ops` with the ops a model was given. It takes milliseconds and catches a device, a library or a
-build that computes nonsense, which would otherwise show as wrong answers with a 200.
+`assemble` calls `check_ops` with a model's ops. It takes milliseconds and catches a device, library or build with wrong
+results, which would otherwise show only as wrong replies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.kernels.table import Ops
 from quire.types import QuireError
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, PAGE = 64, 4, 2, 64, 16
-# Made once with the reference in float64, and stored: a library that is wrong can't agree with itself here.
+# Computed once with the reference in float64 and stored, so that a wrong library is not compared with itself.
 GOLDEN: dict[str, tuple[float, ...]] = {
     "rms_norm": (0.0000000, 0.1711833, 1.1610257, 1.4088857, 0.7827723, -0.3560970, 0.8999795),
     "gate_mul": (0.0000000, 0.0756185, -0.0865626, 0.2025165, 0.0897124, -0.0970021, 0.1768369),
@@ -41,7 +41,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 def check_ops(ops: Ops, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Raises `selftest_failed` if any op is off."""
+    """Raises `selftest_failed` if the results of an op differ from the golden ones."""
     found = results(ops, device, dtype)
     for name, golden in GOLDEN.items():
         worst = max(abs(a - b) for a, b in zip(found[name], golden, strict=True))
@@ -51,10 +51,10 @@ def check_ops(ops: Ops, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def results(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, ...]]:
-    """A few numbers of what each op makes of the fixed inputs."""
+    """Returns samples of each op's results on the fixed inputs."""
 
     def wave(*shape: int, speed: float) -> Tensor:
-        """Numbers between -1 and 1 that every machine makes alike."""
+        """Returns values between -1 and 1 that are the same on every machine."""
         count = math.prod(shape)
         steps = torch.arange(count, dtype=torch.float64) * speed
         return torch.sin(steps).view(shape).to(device=device, dtype=dtype)

@@ -1,8 +1,8 @@
-"""The results of a start's kernel trials, or those of an earlier identical start that noted no failure.
+"""Results of a start's kernel trials, or of an earlier identical start in which no trial failed.
 
-`assemble` makes a `Findings`, from a note if there is one (`startup.trial_notes`), and hands it to everything that
-tries kernels. With a note nothing is launched and the ops tables are put together as they were then. Without one, only
-a start in which every trial agreed leaves a note.
+`assemble` makes a `Findings`, from a stored note if there is one (`startup.trial_notes`), and passes it to all trials.
+With a note no trial is run and the ops tables are built from the noted decisions. Without one, the start writes a note
+only if every trial succeeded.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from quire.kernels.validation.failures import is_out_of_memory
 
 class Findings:
     def __init__(self, noted: Mapping[str, bool] | None = None):
-        """`noted`: what the earlier start decided by measuring; None: there was none."""
+        """`noted`: the measured decisions of the earlier start; None: there is no note."""
         self._noted = noted
         self._decided: dict[str, bool] = {}
-        self._is_sure = True  # all that was tried so far agreed
+        self._is_sure = True  # no trial has failed or been left unfinished
 
     @property
     def worth_noting(self) -> dict[str, bool] | None:
-        """What the next start need not find out again; None: something failed, or was not tried to its end, or it is
-        noted already."""
+        """Decisions that the next start may reuse; None if a trial failed or was left unfinished, or if a note exists
+        already."""
         return self._decided if self._is_sure and self._noted is None else None
 
     def attempt(self, trial: Callable[[], None]) -> None:
-        """Raises what the trial does."""
+        """Runs the trial unless its result is noted; raises its error."""
         if self._noted is not None:
             return
         try:
@@ -36,16 +36,17 @@ class Findings:
             raise
 
     def error_of(self, trial: Callable[[], None]) -> Exception | None:
-        """What a trial fails with, if it does."""
+        """Runs the trial and returns its error; None if it succeeded or ran out of memory."""
         try:
             self.attempt(trial)
-        except Exception as error:  # whatever a compiler, a driver or a kernel may say
-            # Memory is no fault of the kernel's, and whoever needs it next will say so.
+        except Exception as error:  # compilers, drivers and kernels raise errors of any type
+            # Out of memory is not the kernel's fault; the next allocation of the start reports it.
             return None if is_out_of_memory(error) else error
         return None
 
     def decide(self, name: str, measure: Callable[[], bool | None]) -> bool:
-        """`measure` may come back with None, where it could not: that counts as no, and is not noted."""
+        """Returns the noted decision, or else that of `measure`. If `measure` returns None because it could not
+        measure, the decision is False and nothing is noted."""
         if self._noted is not None and name in self._noted:
             return self._noted[name]
         answer = measure()
@@ -56,5 +57,5 @@ class Findings:
         return bool(answer)
 
     def doubt(self) -> None:
-        """Let the next start look for itself."""
+        """Prevents a note, so that the next start runs its trials again."""
         self._is_sure = False

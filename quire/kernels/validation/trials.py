@@ -1,9 +1,9 @@
-"""Tries rows of the ops table on small problems of a model's own shape before the model is built with them.
+"""Trials of the ops table's kernels on small problems of a model's own shape, before the model is built with them.
 
-A kernel that does not compile here, does not run, or computes something else than the reference gives way to the
-reference, which is slower and always there. `models.trials` lists the rows that a model uses and calls `settle_ops`;
-what is tried is what the first request would have had to compile anyway. The rows of dense models are here, those of
-experts, latents and recurrent layers in `trial_experts`, `trial_latent` and `trial_recurrent`.
+A kernel that does not compile, fails to run, or disagrees with the reference is replaced by the reference, which is
+slower and always available. `models.loading.kernel_trials` lists a model's trials and calls `settle_ops`. Trials
+compile only what the first request would compile anyway. This file has the trials of dense models; `expert_trials`,
+`latent_trials` and `recurrent_trials` have the others.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from quire.kernels.validation.trial_results import Findings
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 FP8_TOLERANCE = 0.15
-NUM_TOKENS = 84  # of the prompt that is attended to: a GPU's page of 64 and a bit, so that a second page is looked up
-EXACT = 1e-12  # a limit for what may not be off at all
-FEW_TOKENS = 16  # where kernels for many tokens are others than those for few, which every request needs
+NUM_TOKENS = 84  # prompt length of attention trials: more than a GPU's page of 64, so that a second page is read
+EXACT = 1e-12  # limit for results that must be exact
+FEW_TOKENS = 16  # tokens of trials that run the kernels for small batches, which every request needs
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is tried as one, and given up as one."""
+    """One trial: ops that are tried together and replaced together."""
 
     name: str
-    attempt: Callable[[Ops], None]  # raises if it fails
-    give_up: Callable[[Ops], Ops] | None  # the table without it; None: nothing else could do its work
+    attempt: Callable[[Ops], None]  # runs the trial; raises if it fails
+    give_up: Callable[[Ops], Ops] | None  # returns the table with the fallback in place; None: there is no fallback
 
 
 def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool, findings: Findings | None = None) -> Ops:
-    """The table less the rows that fail, each with a line that says so; `strict`: refuse instead."""
+    """Returns the table with a fallback for each failed trial, and warns about each; `strict`: raise `kernel_failed`
+    instead."""
     findings = findings or Findings()
     for row in rows:
         error = failure(ops, row, findings)
@@ -56,21 +57,24 @@ def failure(ops: Ops, row: Row, findings: Findings | None = None) -> Exception |
 
 
 def reference_for(*names: str, captured: bool = False, **adapted: Callable[..., Any]) -> Callable[[Ops], Ops]:
-    """Gives these rows of a table to the reference; `adapted`: in a form that suits the kernels it then stands beside.
-    `captured`: it does as well there in a step that is captured. If not (it asks the device for sizes, or does not skip
-    the slots of rows that pad a step), steps are launched kernel by kernel from then on."""
+    """Returns a function that replaces these ops of a table by the reference, and those in `adapted` by the given
+    functions, whose outputs suit the remaining kernels.
+
+    `captured`: the reference also works in CUDA graphs. If not (it synchronizes for sizes, or writes the slots of
+    padding rows), the table no longer captures steps."""
     others = () if captured else ("captures", "captured_work")
     rows: dict[str, Any] = {name: getattr(REFERENCE, name) for name in (*names, *others)} | adapted
     return lambda ops: replace(ops, **rows)
 
 
 def contiguous(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The reference returns views; kernels count on rows that lie one behind the other."""
+    """Wraps a reference op to return contiguous tensors, which kernels require, instead of views."""
     return lambda *args: op(*args).contiguous()
 
 
 def reference_route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's `norm_route`, with experts in the type that kernels read; its own experts take either."""
+    """The reference's `norm_route` with int32 expert numbers, as kernels read them; the reference's own `run_experts`
+    takes both dtypes."""
     x, chosen, weights = REFERENCE.norm_route(*args)
     return x, chosen.int(), weights
 
@@ -93,7 +97,7 @@ def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _without_norm(ops: Ops) -> Ops:
-    """Kernels that norm on their way, for some numbers of rows, launch the same kernel."""
+    """Replaces the norm kernel and all kernels that launch it for some numbers of rows."""
     return replace(ops, rms_norm=REFERENCE.rms_norm, norm_route=reference_route, fused_linear=None)
 
 
@@ -121,12 +125,12 @@ def gate_mul_row(inner_width: int, curve: Curve, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer's, and what it takes along: a norm and a gate, or the sum with the stream."""
+    """A linear layer and what is fused with it: a norm and a gate, or the residual addition."""
 
     in_features: int
     out_features: int
     dtype: torch.dtype
-    norm_dtype: torch.dtype | None = None  # of the norm's weight; None: there is no norm
+    norm_dtype: torch.dtype | None = None  # dtype of the norm's weight; None: no norm
     bias: bool = False
     gate: Curve | None = None
     residual: bool = False
@@ -151,7 +155,7 @@ def _try_product(ops: Ops, product: Product, device: torch.device) -> None:
         x = normal(device, dtype, num_rows, width)
         residual = normal(device, dtype, num_rows, product.out_features) if product.residual else None
         if ops.fused_linear.wins(num_rows, weight, product.gate):
-            stream = None if residual is None else residual.clone()  # its memory may be taken
+            stream = None if residual is None else residual.clone()  # the op may overwrite `residual`
             finish_writes(device)
             got = ops.fused_linear.run(x, weight, bias, norm, 1e-6, product.gate, residual)
             compare(got, partial(_plain_product, product, x, weight, bias, norm, stream), dtype)
@@ -172,7 +176,7 @@ def _plain_product(
 
 @dataclass(frozen=True, slots=True)
 class TrialShape:
-    """What decides which kernels a model's attention layers get compiled."""
+    """The properties of a model's attention layers that decide which kernels are compiled for them."""
 
     num_heads: int
     num_kv_heads: int
@@ -183,13 +187,13 @@ class TrialShape:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     max_len: int = 2048
-    qk_dtype: torch.dtype | None = None  # of the weights that norm queries and keys; None: `dtype`
+    qk_dtype: torch.dtype | None = None  # dtype of the QK norm weights; None: `dtype`
     softcap: float | None = None
     sinks: bool = False
 
 
 def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
-    """All that a dense model of the usual proportions uses."""
+    """Returns the trials of a dense model whose widths follow from its attention shape."""
     width, dtype = shape.num_heads * shape.head_dim, shape.dtype
     inner_width = 3 * width
     return [
@@ -207,7 +211,7 @@ def rope_row(shape: TrialShape, device: torch.device) -> Row:
 
 
 def attention_row(shape: TrialShape, device: torch.device) -> Row:
-    # Latents go by the same plan.
+    # Latent attention takes the same plan, so it falls back as well.
     rows = ("plan_attention", "paged_attention", "latent_attention")
     give_up = None if is_fp8(shape.cache_dtype) else reference_for(*rows)
     return Row("attention", lambda ops: try_attention(ops, shape, device), give_up)
@@ -221,7 +225,7 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     positions = torch.arange(FEW_TOKENS, device=device) + NUM_TOKENS
     frequencies = turning(shape.head_dim, device)
     boundary = (1 + FEW_TOKENS // shape.page_tokens) * shape.page_tokens
-    slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)  # from one page on to the next
+    slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)  # across a page boundary
 
     def run(table: Ops, cache_dtype: torch.dtype) -> tuple[Tensor, ...]:
         k_cache, v_cache = (torch.zeros(_cache_shape(shape), dtype=cache_dtype, device=device) for _ in range(2))
@@ -234,7 +238,8 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
 
 
 def try_attention(ops: Ops, shape: TrialShape, device: torch.device, counts: Iterable[int] = (NUM_TOKENS, 1)) -> None:
-    """A prompt and a decode, each alone: the kernels that the first request needs. Raises."""
+    """Compares a prefill and a decode, each in a step of its own as for a first request, with the reference; raises if
+    they disagree."""
     caches = [normal(device, shape.dtype, *_cache_shape(shape)).to(shape.cache_dtype) for _ in range(2)]
     num_pages = -(-max(shape.max_len, NUM_TOKENS) // shape.page_tokens) + 1
     table = torch.zeros(1, num_pages, dtype=torch.int32, device=device)
@@ -261,7 +266,7 @@ def _cache_shape(shape: TrialShape) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What all trials share
+# Helpers of all trials
 
 
 def normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
@@ -269,18 +274,18 @@ def normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
 
 
 def turning(dim: int, device: torch.device) -> Tensor:
-    """Frequencies of rope, [dim / 2]."""
+    """Returns rope frequencies, [dim / 2]."""
     return 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=device) / dim)
 
 
 def is_fp8(cache_dtype: torch.dtype) -> bool:
-    """The reference can't read such a cache."""
+    """Whether the cache is FP8, which the reference can't read."""
     return cache_dtype == torch.float8_e4m3fn
 
 
 def finish_writes(device: torch.device) -> None:
-    """Kernels may read weights before the kernel launched just before them has ended: weights are not supposed to be
-    new, as they are here."""
+    """Waits until tensors have been written. With programmatic launch a kernel may read its weights before the kernel
+    launched before it has ended; in a trial that kernel may have written them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -291,12 +296,12 @@ Result = Tensor | tuple[Tensor, ...]
 def compare(
     got: Result, expected: Result | Callable[[], Result], dtype: torch.dtype, limit: float | None = None
 ) -> None:
-    """`expected`: what the reference makes of it, or how to ask. Nobody does in a rehearsal, where kernels are only
-    noted."""
+    """Raises ArithmeticError if `got` differs from `expected`, which is the reference's result or a function that
+    computes it. Returns at once in a dry run, whose tensors are meta."""
     parts = got if isinstance(got, tuple) else (got,)
     if parts[0].is_meta:
         return
-    # A library would plan and compile attention for a second, for a shape that never comes again.
+    # A library would spend a second on planning and compiling attention for a shape that is used once.
     with sdpa_kernel(SDPBackend.MATH):
         told = expected() if callable(expected) else expected
     for part, true in zip(parts, told if isinstance(told, tuple) else (told,), strict=True):

@@ -1,4 +1,4 @@
-"""CPU kernels in C++, compiled when the package is built: twins of the reference ops, products over quantized blocks,
-and a whole dense model in one call. `src/` holds them, `building` compiles them, `library` loads them; without a
-compiler nothing here loads and plain torch runs instead.
+"""CPU kernels in C++, compiled when the package is built: the reference ops, matrix products over quantized blocks, and
+whole decoders in one call. `src/` holds the C++ code, `building` compiles it, `library` loads it; without a compiler
+plain torch runs instead.
 """

@@ -1,8 +1,8 @@
-"""Compiles the kernels into one shared library. `setup.py` calls it when the package is built, `make native` in place.
+"""Compiles the C++ kernels into one shared library: in `setup.py` for a package build, in `make native` in place.
 
-It runs by itself (`python quire/kernels/native/building.py`) and imports nothing of the package, so that a build needs
-nothing but a C++ compiler. Each instruction set is a file of its own with its own flags; which one runs is decided when
-the library is loaded.
+It also runs as a script (`python quire/kernels/native/building.py`) and imports nothing of the package, so that a build
+needs only a C++ compiler. Each instruction set is a source file with its own flags; one is chosen when the library is
+opened.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ X86_FLAGS = {
         "-Wno-maybe-uninitialized",
     ],
 }
-# No contraction: the compiler would choose where to fuse, and twins of one template could differ in the last bit.
+# Without -ffp-contract=off the compiler chooses where to fuse multiply-adds, and two instances of one template could
+# differ in the last bit.
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -50,11 +51,11 @@ FLAGS = [
 
 
 class BuildError(Exception):
-    """Why there is no library, in one line."""
+    """The library can't be built; the message is one line."""
 
 
 def source_digest() -> str:
-    """Names the sources a library was built from, so that one built from others is not taken for it."""
+    """Returns a digest of the sources, compiled into the library so that a stale library is not used."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -69,7 +70,7 @@ def find_compiler() -> str | None:
 
 
 def build(target: Path) -> None:
-    """Compile everything into `target`; BuildError where that can't be done."""
+    """Compiles all sources into `target`; raises BuildError if that fails."""
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found (c++, g++ or clang++)")
@@ -88,7 +89,7 @@ def build(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(".new")
         _run([compiler, "-shared", "-pthread", "-o", str(fresh), *objects])
-        fresh.replace(target)  # a library that is loaded somewhere must not change under its readers
+        fresh.replace(target)  # atomic: processes that have the old library loaded keep its inode
 
 
 def _run(command: list[str]) -> None:

@@ -1,7 +1,6 @@
-"""A mixture of experts over packed matrices: what `Ops.run_experts` does where a layer's experts are kept in blocks.
+"""Mixture of experts over packed matrices: `Ops.run_experts` for experts in quantized blocks.
 
-One call: each expert is two products over the tokens that chose it; a token alone reads its own experts' blocks and no
-others.
+One call computes two products per expert over the tokens routed to it; a single token reads only its experts' blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from quire.kernels.expert_types import GatedActivation
 from quire.kernels.native.library import ACTIVATIONS, ExpertsDesc, LinearDesc
 from quire.kernels.native.matrix import PackedLinear
 
-CURVES = {"sigmoid": "silu", "gelu_tanh": "gelu_new"}  # an expert's names for them, and those of ACTIVATIONS
+CURVES = {"sigmoid": "silu", "gelu_tanh": "gelu_new"}  # GatedActivation.curve -> key of ACTIVATIONS
 
 
 class PackedExperts:
-    """`gate_up`: of each expert, gates above ups."""
+    """Packed matrices of all experts of a layer, one per expert; in `gate_up` gate rows precede up rows."""
 
     def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: GatedActivation):
-        self.gate_up, self.down = gate_up, down  # keep the memory that the descriptions point to
+        self.gate_up, self.down = gate_up, down  # keep the memory alive that the descriptors point to
         self.native = gate_up[0].native
         ups, downs = ((LinearDesc * len(some))(*(linear.desc for linear in some)) for some in (gate_up, down))
         self.desc = ExpertsDesc(
@@ -42,7 +41,7 @@ class PackedExperts:
 def run_packed_experts(
     x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference_experts.run_experts`."""
+    """Computes `reference.experts.run_experts` over packed experts."""
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     residual = None if residual is None else residual.contiguous()
     out = torch.empty_like(x)

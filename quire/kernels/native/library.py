@@ -1,7 +1,7 @@
-"""The compiled kernels as Python sees them: finding the library, the structs it shares, and a `Native` that is open.
+"""Loads the compiled library with ctypes and declares its structs and functions.
 
-`kernels.table` asks `open_native`; everything else in this folder works on the `Native` it returns. Nothing here is
-loaded before someone asks, and a machine without the library gets a reason instead.
+`kernels.table` calls `open_native`; the rest of this folder works on the `Native` that it returns. The library is
+loaded on the first call; without a usable library `NotBuilt` says why.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ACTIVATIONS = {
     "relu2": 4,
 }
 BLOCK = 32  # columns of a block
-MAX_GROUP = 64  # query heads of one key-value head that attention has room for
-MAX_MEMBERS = 16  # experts that a group of them is judged by
+MAX_GROUP = 64  # maximum query heads per KV head in the attention kernel
+MAX_MEMBERS = 16  # maximum of `Routing.group_members`
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
 
 
 class NotBuilt(Exception):
-    """Why the library can't be used, in one line."""
+    """The library can't be used; the message is one line."""
 
 
 class Matrix(Structure):
@@ -269,7 +269,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
     ),
 }
-# For lack of memory.
+# Functions that return an error code if memory runs out.
 _MAY_FAIL = (
     "quire_linear",
     "quire_rope_write",
@@ -289,7 +289,7 @@ def _check(code: int, function: object, arguments: object) -> None:
 
 
 class Native:
-    """The kernels of one instruction set with a pool of threads. Calls into `library` get `context` first."""
+    """The kernels of one instruction set with a thread pool. `context` is the first argument of calls to `library`."""
 
     def __init__(self, library: ctypes.CDLL, isa: str, num_threads: int):
         self.library = library
@@ -303,9 +303,10 @@ class Native:
 
 @cache
 def open_native(isa: str | None, num_threads: int) -> Native:
-    """The best kernels this machine can run, or those of one instruction set; NotBuilt says why there are none.
+    """Opens the kernels of `isa`, or of the best instruction set of this machine if None; raises NotBuilt if there are
+    none.
 
-    The same question gets the same pool of threads, so several models in one process do not crowd the cores.
+    Calls with equal arguments share a thread pool, so that several models in a process do not oversubscribe the cores.
     """
     library = load_library()
     if isa is not None:
@@ -342,13 +343,13 @@ def load_library() -> ctypes.CDLL:
 
 
 def _places() -> list[Path]:
-    """Beside this file, or in the installed package where this is a source tree next to it."""
+    """Returns where the library may be: beside this file, or in an installed package if this is a source tree."""
     beside = Path(__file__).with_name(LIBRARY)
     if beside.exists():
         return [beside]
     from importlib.metadata import distributions
 
-    # A source tree that was installed from has a record of its own, which comes first and has no library.
+    # A source tree may have distribution metadata of its own, which is found first and has no library.
     installed = (
         Path(str(found.locate_file(f"quire/kernels/native/{LIBRARY}"))) for found in distributions(name="quire")
     )

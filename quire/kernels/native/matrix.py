@@ -1,6 +1,7 @@
-"""Matrices in the library's tiles: packed once from a checkpoint's bytes or floats, then multiplied and looked up.
+"""Matrices packed into the native library's tiles, for matrix products and embedding lookups.
 
-The scheme `layers.quant.blocks` makes them while a model loads; a stack and single products read them.
+The scheme `layers.quant.blocks` packs them from a checkpoint's bytes or floats while a model loads; `Stack` and single
+products read them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.native.library import BLOCK, FORMS, LinearDesc, Matrix, Native
 
-ROWS_AT_A_TIME = 1 << 22  # floats that are decoded before they are packed
+ROWS_AT_A_TIME = 1 << 22  # floats that are dequantized at a time for packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class PackedMatrix:
     desc: Matrix
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The rows of these ids [n] int64, as [n, columns] float32: what an embedding does."""
+        """Embedding lookup: returns the rows `ids` [n] int64 as [n, columns] float32."""
         ids = ids.contiguous()
         out = torch.empty(len(ids), self.shape[1])
         native = self.native
@@ -43,7 +44,7 @@ def _empty(native: Native, form: str, rows: int, columns: int) -> PackedMatrix:
     if form not in ("F32", "F16") and columns % BLOCK:
         raise ValueError(f"{columns} columns are no whole blocks of {BLOCK}")
     memory = torch.empty(matrix_bytes(native, form, rows, columns) + 64, dtype=torch.uint8)
-    start = -memory.data_ptr() % 64  # tiles begin at cache lines
+    start = -memory.data_ptr() % 64  # aligns tiles to cache lines
     desc = Matrix(FORMS[form], native.lanes, rows, columns, memory.data_ptr() + start)
     return PackedMatrix(native, form, (rows, columns), memory, desc)
 
@@ -51,7 +52,8 @@ def _empty(native: Native, form: str, rows: int, columns: int) -> PackedMatrix:
 def pack_blocks(
     native: Native, form: str, rows: int, columns: int, data: Tensor, order: Tensor | None = None
 ) -> PackedMatrix:
-    """From a GGUF tensor's own bytes, [bytes] uint8, of the same form; `order` [rows] int64: which row each is."""
+    """Packs a GGUF tensor's bytes, [bytes] uint8, which are of the same form. `order` [rows] int64: the source row of
+    each packed row."""
     packed = _empty(native, form, rows, columns)
     place = None if order is None else order.data_ptr()
     native.library.quire_pack(native.context, byref(packed.desc), data.data_ptr(), place, 0, packed.desc.data)
@@ -59,7 +61,7 @@ def pack_blocks(
 
 
 def pack_floats(native: Native, form: str, rows: int, columns: int, read: Callable[[int, int], Tensor]) -> PackedMatrix:
-    """From floats, [count, columns] for each `read(first, count)`, rounded to the form on the way."""
+    """Packs floats, quantized to the form; `read(first, count)` returns rows as [count, columns]."""
     packed = _empty(native, form, rows, columns)
     lanes, library = native.lanes, native.library
     step = max(1, ROWS_AT_A_TIME // columns // lanes) * lanes
@@ -73,7 +75,7 @@ def pack_floats(native: Native, form: str, rows: int, columns: int, read: Callab
 
 
 class PackedLinear:
-    """Several matrices with the same input, one below the other, and their bias: one product."""
+    """A linear layer of one or more matrices with the same input, whose outputs are concatenated, and a bias."""
 
     def __init__(self, parts: Sequence[PackedMatrix], bias: Tensor | None = None):
         self.native = parts[0].native
@@ -93,8 +95,8 @@ class PackedLinear:
         silu_mul: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, in_features] float32 -> [tokens, out_features]: norm of x, product, sum with `residual`. With
-        `silu_mul` x is [tokens, 2 * in_features], and silu(first half) * second half is what is multiplied."""
+        """Norms x [tokens, in_features] float32, multiplies it and adds `residual`; returns [tokens, out_features].
+        With `silu_mul` x is [tokens, 2 * in_features] and the product's input is silu(first half) * second half."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         out = torch.empty(len(x), self.out_features)

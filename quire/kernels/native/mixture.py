@@ -1,4 +1,4 @@
-"""A mixture of experts as a stack runs it: router, choice, shared expert and experts, described once. `Stack` takes it
+"""Descriptor of a mixture of experts within a `Stack`: router, top-k choice, experts and shared expert in one call,
 in place of a layer's feed-forward block.
 """
 
@@ -19,12 +19,12 @@ from quire.kernels.native.matrix import PackedLinear
 @dataclass(frozen=True, slots=True)
 class MixturePlan:
     experts: PackedExperts
-    router: PackedLinear  # of floats
+    router: PackedLinear  # not quantized
     routing: Routing
     choice_bias: Tensor | None = None  # [experts] float32
     shared_up: PackedLinear | None = None
     shared_down: PackedLinear | None = None
-    shared_gate: PackedLinear | None = None  # one row of floats
+    shared_gate: PackedLinear | None = None  # one row, not quantized
 
     def describe(self) -> MixtureDesc:
         routing = self.routing
@@ -47,12 +47,12 @@ class MixturePlan:
 
     @staticmethod
     def fits(routing: Routing) -> bool:
-        """Shared experts are not among the others here."""
+        """Whether the library supports the routing: shared experts must not be merged into the routed ones."""
         return routing.num_shared == 0 and routing.group_members <= MAX_MEMBERS
 
 
 def run_mixture(native: Native, plan: MixturePlan, x: Tensor) -> Tensor:
-    """All experts' shares of x [tokens, width] float32, outside of any stack."""
+    """Runs the mixture on x [tokens, width] float32 outside of a stack; returns [tokens, width]."""
     out = torch.zeros_like(x)
     desc = plan.describe()
     native.library.quire_mixture(native.context, byref(desc), x.data_ptr(), len(x), out.data_ptr())

@@ -1,7 +1,7 @@
-"""Twins of the reference ops over float32 on a CPU, and the choice of tokens. `kernels.table` puts them into its row.
+"""The native library's implementations of the ops in float32 on a CPU, and of sampling. `kernels.table` uses them.
 
-A call costs a few microseconds. What the kernels do not take (another type, a view that is not dense) goes to the
-reference: one op more or less in torch changes nothing but speed.
+A call costs a few microseconds. Inputs that the kernels do not support (another dtype, a non-contiguous view) go to the
+reference, which changes only the speed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quire.kernels.reference import experts as reference_experts
 from quire.kernels.reference import latent as reference_latent
 from quire.kernels.reference import small_ops as reference
 
-MAX_VOCAB = 1 << 24  # token ids stand in float lanes
+MAX_VOCAB = 1 << 24  # the kernel holds token ids in float lanes, exact up to this
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """What all layers of one group share in one step; the tensors are kept so that their memory is."""
+    """The plan that a cache group's layers share in one step; keeps the tensors alive that descriptors point to."""
 
     page_table: Tensor  # [rows, max_pages] int32
     positions: Tensor  # [tokens] int64
@@ -80,7 +80,7 @@ class NativeOps:
         slots: Tensor,
         num_heads: int,
     ) -> Tensor:
-        """As the reference; `qkv` is worked on in place, unless it is a part of something wider."""
+        """The reference's op; overwrites `qkv` unless that is a view of a wider tensor."""
         qkv = qkv.contiguous()
         assert angles.positions is not None and angles.frequencies is not None
         kv_heads, head_dim = k_cache.shape[2:]
@@ -181,14 +181,14 @@ class NativeOps:
         slots: Tensor,
         interleaved: bool,
     ) -> Tensor:
-        """The reference's, which wants tables."""
+        """Calls the reference, with cos and sin tables."""
         assert angles.positions is not None and angles.frequencies is not None
         tables = angle_tables(angles.positions, angles.frequencies, angles.scale, q.dtype)
         return reference_latent.latent_write(q, entry, norm_weight, eps, tables, cache, slots, interleaved)
 
     @staticmethod
     def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
-        """The reference's, which has a plan of its own."""
+        """Calls the reference, with a plan of its own."""
         slow = _reference_plan(plan, cache.dtype)
         return reference_latent.latent_attention(q_latent, q_rope, cache, slow, scale)
 
@@ -207,9 +207,10 @@ class NativeOps:
     def choose(
         self, logits: Tensor, key: Tensor, positions: Tensor, inv_temperature: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A token for each row of `logits` [samples, vocab]: the largest of logit * inv_temperature + noise of (key,
-        position), or the largest logit where `inv_temperature` [samples] is 0. `mask`: packed bits of what is allowed,
-        int32 [samples, ceil(vocab / 32)]. Returns ids [samples] int64 and bad flags [samples] bool."""
+        """Samples a token for each row of `logits` [samples, vocab]: the argmax of logit * inv_temperature + noise of
+        (key, position), or of the logits where `inv_temperature` [samples] is 0. `mask`: packed bits of the allowed
+        tokens, int32 [samples, ceil(vocab / 32)]. Returns ids [samples] int64, and flags of rows that can't be sampled
+        from, [samples] bool."""
         logits = logits.float().contiguous()
         num_samples, vocab_size = logits.shape
         assert vocab_size <= MAX_VOCAB

@@ -1,10 +1,9 @@
-"""Recurrent layers on a CPU: one call of the native library for all rows of a step, token by token. `kernels.table`
-puts these into the library's row. In torch a token of such a layer is some fifty small ops, which cost more than its
-bytes, and a prompt's chunks are products of matrices that have to be made first.
+"""Recurrent layers on a CPU: one call of the native library for all rows of a step, token by token.
 
-What the library does not take (see `_is_plain`) goes to torch: to the reference, or to what the deterministic mode has
-in its place. The library's own numbers are of that mode's kind anyway: a token has the same bits alone, in a prompt and
-in any company.
+In torch a token of such a layer takes about fifty small ops, which cost more than reading its state, and a chunked scan
+has to build its matrices first. Inputs that the library does not support (see `_is_plain`) go to torch: to the
+reference, or to the deterministic mode's ops. The library's results are deterministic: a token's bits are the same in
+prefill, in decode and in any batch.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from quire.kernels.reference import recurrent as reference_recurrent
 
 @dataclass(slots=True)
 class NativeRecurrentPlan:
-    """What all recurrent layers share in one step; the tensors are kept so that their memory is."""
+    """The plan that all recurrent layers share in one step; keeps the tensors alive that descriptors point to."""
 
-    slots: Tensor  # [rows] int64, dense like all of them
+    slots: Tensor  # [rows] int64, contiguous like the others
     positions: Tensor  # [tokens] int64
     starts: Tensor | None  # [2, rows] int64: first tokens, then counts; None: each row has one token
     counts: list[int]
-    in_torch: Any = None  # what goes there goes by this; made when a layer wants it
+    in_torch: Any = None  # plan of the torch fallback, made on first use
 
 
 class NativeRecurrent:
-    """`torch_ops`: the module with these functions in torch."""
+    """The recurrent ops of the table. `torch_ops` is the module with the same functions in torch, as fallback."""
 
     def __init__(self, native: Native, torch_ops: ModuleType = reference_recurrent):
         self._library = native.library
@@ -44,7 +43,7 @@ class NativeRecurrent:
 
     @staticmethod
     def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> NativeRecurrentPlan:
-        """As `reference_recurrent.plan_recurrent`."""
+        """Plans a step; the arguments are those of `reference.recurrent.plan_recurrent`."""
         assert slots.dtype == positions.dtype == torch.int64 and sum(counts) == len(positions)
         starts = None
         if any(count != 1 for count in counts):
@@ -149,7 +148,7 @@ class NativeRecurrent:
 
 
 def _is_plain(weights: DeltaWeights | MambaWeights | ConvWeights, *inputs: Tensor) -> bool:
-    """float32; each token and each slot in one piece, weights dense."""
+    """Whether the library supports the tensors: float32, each token and slot contiguous, weights contiguous."""
     kept = [getattr(weights, name) for name in weights.__slots__]
     return all(x.dtype == torch.float32 and x.stride(1) == 1 for x in inputs) and all(
         w.dtype == torch.float32 and w.is_contiguous() for w in kept if isinstance(w, Tensor)

@@ -1,5 +1,5 @@
-"""A whole decoder in one call: embedding, every layer, the last norm. `DenseModel` describes itself as a
-`StackPlan` once its weights are real; a step then costs one call instead of ten per layer.
+"""A whole decoder in one native call: embedding, every layer, the final norm. `DenseModel` describes itself as a
+`StackPlan` once its weights are loaded; a step then costs one call instead of ten per layer.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class LayerPlan:
     after_mlp: NormPlan | None
     qkv: PackedLinear
     out: PackedLinear
-    up: PackedLinear | None  # gate and up, where there is a gate
+    up: PackedLinear | None  # gate and up concatenated if the block is gated
     down: PackedLinear | None
-    mixture: MixturePlan | None  # in place of these two
+    mixture: MixturePlan | None  # replaces `up` and `down`
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None  # [heads]
-    group: int  # which of the groups of a step
-    cache_index: int  # its place in that group
-    rope: int  # which of the stack's
+    group: int  # index of its cache group
+    cache_index: int  # index of the layer in that group's cache
+    rope: int  # index into the stack's ropes
 
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """A dense decoder; what a field means is `models.dense_config`'s."""
+    """Description of a dense decoder; fields mean what they mean in `DenseConfig`."""
 
     embedding: PackedMatrix
     layers: Sequence[LayerPlan]
@@ -61,14 +61,14 @@ class StackPlan:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    inner_width: int  # of the widest block without experts
+    inner_width: int  # width of the widest feed-forward block without experts
     frequencies: Tensor  # [ropes, head_dim / 2]
     rope_scales: Tensor  # [ropes]
     activation: str  # a key of ACTIVATIONS
     has_gate: bool
-    takes_mean: bool  # norms are layer norms
-    is_parallel: bool
-    is_wide: bool  # queries and keys are normed over all their heads at once
+    takes_mean: bool  # layer norm instead of RMS norm
+    is_parallel: bool  # attention and feed-forward read the same input
+    is_wide: bool  # QK norm over all heads at once instead of per head
     eps: float
     attention_scale: float
     softcap: float | None
@@ -78,7 +78,7 @@ class StackPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """One paged group in one step."""
+    """One paged cache group in one step."""
 
     page_table: Tensor  # [rows, max_pages] int32
     slots: Tensor  # [tokens] int64
@@ -90,7 +90,7 @@ class GroupInputs:
 class Stack:
     def __init__(self, native: Native, plan: StackPlan):
         self.native = native
-        self._plan = plan  # keeps the memory that the descriptions point to
+        self._plan = plan  # keeps the memory alive that the descriptors point to
         self._width = plan.embedding.shape[1]
         self._mixtures = [None if layer.mixture is None else layer.mixture.describe() for layer in plan.layers]
         layers = (_describe(*pair) for pair in zip(plan.layers, self._mixtures, strict=True))
@@ -128,8 +128,9 @@ class Stack:
         groups: Sequence[GroupInputs],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """tokens, positions [tokens] int64, query_starts [rows + 1] int32 -> normed hidden states of those `wanted`
-        (ascending; None: all), [n, width]. Keys and values of all tokens are left in the groups' caches."""
+        """Runs the decoder. `tokens` and `positions` are [tokens] int64, `query_starts` [rows + 1] int32. Returns the
+        normed hidden states of the `wanted` tokens (ascending; None: all), [n, width], and writes the keys and values
+        of all tokens to the groups' caches."""
         descs = (GroupDesc * len(groups))(*(_group(group) for group in groups))
         step = StepDesc(
             tokens.data_ptr(),

@@ -7,13 +7,13 @@ which are pending-free until the step that may use them has committed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from quire.cache.lease import Lease
 from quire.cache.match import CacheStats
 from quire.cache.pool import Pool
 from quire.cache.tree import ABSENT, Node, PrefixTree
+from quire.types.step_queue import StepQueue
 
 
 class UnitLedger:
@@ -24,7 +24,7 @@ class UnitLedger:
         self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
         self.settled = 0  # the last step that is known to have committed
         self._num_evictable = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
-        self._pending_free: deque[tuple[int, bool, int, list[int]]] = deque()  # step, on host, group, units; ascending
+        self._pending_free: StepQueue[tuple[bool, int, list[int]]] = StepQueue()  # on host, group, units
 
     def available(self, group: int) -> int:
         return self.pools[group].num_free + self._num_evictable[group]
@@ -61,12 +61,10 @@ class UnitLedger:
 
     def release_after(self, group: int, units: list[int], step: int, *, on_host: bool = False) -> None:
         """One holder less of each, once `step` has committed."""
-        if self._pending_free:
-            step = max(step, self._pending_free[-1][0])  # in order, at worst a step late
-        if step <= self.settled:
+        if step <= self.settled and not self._pending_free:
             self.drop(group, units, on_host=on_host)
         else:
-            self._pending_free.append((step, on_host, group, units))
+            self._pending_free.put((on_host, group, units), step)
 
     def drop(self, group: int, units: list[int], *, on_host: bool = False) -> None:
         """One holder less of each, now."""
@@ -78,9 +76,7 @@ class UnitLedger:
     def settle(self, step: int) -> None:
         """Every step up to this one has committed and its copies are done: what waited for it is free."""
         self.settled = max(self.settled, step)
-        pending = self._pending_free
-        while pending and pending[0][0] <= self.settled:
-            _, on_host, group, units = pending.popleft()
+        for on_host, group, units in self._pending_free.take_committed(self.settled):
             self.drop(group, units, on_host=on_host)
 
     def num_unreachable(self) -> int:
@@ -109,7 +105,7 @@ class UnitLedger:
             for snapshot in lease.snapshots:
                 for group, slot in snapshot.slots.items():
                     own(owners, group, slot)
-        for _, on_host, group, units in self._pending_free:
+        for on_host, group, units in self._pending_free:
             for unit in units:
                 own(host_owners if on_host else owners, group, unit)
         evictable = [0] * len(self.pools)
@@ -121,4 +117,4 @@ class UnitLedger:
             self.pools[group].check(owners[group])
             self.host_pools[group].check(host_owners[group])
             assert evictable[group] == self._num_evictable[group], f"group {group}: the count of evictable units is off"
-        assert all(step > self.settled for step, *_ in self._pending_free), "a unit stayed pending-free after its step"
+        self._pending_free.check(self.settled)

@@ -6,14 +6,14 @@ committed. The scheduler is the only caller.
 
 from __future__ import annotations
 
-from collections import deque
+from quire.types.step_queue import StepQueue
 
 
 class Rows:
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: low numbers first
-        self._limbo: deque[tuple[int, int]] = deque()  # (fence, row)
+        self._pending_free: StepQueue[int] = StepQueue()
         self._untold: list[int] = []  # given back since the last plan
 
     @property
@@ -26,13 +26,12 @@ class Rows:
     def give_back(self, row: int, fence: int, settled: int) -> None:
         """Free once step `fence` has committed; `settled`: the last step that has."""
         self._untold.append(row)
-        self._limbo.append((fence, row))
+        self._pending_free.put(row, fence)
         self.settle(settled)
 
     def settle(self, step: int) -> None:
         """Every step up to this one has committed."""
-        while self._limbo and self._limbo[0][0] <= step:
-            self._free.append(self._limbo.popleft()[1])
+        self._free += self._pending_free.take_committed(step)
 
     def take_freed(self) -> list[int]:
         """For the next plan: the device forgets who had these."""
@@ -48,5 +47,5 @@ class Rows:
         self._untold = list(range(self._num_rows))
 
     def check(self, taken: list[int]) -> None:
-        everywhere = taken + self._free + [row for _, row in self._limbo]
+        everywhere = taken + self._free + list(self._pending_free)
         assert sorted(everywhere) == list(range(self._num_rows)), "a row was lost or given out twice"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from quire.engine.workers import Ticket, Workers
 from quire.types import Plan, StepOutput
+from quire.types.step_queue import StepQueue
 
 ID_BYTES = 64
 _HEAD = struct.Struct("<I")
@@ -66,10 +66,10 @@ class RecordedWorkers:
     def __init__(self, inner: Workers, recorder: FlightRecorder):
         self._inner = inner
         self._recorder = recorder
-        self._under_way: deque[Plan] = deque()
+        self._under_way: StepQueue[Plan] = StepQueue()
 
     def forward(self, plan: Plan) -> Any:
-        self._under_way.append(plan)
+        self._under_way.put(plan, plan.step)
         self._note()
         try:
             return _Flying(plan, self._inner.forward(plan))
@@ -86,8 +86,7 @@ class RecordedWorkers:
 
     def landed(self, plan: Plan) -> None:
         """Steps run in order: what was planned before it has landed too, or was given up between two calls."""
-        while self._under_way and self._under_way[0].step <= plan.step:
-            self._under_way.popleft()
+        self._under_way.take_committed(plan.step)
         self._note()
 
     def chores(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, QuireError, Request, SamplingParams, Usage
 
 MAX_RETRY_SECONDS = 600
-MAX_LOGPROBS_SHOWN = 1 << 19  # in one reply, alternatives among them
+MAX_LOGPROBS_SHOWN = 1 << 17  # in one reply, alternatives among them
 
 GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
 

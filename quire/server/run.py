@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -170,6 +171,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
     if http.started:
+        gc.collect()
+        gc.freeze()  # a full collection would otherwise walk over everything imported, 50 ms in which no stream gets on
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     delay = LoopDelay(loop, server.metrics.loop_delayed)

@@ -161,7 +161,7 @@ def test_a_reply_that_would_hold_too_much_is_refused_beforehand(
     status, answer = post(path, json.dumps({"max_tokens": 1, **ask, **fields}).encode())
     error = json.loads(answer)["error"]
     assert (status, error["code"], error["param"]) == (400, "reply_too_large", param), error
-    assert "524288" in error["message"] and "Ask for fewer" in error["message"]
+    assert "131072" in error["message"] and "Ask for fewer" in error["message"]
 
 
 FLOATS = ("temperature", "top_p", "min_p", "top_n_sigma", "repetition_penalty", "presence_penalty",

@@ -1,8 +1,8 @@
-"""Work lists of attention that stay in one place, for mixed steps that are captured: sizes are the most there can be.
+"""Attention work lists at fixed addresses, for captured mixed steps; buffers are sized for the largest step.
 
-A captured step launches its kernels with the same grid and the same addresses every time; what changes is what stands
-in these lists. `runtime.mixed_graphs` makes one for each graph and cache group, lets the first run size it, and fills
-it before each replay.
+A captured step launches its kernels with the same grid and addresses at every replay; only the contents of these lists
+change. `runtime.mixed_graphs` creates one `CapturedWork` per graph and cache group, sizes it by the first run, and
+fills it before each replay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, Partials
 from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
 
 NOBODY = -1
-MAX_MIXED_TYPES = 256  # tokens of a step that reads the cache in another type than its own
+MAX_MIXED_TYPES = 256  # maximum tokens of a captured step whose cache has another type than its queries
 
 
 @dataclass(slots=True)
 class _Lists:
-    """What the kernels read, cut out of one tensor, and what it takes to write it."""
+    """The list tensors that the kernels read, and the parameters needed to fill them."""
 
-    numbers: Tensor  # int32: tiles, or merges and items; then the singles' tokens, then their rows
+    numbers: Tensor  # int32: tiles, or merges and items; then the decode rows' tokens, then their rows
     num_fields: int  # of tiles, or of merges and items
     num_merge_fields: int
     tokens_per_tile: int
@@ -37,25 +37,25 @@ class _Lists:
 
 class CapturedWork:
     def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
-        """The most tokens, rows of one token and rows of several that a step may have."""
+        """Maximum numbers of tokens, decode rows and prefill rows of a step."""
         self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups
         self._lists: _Lists | None = None
         self._prepared: Prepared | None = None
 
     @property
     def is_used(self) -> bool:
-        """Whether a layer has attended by it. A model's last one goes by a plan of its own, and may be its group's only
-        one."""
+        """Whether a layer has attended with it. The model's last layer has a plan of its own and may be the only layer
+        of its group."""
         return self._prepared is not None
 
     def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
-        """As `attention` prepares a plan, but once for all steps; nothing is listed yet."""
+        """Prepare as `paged` does for an eager plan, but once for all steps, with empty lists."""
         if self._prepared is None:
             self._prepared = self._make(plan, q, k_cache, plain)
         return self._prepared
 
     def fill(self, counts: list[int], len_bounds: list[int]) -> None:
-        """List the next step's work: tokens of each row, and bounds of their lengths."""
+        """List the next step's work. `counts`: tokens of each row; `len_bounds`: bounds of the rows' lengths."""
         lists = self._lists
         assert lists is not None, "the first run sizes the lists"
         singles = [row for row, count in enumerate(counts) if count == 1]
@@ -94,10 +94,10 @@ class CapturedWork:
             num_merge_fields = max_merges(work.num_programs) * MERGE
             work.num_merges = max_merges(work.num_programs)
             work.partials = Partials.create(work.num_programs, q.device)
-            # One record more than there can be: a program without items looks at it.
+            # One spare record, which programs without items read.
             num_items = max(work.num_tiles * num_kv_heads, work.num_programs) + 1
             num_fields = num_merge_fields + work.num_programs + 1 + num_items * RECORD
-        num_fields = -(-num_fields // 4) * 4  # kernels are compiled for pointers that are multiples of 16 bytes
+        num_fields = -(-num_fields // 4) * 4  # Triton specializes kernels on pointers aligned to 16 bytes
         singles = -(-self._num_singles // 4) * 4
         numbers = torch.zeros(num_fields + 2 * singles, dtype=torch.int32, device=q.device)
         numbers[num_fields:] = NOBODY

@@ -1,8 +1,8 @@
-"""Attention of one token a row over its paged cache, split along the row's length so that few rows fill the card too.
+"""Decode attention over the paged KV cache (one token per row), split along the row's keys so that few rows fill a GPU.
 
-A program takes one key-value head of one row, with all query heads that share it, and a share of the row's blocks
-worked out on the device from the row's true length: the grid depends on the host's bounds only, so a captured launch
-stays right as rows grow. The program of a row that finishes last merges the shares.
+A program computes one key-value head of one row, with all query heads that share it, over a share of the row's blocks.
+The share is computed on the device from the row's true length, and the grid depends on the host's bounds only, so a
+captured launch stays valid as rows grow. The program that finishes last for a row merges its shares.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from quire.kernels.triton.launch import (
 )
 
 MAX_SPLITS = 32
-MIN_SPAN = 64  # keys that are not worth splitting further
+MIN_SPAN = 64  # keys below which a row is not split further
 WAVES = 8  # programs per multiprocessor that keep memory busy to the end
-FEW_SPLITS = 4  # rows that fill the card without being cut into small shares
-# With four stages instead of five a multiprocessor has room for four programs instead of three: 4.25 against 4.09 TB/s
-# at 8 rows of 32,000 tokens in bfloat16, which are cut so often. Elsewhere it was not measured.
+FEW_SPLITS = 4  # at most so many splits: enough rows to fill the GPU without small shares
+# Four stages instead of five leave room for four programs per multiprocessor instead of three: 4.25 against 4.09 TB/s
+# at 8 rows of 32,000 tokens in bfloat16, which get this number of splits. Other numbers of splits were not measured.
 FOUR_STAGES_SPLITS = 16
-MERGE_ELEMENTS = 8192  # partial results the merging program holds at a time
+MERGE_ELEMENTS = 8192  # partial results held at a time by the merging program
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def tanh(x):
 
 @triton.jit
 def unpack_fp8(pairs, ODD: tl.constexpr, FAST: tl.constexpr):
-    """Of 16-bit words that hold two FP8 numbers each, the first or the second of each, as float16. FAST: two words at a
-    time, in the registers the matrix units read them from: single bytes could only be loaded one by one."""
+    """The low (or, with ODD, high) FP8 numbers of 16-bit words that hold two each, as float16. FAST: converts two words
+    at a time in the register layout of the matrix units; single bytes could only be loaded one by one."""
     if FAST:
         ASM: tl.constexpr = """
             {
@@ -73,7 +73,7 @@ def unpack_fp8(pairs, ODD: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def sink_weight(sinks_ptr, heads, mask, best):
-    """What each head's sink adds to the sum of weights, whose largest score, a power of two, is `best`."""
+    """What each head's sink adds to the sum of weights. `best`: the largest score, in base 2."""
     sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32)
     return tl.exp2(sinks * 1.4426950408889634 - best)
 
@@ -125,8 +125,9 @@ def _decode_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PACKED: the caches are FP8, two numbers to a 16-bit word, and strides count words. A head has DIM elements and is
-    computed as D, see `padded_dim`; where they are the same nothing is masked."""
+    """One program: one share of one row's keys for one kv head. PACKED: the caches are FP8, read as 16-bit words of two
+    numbers, and strides count words. A head has DIM elements, padded to D (see `padded_dim`); if both are equal,
+    dimensions are not masked."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -140,7 +141,7 @@ def _decode_kernel(
     row = index
     if HAS_ROWS:
         row = tl.load(row_index_ptr + index).to(tl.int64)
-    # A row that only pads the step has no token, or position -1 and maybe no row: nothing of it is read.
+    # A row that pads the step has no token, or position -1 and possibly no row: nothing of it is read.
     is_there = token >= 0
     token = tl.maximum(token, 0)
     length = (tl.load(positions_ptr + token, mask=is_there, other=-1) + 1).to(tl.int32)
@@ -239,10 +240,10 @@ def _decode_kernel(
             tl.store(partial_ptr + mine[:, None] * DIM + dims[None, :], acc, mask=kept)
             tl.store(max_ptr + mine, best, mask=stored)
             tl.store(sum_ptr + mine, total, mask=stored)
-            tl.debug_barrier()  # all of this program's stores come before its arrival
+            tl.debug_barrier()  # all stores of this program precede its arrival
             arrived = tl.atomic_add(counter_ptr + index * num_kv_heads + kv_head, 1, sem="acq_rel")
             if arrived == num_shares - 1:
-                tl.store(counter_ptr + index * num_kv_heads + kv_head, 0)  # for the next layer
+                tl.store(counter_ptr + index * num_kv_heads + kv_head, 0)  # ready for the next layer
                 small = tl.arange(0, GROUP_STORED)
                 top = tl.full([GROUP_STORED], float("-inf"), tl.float32)
                 mass = tl.zeros([GROUP_STORED], tl.float32)
@@ -284,21 +285,21 @@ def _decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    block: int  # keys at a time
+    block: int  # keys per iteration
     num_splits: int
-    min_span: int  # keys that are not worth splitting further
+    min_span: int  # keys below which a row is not split further
     num_warps: int = 2
-    num_stages: int = 5  # of which the first two go into looking pages up
+    num_stages: int = 5  # the first two cover the page lookups
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Where programs of one row leave their shares; every layer of a step uses the same one."""
+    """Buffers for the partial results of split rows; all layers of a step share them."""
 
     partial: Tensor  # [rows, kv_heads, splits, group, head_dim] float32
     best: Tensor  # [rows, kv_heads, splits, group] float32
     total: Tensor  # like `best`
-    counters: Tensor  # [rows * kv_heads] int32, all zero between launches
+    counters: Tensor  # [rows * kv_heads] int32, zero between launches
 
     @classmethod
     def create(
@@ -313,23 +314,23 @@ class DecodeWorkspace:
 
 
 def padded_dim(head_dim: int, packed: bool = False) -> int:
-    """What a head is computed as: a power of two, and not less than the matrix units take (twice that where even and
-    odd elements are apart). What is added costs operations, no bytes."""
+    """Number of elements a head is computed with: a power of two of at least the matrix units' minimum, which is twice
+    as large if even and odd elements are separate. Padding costs operations, not bytes."""
     return max(32 if packed else 16, triton.next_power_of_2(head_dim))
 
 
 def tune(
     num_rows: int, num_kv_heads: int, head_dim: int, len_bound: int, element_size: int, device: torch.device
 ) -> DecodeTuning:
-    """How to cut the work, from what the host knows; `element_size` is the cache's. Right for any length. All follows
-    from the number of splits: as many kernels are compiled as there are powers of two, and ahead, with as many rows."""
+    """Choose how to split the work; correct for any length. `element_size`: bytes of a cache element. The rest
+    follows from the number of splits, a power of two, so that few kernels exist, all compiled ahead of time."""
     block = 64 if padded_dim(head_dim) * element_size <= 256 else 32
     num_warps = 2
     num_programs = num_rows * num_kv_heads
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))
     wanted = max(WAVES * num_multiprocessors(device.index) // num_programs, 1)
     num_splits = min(triton.next_power_of_2(wanted), most)
-    if element_size == 1 and num_splits <= FEW_SPLITS:  # as many bytes at a time, and more hands to unpack them
+    if element_size == 1 and num_splits <= FEW_SPLITS:  # equal bytes per iteration, more threads to unpack them
         block, num_warps = 2 * block, 4
     num_stages = 4 if element_size == 2 and num_splits == FOUR_STAGES_SPLITS else 5
     return DecodeTuning(block, num_splits, MIN_SPAN, num_warps, num_stages)
@@ -356,12 +357,11 @@ def decode_attention(
     early: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend q [tokens, heads, head_dim] over the caches; row r of the work is token `token_index[r]` (r itself if
-    None; below 0: nothing is computed) with the pages of `page_table[row_index[r]]` (again r). Position -1 stands for
-    a row of nothing: zeros.
-    `early`: positions and pages were there before the last kernel that was launched without dependent launch, so they
-    may be read while kernels since then still run. `sinks` [heads] as in the reference. Returns, or fills,
-    [tokens, heads * head_dim].
+    """Attend q [tokens, heads, head_dim] over the caches. Row r of the work is token `token_index[r]` (r if None; below
+    0: nothing is computed) with the pages of `page_table[row_index[r]]` (r if None). A position of -1 marks a padding
+    row, which yields zeros. `early`: positions and pages were written before the last kernel that was launched without
+    programmatic dependent launch, so they may be read while later kernels still run. `sinks` [heads] as in the
+    reference. Returns, or fills, [tokens, heads * head_dim].
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -374,7 +374,7 @@ def decode_attention(
     rows = q.shape[0] if num_rows is None else num_rows
     padded = padded_dim(head_dim, packed)
     merge = max(1, min(tuning.num_splits, MERGE_ELEMENTS // (triton.next_power_of_2(group) * padded)))
-    # Exponentials are powers of two here, so scores carry log2(e); with a softcap it comes after the tanh.
+    # The kernel computes exponentials in base 2, so scores are scaled by log2(e); with a softcap, after the tanh.
     log2e = 1.4426950408889634
     score_scale = scale * k_scale * log2e if softcap is None else scale * k_scale / softcap
     space = workspace

@@ -1,11 +1,10 @@
-"""Attention of the deterministic mode on CUDA: one arithmetic for a token, whether it comes in a prompt's chunk, in a
-mixed step or alone.
+"""Deterministic attention on CUDA: a token's arithmetic is the same in a prefill chunk, a mixed step and a decode step.
 
-Keys are taken in blocks, and blocks in spans, that begin at fixed places of the sequence. The softmax of a span starts
-afresh; spans are joined from the first to the last. So a tile may be done by one program or its spans by many: the work
-list says who does what, never how it is done. Blocks that a query sees nothing of leave its sums as they are, to the
-bit, so it does not matter whom it shares a tile with. Sums of products are written as `fma`, so that no compiler
-chooses for one kernel what it does not for another.
+Keys are processed in blocks, and blocks in spans, that begin at fixed positions of the sequence. Each span has its own
+softmax; spans are joined in order. So one program may compute a tile, or several programs its spans: the work list
+decides which program computes what, never how. Blocks of which a query sees nothing leave its sums unchanged bit for
+bit, so the other queries of its tile do not matter. Multiply-adds are written as `fma`, so that contraction is not left
+to the compiler's choice per kernel.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from quire.kernels.triton.launch import (
     wait_for_inputs,
 )
 
-SPAN = 512 if not INTERPRETED else 64  # keys whose softmax is one chain
-TILE_FIELDS = 4  # row, first token, tokens, the first of its slots among the partial results (-1: it needs none)
-MERGE_LANES = 8  # queries that one program joins
+SPAN = 512 if not INTERPRETED else 64  # keys whose softmax is one chain of updates
+TILE_FIELDS = 4  # row, first token, tokens, first slot among the partial results (-1: not split)
+MERGE_LANES = 8  # queries joined by one program
 
 
 @triton.jit
 def _find_tile(tile_ptr, positions_ptr, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Its row, first token, number of tokens, first slot, first position, and the keys begin : end it looks at. A tile
-    without tokens pads the list; a row that pads the step has position -1. Both look at nothing."""
+    """The tile's row, first token, number of tokens, first slot, first position, and key range begin : end. It is
+    empty for a tile without tokens, which pads the list, and for a row that pads the step (position -1)."""
     row = tl.load(tile_ptr).to(tl.int64)
     first_token = tl.load(tile_ptr + 1).to(tl.int64)
     num_tokens = tl.load(tile_ptr + 2)
@@ -51,7 +50,7 @@ def _find_tile(tile_ptr, positions_ptr, window, WINDOW: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _join(best, total, acc, other_best, other_total, other):
-    """Two parts of a softmax, the second behind the first. A part without keys (-inf, 0, 0) changes nothing."""
+    """Join two partial softmaxes, the second behind the first. A part without keys (-inf, 0, 0) changes nothing."""
     top = tl.maximum(best, other_best)
     safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(best - safe)
@@ -92,7 +91,7 @@ def _store_out(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_lanes"])  # one kernel for whatever a step consists of
+@triton.jit(do_not_specialize=["num_lanes"])  # one kernel for all mixes of prefill and decode rows
 def _fixed_attention_kernel(
     q_ptr,
     k_ptr,
@@ -131,8 +130,8 @@ def _fixed_attention_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: all spans of one tile for one kv head, or of a tile that has slots every num_programs(2)-th, each
-    left in its slot. A head has DIM elements and is computed as D; a slot has room for `num_lanes` queries."""
+    """One program: all spans of one tile for one kv head; of a tile with slots, every num_programs(2)-th span, each
+    written to its slot. A head has DIM elements, padded to D; a slot has room for `num_lanes` queries."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     share = tl.program_id(2)
@@ -249,7 +248,7 @@ def _join_spans_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: ROWS queries of one tile that has slots, for one kv head."""
+    """One program: ROWS queries of one tile with slots, for one kv head."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -292,19 +291,19 @@ def _join_spans_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FixedTuning:
-    """Follows from the model's shape alone."""
+    """Tile sizes; they depend on the model's shape alone."""
 
-    block_q: int  # queries of a tile: tokens times the heads that share a key-value head
-    block: int  # keys at a time
+    block_q: int  # queries per tile: tokens times the heads that share a key-value head
+    block: int  # keys per iteration
     num_warps: int
     num_stages: int
 
 
 def tune(group: int, head_dim: int, element_size: int) -> FixedTuning:
-    """`element_size`: of the queries."""
+    """Tuning of a shape. `element_size`: bytes of a query's element."""
     block_q = max(64, triton.next_power_of_2(group))
     width = padded_dim(head_dim)
-    if element_size == 4:  # on the plain units, whose operands lie in registers
+    if element_size == 4:  # no tensor cores; operands are held in registers
         return FixedTuning(max(16, triton.next_power_of_2(group)), 32, 4, 2)
     if width <= 128:
         return FixedTuning(block_q, 64, 4, 2)
@@ -313,12 +312,12 @@ def tune(group: int, head_dim: int, element_size: int) -> FixedTuning:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What programs that do some of a tile's spans leave for `_join_spans_kernel`, by slot. Where nobody has one it is
-    empty, and not absent: a kernel without would be another."""
+    """Partial results of split tiles, by slot, for `_join_spans_kernel`. Without slots the tensors are empty, not
+    None, which would select another kernel."""
 
     lanes: int
     sums: Tensor  # [slots, kv_heads, lanes, padded head_dim] float32: of weighted values
-    stats: Tensor  # [slots, kv_heads, 2, lanes] float32: the largest score, a power of two, and the sum of weights
+    stats: Tensor  # [slots, kv_heads, 2, lanes] float32: largest score (base 2), sum of weights
 
     @classmethod
     def create(cls, num_slots: int, num_kv_heads: int, lanes: int, head_dim: int, device: torch.device) -> Partials:
@@ -347,8 +346,8 @@ def attend_tiles(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attend the tokens named by `tiles` (int32, flat) into `out` [tokens, heads * head_dim]. `num_shares`: programs
-    for a tile that has slots among the `partials`."""
+    """Attend the tokens listed in `tiles` (int32, flat) into `out` [tokens, heads * head_dim]. `num_shares`: programs
+    per tile with slots in `partials`."""
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
     log2e = 1.4426950408889634

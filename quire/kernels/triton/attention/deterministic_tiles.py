@@ -1,7 +1,7 @@
-"""Who does what in `fixed_attention`: the tiles of a step, eager or captured, and which are shared out by spans.
+"""Work lists of deterministic attention: the tiles of a step, eager or captured, and which of them are split by spans.
 
-The ops table's deterministic row on CUDA takes `paged_attention` and `CapturedTiles` from here. Nothing decided here
-changes a number: a tile's spans are the same by one program or by many.
+The deterministic ops row on CUDA takes `paged_attention` and `CapturedTiles` from here. No decision made here changes a
+result: a tile's spans are computed alike by one program or by many.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NO_SLOT = -1
 
 @dataclass(slots=True)
 class TileWork:
-    """What all layers of a step share."""
+    """Work list and buffers that all layers of a step share."""
 
     tuning: FixedTuning
     tiles: Tensor  # int32, flat
     num_tiles: int
-    num_shares: int  # programs of a tile that has slots
+    num_shares: int  # programs per tile with slots
     partials: Partials
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What decides how much is worth sharing."""
+    """Shape of the heads and the device, which determine how far tiles are split."""
 
     num_kv_heads: int
     head_dim: int
@@ -84,7 +84,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """As `attention.paged_attention`, with the same plans."""
+    """Attend as `paged.paged_attention`, with the same plans."""
     if plan.prepared is None:
         shape = _Shape.of(q, k_cache)
         if plan.work is not None:
@@ -94,7 +94,7 @@ def paged_attention(
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
-    # A captured step may have tokens that nobody attends for; what they leave in the cache must be finite all the same.
+    # A captured step may contain padding tokens that no row attends for; what they write to the cache must be finite.
     out = (q.new_empty if plan.work is None else q.new_zeros)(num_tokens, num_heads * head_dim)
     attend_tiles(
         q,
@@ -119,14 +119,14 @@ def paged_attention(
 
 
 def _spans(num_keys: int, window: int | None) -> int:
-    """How many a token may look into, whose sequence is no longer than this."""
+    """Maximum number of spans that a token of a sequence of at most `num_keys` keys attends to."""
     spans = -(-num_keys // SPAN)
     return spans if window is None else min(spans, -(-window // SPAN) + 2)
 
 
 def _singles(plan: TritonPlan, shape: _Shape) -> TileWork:
-    """A step of single tokens needs nothing from the host but how long a row may get: its list is made on the device,
-    so it can be captured."""
+    """Work of a decode-only step. It needs only a length bound from the host: the list is made on the device, so the
+    step can be captured."""
     num_tiles, lanes = len(plan.counts), triton.next_power_of_2(shape.group)
     max_spans = _spans(plan.page_table.shape[1] * plan.page_tokens, plan.window)
     num_shares = shape.num_shares(num_tiles, max_spans)
@@ -158,8 +158,8 @@ def list_tiles(
     max_slots: int,
     num_shares: Callable[[int, int], int],
 ) -> tuple[np.ndarray, int]:
-    """The fields of every tile, [tiles, TILE_FIELDS] int32, heaviest first, and how many slots they have together. They
-    are given slots only where there are too few of them to keep the card busy."""
+    """Fields of every tile, [tiles, TILE_FIELDS] int32, heaviest first, and the total number of slots. Tiles get slots
+    only where there are too few tiles to occupy the GPU."""
     tiles = prefill.list_tiles([row for row, count in enumerate(counts) if count], counts, len_bounds, tile_tokens)
     fields = np.array(tiles, np.int32).reshape(-1, TILE_FIELDS)
     spans = [_spans(int(bound), window) for bound in fields[:, 3]]
@@ -174,8 +174,7 @@ def list_tiles(
 
 
 class CapturedTiles:
-    """Work lists that stay in one place, for mixed steps that are captured; the twin of `triton.captured_work` in the
-    deterministic row."""
+    """Deterministic tiles at fixed addresses, for captured mixed steps; the counterpart of `captured_work`."""
 
     def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
         self._num_tokens, self._num_rows = num_tokens, num_singles + num_catch_ups
@@ -203,7 +202,7 @@ class CapturedTiles:
         return self._work
 
     def fill(self, counts: list[int], len_bounds: list[int]) -> None:
-        """List the next step's work: tokens of each row, and bounds of their lengths."""
+        """List the next step's work. `counts`: tokens of each row; `len_bounds`: bounds of the rows' lengths."""
         work, shape = self._work, self._shape
         assert work is not None and shape is not None, "the first run sizes the lists"
         fields, _ = list_tiles(counts, len_bounds, self._window, shape.tile_tokens, self._max_slots, shape.num_shares)

@@ -1,7 +1,8 @@
-"""Paged attention for a step that mixes rows of one token and rows that catch up: plan once, attend in every layer.
+"""Paged attention on Triton for steps that mix decode rows (one token) and prefill rows (several tokens).
 
-The twin of `kernels.reference_attention`. A step of single tokens needs nothing from the host but its bounds, so it
-can be captured; a mixed step uploads one small table, without waiting.
+Implements the interface of `kernels.reference_attention`: plan once per step, attend in every layer. A decode-only step
+needs nothing from the host but its length bounds, so it can be captured; a mixed step uploads one small table without
+synchronizing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
 from quire.kernels.triton.linear import fp8
 from quire.kernels.upload import send
 
-MAX_SCRATCH_TOKENS = 1 << 16  # of an FP8 cache, copied out for one step: 2 x 128 MiB with 8 heads of 128
+MAX_SCRATCH_TOKENS = 1 << 16  # tokens of an FP8 cache dequantized for one step: 2 x 128 MiB with 8 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What an FP8 cache's entries are multiplied with."""
+    """Factors that an FP8 cache's entries are multiplied with."""
 
     k: float = 1.0
     v: float = 1.0
@@ -34,29 +35,29 @@ class Scales:
 
 @dataclass(slots=True)
 class _Scratch:
-    """The pages that rows catch up over, in the type of the queries; every layer of a step fills it anew."""
+    """Pages of the prefill rows, dequantized to the type of the queries; each layer of a step overwrites them."""
 
-    rows: Tensor  # [pages] int32: whose page it is a copy of
-    columns: Tensor  # [pages] int32: which of that row's pages
-    table: Tensor  # [rows that catch up, pages] int32
+    rows: Tensor  # [pages] int32: row that each page is copied from
+    columns: Tensor  # [pages] int32: column of the page in that row's page table
+    table: Tensor  # [prefill rows, pages] int32
     k: Tensor  # [pages, page_tokens, kv_heads, head_dim]
     v: Tensor
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What follows from a plan once the shape of the heads is known: the same for all layers."""
+    """Tunings, work lists and buffers of one step, shared by all layers of a cache group."""
 
     decode_tuning: decode.DecodeTuning | None = None
     workspace: decode.DecodeWorkspace | None = None
-    token_index: Tensor | None = None  # [singles] int32; None: all tokens of the step, in order
-    row_index: Tensor | None = None  # [singles]; None: rows in order
+    token_index: Tensor | None = None  # [decode rows] int32; None: all tokens of the step, in order
+    row_index: Tensor | None = None  # [decode rows]; None: rows in order
     prefill_tuning: prefill.PrefillTuning | None = None
     tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
     num_tiles: int = 0
-    items: Tensor | None = None  # int32, see `prefill_shares.share_out`; None: `prefill` does it
+    items: Tensor | None = None  # int32, see `prefill_shares.share_out`; None: `prefill` attends
     num_programs: int = 0
-    merges: Tensor | None = None  # int32, of items that were cut
+    merges: Tensor | None = None  # int32: merges of the items that were cut
     num_merges: int = 0
     partials: prefill_shares.Partials | None = None
     scratch: _Scratch | None = None
@@ -70,12 +71,12 @@ class TritonPlan:
     len_bounds: list[int]
     page_tokens: int
     window: int | None
-    row_index: Tensor | None  # [rows]: where in `page_table` each row of the step stands; None: in order
+    row_index: Tensor | None  # [rows]: index of each row of the step in `page_table`; None: in order
     early: bool = False  # see `decode_attention`
-    hopper: bool = True  # prompts may go to `prefill_hopper`, where that is for the card and the shape
-    work: Any = None  # the `CapturedWork` of a step that is captured
-    prepared: Any = None  # what the row's own attention makes of it: `Prepared`, or a `fixed_tiles.TileWork`
-    latent: Any = None  # what `triton.latent` prepares, in place of `prepared`
+    hopper: bool = True  # whether `prefill_hopper` may be used where device and shape allow it
+    work: Any = None  # the `CapturedWork` of a captured step
+    prepared: Any = None  # what the attention implementation prepares: `Prepared`, or `deterministic_tiles.TileWork`
+    latent: Any = None  # what `triton.latent` prepares, instead of `prepared`
 
 
 def plan_attention(
@@ -91,9 +92,9 @@ def plan_attention(
     work: Any = None,
     hopper: bool = True,
 ) -> TritonPlan:
-    """Like `reference_attention.plan_attention`. With `row_index` (steps of single tokens only) `page_table` may be the
-    permanent one of all rows; `early` is for `decode_attention`. The work is listed when the first layer attends, or
-    whenever its owner fills `work`, a `CapturedWork`. Without `hopper` prompts do without Hopper's own kernel."""
+    """Plan a step's attention, as `reference_attention.plan_attention`. With `row_index` (decode-only steps)
+    `page_table` may be the permanent table of all rows; `early` is passed to `decode_attention`. Work is listed when
+    the first layer attends, or by the owner of `work`, a `CapturedWork`. `hopper=False` excludes `prefill_hopper`."""
     return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, hopper, work)
 
 
@@ -107,7 +108,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """Like `reference_attention.paged_attention`; `scales` are those of an FP8 cache."""
+    """Attend as `reference_attention.paged_attention`. `scales`: those of an FP8 cache."""
     if plan.prepared is None:
         plain = softcap is None and sinks is None
         listed = _prepare if plan.work is None else plan.work.prepare
@@ -115,7 +116,7 @@ def paged_attention(
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
-    # A captured step may have tokens that nobody attends for; what they leave in the cache must be finite all the same.
+    # A captured step may contain padding tokens that no row attends for; what they write to the cache must be finite.
     out = (q.new_empty if plan.work is None else q.new_zeros)(num_tokens, num_heads * head_dim)
     if work.items is not None:
         pages, keys, values = plan.page_table, k_cache, v_cache
@@ -185,15 +186,15 @@ def paged_attention(
 
 
 def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
-    """`plain`: neither softcap nor sinks."""
+    """List the work of an eager step. `plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work = Prepared()
     singles = [row for row, count in enumerate(counts) if count == 1]
     catch_ups = [row for row, count in enumerate(counts) if count > 1]
     if singles:
-        # The table's width, not the rows' lengths: a kernel is compiled for each number of splits, and this way it
-        # follows from the number of rows alone.
+        # The bound is the table's width, not the rows' lengths: a kernel is compiled per number of splits, which then
+        # depends on the number of rows alone.
         len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
@@ -223,7 +224,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
                 columns += range(end - begin)
         work.num_programs = num_multiprocessors(q.device.index)
         shares = prefill_shares.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
-        spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items looks at it
+        spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items still reads one record
         fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
         work.num_merges = len(merges) // prefill_shares.MERGE
         work.partials = prefill_shares.Partials.create(work.num_programs, q.device)
@@ -243,8 +244,8 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
     if hopper:
         work.items, work.merges = uploaded[1], uploaded[7]
         if fresh is not None:
-            # Past a row's own pages stand those of the next: keys there are never seen. The width is rounded so that
-            # no other kernel has to be compiled for another stride.
+            # A row of the table continues with the next row's pages; keys there are masked. The width is rounded up so
+            # that strides repeat and no kernel is compiled for a new one.
             width = -(-max(end - begin for begin, end in itertools.pairwise(fresh)) // 16) * 16
             table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
             work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
@@ -262,8 +263,8 @@ def plan_singles(work: Prepared, num_singles: int, len_bound: int, q: Tensor, k_
 
 
 def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
-    """Where each row's pages begin among copies in the type of the queries, and how many there are in all; None where
-    the cache can be read as it is, or where copies would take too much memory."""
+    """First copied page of each prefill row and, last, the number of copied pages. None if the cache is read in place,
+    or if copies would exceed MAX_SCRATCH_TOKENS."""
     if k_cache.dtype == q.dtype:
         return None
     page = k_cache.shape[1]
@@ -272,8 +273,8 @@ def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: 
 
 
 def upload_ints(parts: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
-    """To the device as int32 in one copy, without waiting for it. Each part begins at a multiple of 16 bytes: kernels
-    are compiled anew for pointers that are aligned differently."""
+    """Upload int32 arrays in one copy, without synchronizing. Each part begins at a multiple of 16 bytes, because
+    Triton specializes kernels on pointer alignment."""
     begins = list(itertools.accumulate((-(-len(part) // 4) * 4 for part in parts), initial=0))
     numbers = np.zeros(begins[-1], np.int32)
     for begin, part in zip(begins, parts, strict=False):

@@ -1,7 +1,7 @@
-"""Attention of rows that catch up several tokens, over cached prefix and new tokens alike, through the page table.
+"""Prefill attention through the page table: rows of several tokens attend to their cached prefix and to new tokens.
 
-A tile is some consecutive tokens of one row, with all query heads that share a key-value head side by side, so that
-each key is read once for all of them. Tiles come heaviest first: what is started last should end soon.
+A tile is a run of consecutive tokens of one row, with all query heads that share a key-value head, so that each key is
+read once for all of them. Tiles are launched heaviest first, so that the last ones to start are short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.kernels.triton.launch import (
     wait_for_inputs,
 )
 
-TILE_FIELDS = 4  # row, first token, tokens, how many keys the last of them may see at most
+TILE_FIELDS = 4  # row, first token, tokens, maximum number of keys visible to the last of them
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _attend_blocks(
     PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Carry the running softmax over keys begin : end. MASKED: some of them some queries may not see."""
+    """Update the running softmax with keys begin : end. MASKED: some queries may not see some of these keys."""
     dims = tl.arange(0, D)
     for start in tl.range(begin, end, BLOCK):
         keys = start + tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def _attend_blocks(
         if not SOFTCAP:
             block_best = block_best * score_scale
         new_best = tl.maximum(best, block_best)
-        if WINDOW:  # a query may see nothing of the first blocks
+        if WINDOW:  # a query may see no key of the first blocks
             safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
         else:
             safe_best = new_best
@@ -142,7 +142,7 @@ def _prefill_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A head has DIM elements and is computed as D, see `decode.padded_dim`."""
+    """One program: one tile for one kv head. A head has DIM elements, padded to D (see `decode.padded_dim`)."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -171,8 +171,8 @@ def _prefill_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // BLOCK * BLOCK
-    whole = tl.maximum((first_position + 1) // BLOCK * BLOCK, begin)  # before it, all queries see all keys
-    if num_tokens == 0:  # a tile that only pads the list
+    whole = tl.maximum((first_position + 1) // BLOCK * BLOCK, begin)  # all queries of the tile see all keys before it
+    if num_tokens == 0:  # a tile that pads the list
         whole = begin
         key_len = begin
     best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -245,8 +245,8 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    block_q: int = 128  # queries of a tile: tokens times the heads that share a key-value head
-    block: int = 128  # keys at a time
+    block_q: int = 128  # queries per tile: tokens times the heads that share a key-value head
+    block: int = 128  # keys per iteration
     num_warps: int = 8
     num_stages: int = 3
 
@@ -258,12 +258,12 @@ def tune(head_dim: int, element_size: int) -> PrefillTuning:
 
 
 def tile_tokens(tuning: PrefillTuning, num_heads: int, num_kv_heads: int) -> int:
-    """Tokens in one tile."""
+    """Number of tokens of one tile."""
     return max(1, tuning.block_q // triton.next_power_of_2(num_heads // num_kv_heads))
 
 
 def list_tiles(rows: list[int], counts: list[int], len_bounds: list[int], tokens_per_tile: int) -> list[list[int]]:
-    """The fields of every tile of these rows, heaviest first; `counts` and `len_bounds` are of all rows of the step."""
+    """Fields of every tile of `rows`, heaviest first. `counts` and `len_bounds` cover all rows of the step."""
     firsts = first_tokens(counts)
     tiles = []
     for row in rows:
@@ -277,7 +277,7 @@ def list_tiles(rows: list[int], counts: list[int], len_bounds: list[int], tokens
 
 
 def first_tokens(counts: list[int]) -> list[int]:
-    """Where each row's tokens begin."""
+    """Index of each row's first token in the step."""
     return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
@@ -299,7 +299,8 @@ def prefill_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend the tokens named by `tiles` (int32, flat, from `list_tiles`); as `decode_attention`."""
+    """Attend the tokens listed in `tiles` (int32, flat, from `list_tiles`). Arguments and result as those of
+    `decode_attention`."""
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // num_kv_heads
     if out is None:

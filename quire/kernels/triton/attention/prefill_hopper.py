@@ -1,10 +1,9 @@
-"""The catch-up attention of `prefill` for Hopper: same tiles, same meaning, heads of 128 in bfloat16 or float16.
+"""Prefill attention for Hopper in Gluon: the tiles and meaning of `prefill`, for heads of 128 in bfloat16 or float16.
 
-Written in Gluon, because it wants what Triton does not do by itself: one warp copies keys and values page by page with
-the copy engine, two groups of four warps compute, and each of them has the next block's scores in the matrix units
-while it works out the softmax of this one. One program stays on each multiprocessor and goes from item to item (a tile
-and a key-value head), so that copying never stops in between. What lies in a page behind a row's end must be finite, as
-in the reference.
+Warp-specialized: one warp copies keys and values page by page with TMA, two groups of four warps compute. Each group
+issues the next block's score product asynchronously while it computes the softmax of the current block. The kernel is
+persistent: one program per multiprocessor walks over its items (a tile and a key-value head), so that copying continues
+across items. Cache entries behind a row's end must be finite, as in the reference.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from quire.kernels.triton.attention.prefill import PrefillTuning
 from quire.kernels.triton.attention.prefill_split import BLOCK, LANES, RECORD, Partials
 from quire.kernels.triton.gluon_names import thread_barrier
 
-HALF = 64  # heads are kept in two halves: 64 elements fill the 128 bytes over which shared memory is swizzled
+HALF = 64  # elements per half of a head: 64 fill the 128 bytes of shared memory's swizzle
 STAGES = 2
 TUNING = PrefillTuning(block_q=LANES, block=BLOCK)
 
 
 @gluon.jit
 def _my_items(items_ptr, RECORD: gl.constexpr):
-    """This program's list: where its first record stands, and how many there are."""
+    """Pointer to this program's first record, and its number of records."""
     program = gl.program_id(0)
     begin = gl.load(items_ptr + program)
     return items_ptr + gl.num_programs(0) + 1 + begin * RECORD, gl.load(items_ptr + program + 1) - begin
@@ -43,8 +42,8 @@ def _my_items(items_ptr, RECORD: gl.constexpr):
 
 @gluon.jit
 def _record(records, turn, turns, RECORD: gl.constexpr):
-    """kv head, row, first token, tokens, share and number of shares of the item of that turn; past the end, of the last
-    one. A program without any looks at what follows its empty list, another's record or zeros, and does nothing."""
+    """kv head, row, first token, tokens, share and number of shares of item `turn`, or of the last item if `turn` is
+    past the end. A program without items reads the record behind its empty list and does nothing with it."""
     record = records + gl.maximum(gl.minimum(turn, turns - 1), 0) * RECORD
     return (
         gl.load(record),
@@ -58,8 +57,8 @@ def _record(records, turn, turns, RECORD: gl.constexpr):
 
 @gluon.jit
 def _span(first_position, num_tokens, share, num_shares, window, WINDOW: gl.constexpr, BLOCK: gl.constexpr):
-    """The first block of keys of this share of what these tokens see, and how many blocks it has. There is one at
-    least: whoever cuts a tile does it by its length, which is exact."""
+    """First key block of this share of the tile's visible keys, and its number of blocks, which is at least one because
+    tiles are cut by their exact length."""
     first_block = 0
     if WINDOW:
         first_block = gl.maximum(first_position - window + 1, 0) // BLOCK
@@ -92,14 +91,14 @@ def _load_blocks(
     STAGES: gl.constexpr,
     RECORD: gl.constexpr,
 ):
-    """The copying warp: key blocks and value blocks in turn, each into two halves, on into the next item."""
+    """The copying warp: loads key and value blocks alternately, each in two halves, across item boundaries."""
     PAGES: gl.constexpr = BLOCK // PAGE
     done = 0
     records, turns = _my_items(items_ptr, RECORD)
     kv_head, row, first_token, num_tokens, share, num_shares = _record(records, 0, turns, RECORD)
     first_position = gl.load(positions_ptr + first_token).to(gl.int32)
     for turn in range(turns):
-        # What the next item needs is asked for now, so that nobody waits for it then.
+        # The next item's record is loaded early, so that its latency is hidden behind this item's copies.
         next_kv_head, next_row, next_first_token, next_num_tokens, next_share, next_num_shares = _record(
             records, turn + 1, turns, RECORD
         )
@@ -149,7 +148,7 @@ def _fetch_queries(
     GROUP: gl.constexpr,
     GROUP_STORED: gl.constexpr,
 ):
-    """Begin copying an item's 64 queries of this half."""
+    """Start the asynchronous copy of an item's 64 queries of this half."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lanes = HALF_INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOADED))
     columns = gl.arange(0, 64, gl.SliceLayout(0, LOADED))
@@ -178,7 +177,8 @@ def _softmax_block(
     BLOCK: gl.constexpr,
     MMA: gl.constexpr,
 ):
-    """Mask where needed; the block's weights, the running maximum and sum, and what fades the sums so far."""
+    """Mask where needed. Returns the block's weights, the running maximum and sum, and the factor that rescales
+    earlier sums."""
     if WINDOW or start + BLOCK - 1 > first_position:
         keys = start + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
         visible = keys[None, :] <= positions[:, None]
@@ -186,7 +186,7 @@ def _softmax_block(
             visible = visible & (keys[None, :] > positions[:, None] - window)
         scores = gl.where(visible, scores, float("-inf"))
     new_best = gl.maximum(best, gl.max(scores, 1) * score_scale)
-    # A query may see nothing of the first blocks of a window, or of its share.
+    # A query may see no key of the first blocks of a window or of its share.
     safe_best = gl.where(new_best == float("-inf"), 0.0, new_best)
     weights = gl.exp2(scores * score_scale - safe_best[:, None])
     fade = gl.exp2(best - safe_best)
@@ -223,7 +223,7 @@ def _attend_half(
     STAGES: gl.constexpr,
     RECORD: gl.constexpr,
 ):
-    """Four warps: 64 of the tile's 128 queries."""
+    """Attention of 64 of the tile's 128 queries by four warps."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     MMA_OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA_OUT, k_width=2)
@@ -255,7 +255,7 @@ def _attend_half(
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
-        # The next item's queries, its position, and where the one after it stands: all there when their turn comes.
+        # Prefetch the next item's queries and position, and the record of the item after it.
         if turn + 1 < turns:
             other = (turn + 1) % 2
             _fetch_queries(
@@ -317,8 +317,8 @@ def _attend_half(
                 BLOCK,
                 MMA,
             )
-            # Nobody waits here, this phase is over; but the assembler can't move the next wait across it, up before the
-            # softmax, where it would stand idle while its own product is under way.
+            # This phase has already completed, so the wait returns at once. It keeps the assembler from moving the
+            # next wait up across it, before the softmax, where the warps would idle while their own product runs.
             mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
             acc_low, acc_high, p = warpgroup_mma_wait(0, deps=[acc_low, acc_high, p])
             mbarrier.arrive(v_empty.index(before % STAGES), count=1)
@@ -399,7 +399,7 @@ def _prefill_hopper_kernel(
     k_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 64], SHARED)
     v_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 64], SHARED)
     v_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 64], SHARED)
-    # Two of each: the next item's queries arrive while this one's are in use.
+    # Double-buffered: the next item's queries arrive while this item's are in use.
     q_low_0 = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     q_high_0 = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     q_low_1 = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
@@ -514,7 +514,7 @@ def _prefill_hopper_kernel(
 
 
 def supports(q: Tensor, k_cache: Tensor, plain: bool) -> bool:
-    """Whether this kernel can do it (`plain`: no softcap, no sinks); `prefill.prefill_attention` does the rest."""
+    """Whether this kernel supports the shapes (`plain`: no softcap, no sinks); else use `prefill.prefill_attention`."""
     return (
         q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -540,8 +540,8 @@ def prefill_attention(
     window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `prefill.prefill_attention`, with `items` (int32) of tiles listed for `TUNING`, shared out to `programs`.
-    Tiles that were cut are left in `partials`, for `prefill_shares.merge_shares`."""
+    """Attend as `prefill.prefill_attention`. `items` (int32): tiles of `TUNING` distributed over `programs` by
+    `prefill_split`. Results of cut tiles are left in `partials`, for `prefill_split.merge_shares`."""
     num_pages, page, num_kv_heads, head_dim = k_cache.shape
     group = q.shape[1] // num_kv_heads
     if out is None:

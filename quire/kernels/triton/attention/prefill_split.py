@@ -1,8 +1,8 @@
-"""How the Hopper catch-up kernel's work is shared out to its programs, and how shares of one tile become whole again.
+"""Distributes the Hopper prefill kernel's work over its programs, and merges the shares of cut tiles.
 
-An item is a tile for one key-value head. Many items are dealt out whole; few, as for the short tail of a long cached
-prompt, are cut along their keys, so that all programs have something: each then leaves its share unfinished,
-with its largest score and its sum, and `merge_shares` puts them together.
+An item is a tile for one key-value head. Many items are distributed whole; few, as for the short tail of a long cached
+prompt, are cut along their keys so that all programs have work. Each share leaves unnormalized sums with its largest
+score and sum of weights, and `merge_shares` combines them.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 
-RECORD = 8  # numbers of an item: kv head, row, first token, tokens, which share of its keys, of how many, its slot, 0
-MERGE = 8  # numbers of a merge: first slot, shares, kv head, first token, tokens, and nothing
+RECORD = 8  # fields of an item: kv head, row, first token, tokens, share index, number of shares, slot, 0
+MERGE = 8  # fields of a merge: first slot, shares, kv head, first token, tokens, three unused
 LANES = 128  # queries of a tile
 HEAD = 128
-BLOCK = 128  # keys at a time
-MIN_BLOCKS = 4  # of a share: less would not be worth merging
-MERGE_LANES = 32  # that one program merges
+BLOCK = 128  # keys per iteration
+MIN_BLOCKS = 4  # minimum blocks of a share: merging smaller ones costs more than it saves
+MERGE_LANES = 32  # queries merged by one program
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    items: np.ndarray  # int32: where each program's list begins, num_programs + 1 numbers, then a record per item
+    items: np.ndarray  # int32: start of each program's list, num_programs + 1 numbers, then a record per item
     merges: np.ndarray  # int32: a record per merge
 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What shares leave for the merge, by slot."""
+    """Partial results of shares, by slot."""
 
     sums: Tensor  # [slots, LANES, HEAD] float32: of weighted values
-    stats: Tensor  # [slots, 2, LANES] float32: the largest score, a power of two, and the sum of weights
+    stats: Tensor  # [slots, 2, LANES] float32: largest score (base 2), sum of weights
 
     @classmethod
     def create(cls, num_slots: int, device: torch.device) -> Partials:
@@ -46,18 +46,18 @@ class Partials:
 
 
 def share_out(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> Shares:
-    """Tiles come heaviest first (see `prefill.list_tiles`) and are dealt out to and fro: whoever got the heaviest of
-    one round gets the lightest of the next."""
+    """Distribute tiles, heaviest first (see `prefill.list_tiles`), in alternating direction: the program that receives
+    the heaviest item of one round receives the lightest of the next."""
     fields = np.array(tiles, np.int32).reshape(-1, 4)  # row, first token, tokens, keys
     num_keys = fields[:, 3]
     seen = num_keys if window is None else np.minimum(num_keys, fields[:, 2] + window + BLOCK)
     most = num_programs // max(len(tiles) * num_kv_heads, 1)
-    num_shares = np.clip(-(-seen // BLOCK) // MIN_BLOCKS, 1, max(most, 1))  # of each tile
+    num_shares = np.clip(-(-seen // BLOCK) // MIN_BLOCKS, 1, max(most, 1))  # per tile
     heads = np.arange(num_kv_heads, dtype=np.int32)
     whole = np.zeros((len(tiles), num_kv_heads, RECORD), np.int32)
     whole[..., 0], whole[..., 1:4], whole[..., 5] = heads, fields[:, None, :3], num_shares[:, None]
     items = whole.reshape(-1, RECORD)
-    slots = np.cumsum(np.where(items[:, 5] > 1, items[:, 5], 0)) - items[:, 5]  # of those that are cut, the first
+    slots = np.cumsum(np.where(items[:, 5] > 1, items[:, 5], 0)) - items[:, 5]  # first slot of each item that is cut
     if most > 1:
         cut = items[:, 5] > 1
         merges = np.zeros((cut.sum(), MERGE), np.int32)
@@ -79,7 +79,7 @@ def share_out(tiles: list[list[int]], num_kv_heads: int, window: int | None, num
 
 
 def max_merges(num_programs: int) -> int:
-    """Each has two shares at least, and there are no more shares than programs."""
+    """Maximum number of merges: each has at least two shares, and there are no more shares than programs."""
     return num_programs // 2
 
 
@@ -131,7 +131,7 @@ def _merge_kernel(
 def merge_shares(
     partials: Partials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int, out: Tensor
 ) -> None:
-    """`merges` (int32, flat) of `share_out`, into `out` [tokens, heads * HEAD]."""
+    """Merge the cut tiles listed in `merges` (int32, flat, from `share_out`) into `out` [tokens, heads * HEAD]."""
     _merge_kernel[(num_merges, LANES // MERGE_LANES)](
         partials.sums,
         partials.stats,

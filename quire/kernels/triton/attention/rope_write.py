@@ -1,7 +1,7 @@
-"""What lies between the merged projection and attention, in one kernel: norm of queries and keys, rope, cache write.
+"""Fused query/key RMSNorm, rotary embedding and KV cache write, between the fused QKV projection and attention.
 
-Angles come from positions and frequencies, worked out where they are needed, or from tables as `reference.rope` takes
-them. Values go to the cache as they are, keys after norm and rope, both divided by their scale where the cache is FP8.
+Angles are computed from positions and frequencies, or read from tables in the layout of `reference.rope`. Values are
+cached unchanged, keys after norm and rope; an FP8 cache stores both divided by their scale.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from quire.kernels.triton.launch import INTERPRETED, launch_options, let_next_st
 
 @triton.jit
 def cos_sin(angle, FAST: tl.constexpr):
-    """FAST: bring the angle within a turn, then ask the hardware: right to about 1e-6, at a fraction of the cost."""
+    """Cosine and sine of `angle`. FAST: reduce to one turn and use the hardware approximation (error about 1e-6)."""
     if FAST:
         turns = tl.floor(angle * 0.15915494309189535 + 0.5)
-        # Two pi in two parts, the first of few bits, so that its multiples are exact.
+        # 2 pi as a sum of two constants; the larger one has few bits, so that its multiples are exact.
         angle = tl.fma(turns, -0.0019353071795864769, tl.fma(turns, -6.28125, angle))
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
@@ -70,8 +70,8 @@ def _qk_norm_rope_write_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: HEADS heads of one token, all queries, all keys or all values. HALF_BLOCK: half of a head, rounded
-    up to a power of two."""
+    """One program: HEADS query, key or value heads of one token. HALF_BLOCK: half of a head, rounded up to a power of
+    two."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -92,7 +92,7 @@ def _qk_norm_rope_write_kernel(
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     slot = tl.load(slots_ptr + token)
-    # A slot is page * PAGE + offset; a negative one (a row that only pads the step) is not written.
+    # A slot is page * PAGE + offset. A row that pads the step has a negative slot and writes nothing.
     cache_row = (slot // PAGE) * page_stride + (slot % PAGE) * cache_slot_stride
     target = cache_row + heads[:, None] * cache_head_stride + half[None, :]
     cached = mask & (slot >= 0)
@@ -145,15 +145,15 @@ def qk_norm_rope_write(
     v_scale: float = 1.0,
     heads_each: int | None = None,
 ) -> Tensor:
-    """Norm (unless both weights are None) and turn the queries and keys of `qkv` [tokens, (heads + 2 kv_heads) *
-    head_dim], put keys and values at their `slots` [tokens] int64 of the caches [pages, page_tokens, kv_heads,
-    head_dim], and return the queries [tokens, heads, head_dim]. Slots below 0 are skipped. `heads_each`: heads of a
-    program, 2 or 8; by default as many as the number of tokens suggests.
+    """Normalize (unless both weights are None) and rotate the queries and keys of `qkv` [tokens, (heads + 2 kv_heads) *
+    head_dim], write keys and values to their `slots` [tokens] int64 of the caches [pages, page_tokens, kv_heads,
+    head_dim], and return the queries [tokens, heads, head_dim]. Slots below 0 are skipped. `heads_each`: heads per
+    program, 2 or 8; chosen by the number of tokens when None.
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     num_tokens = qkv.shape[0]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
-    # Few tokens: few heads a program, so that all programs together fill the card.
+    # With few tokens, programs of few heads are needed to occupy the whole GPU.
     heads = heads_each or (8 if num_tokens >= 64 else 2)
     from_positions = angles.positions is not None
     blocks = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)

@@ -1,8 +1,8 @@
-"""Kimi Delta Attention for a step that mixes rows of one token and rows that catch up: `channel_delta_net`.
+"""Kimi Delta Attention for steps that mix decode and prefill rows: `channel_delta_net`.
 
-A catch-up goes as in `recurrent_scan`: the convolution, what chunks can work out alone, then the walk over them. But a
-channel's decay can't be taken out of a sum over channels, so it is multiplied into keys and queries, and the products
-between a chunk's tokens are taken by halves, with no exponent above 0: see `reference_recurrent.faded_products`.
+Prefill has the stages of `recurrent.scan`: the convolution, the chunk-local part, the walk over chunks. A decay per
+channel cannot be factored out of a sum over channels, so it is multiplied into keys and queries, and the products
+between a chunk's tokens are computed by halves, with no exponent above 0: see `reference.recurrent.faded_products`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.kernels.triton.recurrent.scan import (
 from quire.kernels.triton.recurrent.step import softplus
 
 GATE_WARPS = 4
-PREPARE_WARPS = 8  # keys, queries and sums of a chunk are all in registers
+PREPARE_WARPS = 8  # keys, queries and sums of a chunk are all held in registers
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _channel_gates_kernel(
     BETA_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the gates of one head of one chunk. Tokens that are not there change nothing: no decay, no beta."""
+    """One program: the gates of one head of one chunk. Padding tokens have no decay and no beta, so change nothing."""
     let_next_start(PDL)
     head, tile = tl.program_id(0), tl.program_id(1)
     keys, n = tl.arange(0, KEY_BLOCK), tl.arange(0, CHUNK)
@@ -87,11 +87,12 @@ def _channel_prepare_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one head of one chunk. What its tokens write into a state of zeros, in place of the values; how a
-    state changes that; and how much each token reads of what the others wrote. In their own place, queries fade as what
-    they read has since the chunk began, and keys as what they write will have when it ends."""
+    """One program: chunk-local part of one head of one chunk. Writes, in place of the values, what the tokens write
+    into a zero state; in `w`, how an existing state changes that; and the scores, how much each token reads of what
+    earlier ones wrote. Queries are scaled in place by the decay since the chunk's start, keys by the decay until its
+    end."""
     let_next_start(PDL)
-    FINE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # nothing here is larger than 1
+    FINE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # all values are at most 1
     head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, values, n = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK), tl.arange(0, CHUNK)
     in_keys = n[:, None] * KEY_BLOCK + keys[None, :]
@@ -110,9 +111,9 @@ def _channel_prepare_kernel(
     q, k = q.to(tl.float32), k.to(tl.float32)
     lower = tl.zeros((CHUNK, CHUNK), tl.float32)
     scores = tl.where(n[:, None] == n[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    for level in range(LEVELS):  # not unrolled: what several levels read would not fit into registers
+    for level in range(LEVELS):  # not unrolled: the inputs of several levels exceed the registers
         block, second = n >> (level + 1), ((n >> level) & 1) == 1
-        middle = (block << (level + 1)) + (1 << level) - 1  # the last token of the first half
+        middle = (block << (level + 1)) + (1 << level) - 1  # last token of the first half
         since = total - tl.load(totals_ptr + middle[:, None] * KEY_BLOCK + keys[None, :])
         fade = tl.exp(tl.where(second[:, None], since, -since))
         right = (k * fade).to(FINE)
@@ -163,7 +164,7 @@ def _channel_walk_kernel(
     let_next_start(PDL)
     BLOCKS: tl.constexpr = (VALUE + VALUE_BLOCK - 1) // VALUE_BLOCK
     CHANNELS: tl.constexpr = HEADS * (VALUE + 2 * KEY)
-    K: tl.constexpr = HEADS * CHUNK * KEY_BLOCK  # where keys begin, behind the queries
+    K: tl.constexpr = HEADS * CHUNK * KEY_BLOCK  # keys follow the queries
     head, block, item = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     keys, n = tl.arange(0, KEY_BLOCK), tl.arange(0, CHUNK)
     values = block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -246,7 +247,7 @@ def run_channel_delta(
     plan: TritonRecurrentPlan,
     scan: Callable[..., None],
 ) -> Tensor:
-    """`scan`: what does the rows that catch up."""
+    """Apply the layer. `scan` computes the prefill rows, with the arguments of `scan` of this module."""
     assert shape.num_groups == shape.num_heads
     work = prepare(plan, chunk_tokens(shape, x.dtype))
     out = x.new_empty(len(x), shape.values)
@@ -272,8 +273,8 @@ def scan(
     out: Tensor,
     chunk: int,
 ) -> None:
-    """The rows of `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks `tiles` [tiles, 4] int32
-    lists (row, first token, offset, count), into `out` [tokens, values], norm and gate included."""
+    """Compute the prefill rows `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks `tiles`
+    [tiles, 4] int32 lists (row, first token, offset, count), into `out` [tokens, values], norm and gate included."""
     heads, num_tiles, precision = shape.num_heads, len(tiles), dot_precision(x.dtype)
     keys, values = convolve_channels(x, weights.conv, None, shape, state, slots, positions, tiles, chunk, delta=True)
     key_block, all_values = keys.shape[-1], values.shape[-1]

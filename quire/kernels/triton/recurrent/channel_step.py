@@ -1,6 +1,6 @@
-"""One token of each row through Kimi Delta Attention, in one kernel: `recurrent_step` with a decay for each channel.
+"""Decode step of Kimi Delta Attention in one kernel: `recurrent.step` with one decay per key channel.
 
-Every head has a key and a query of its own, so a program has all channels of its head to itself.
+Each head has its own key and query, so a program owns all channels of its head.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _channel_step_kernel(
     in_key = keys < KEY
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head * KEY + keys, mask=in_key, other=0.0).to(tl.float32)
-    # What is older than this step is asked for while the kernel before is still at work: see `recurrent_step`.
+    # Inputs older than this step are loaded while the preceding kernel still runs, as in `recurrent.step`.
     slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
     state_ptr += slot * slot_stride
     ring_ptr = state_ptr + HEADS * VALUE * KEY
@@ -93,7 +93,7 @@ def _channel_step_kernel(
         values = block * VALUE_BLOCK + first_values
         in_value = values < VALUE
         matrix = ahead * decay[None, :]
-        if not WHOLE:  # the next rows are asked for before the last are done with
+        if not WHOLE:  # prefetch the next rows before the current ones are finished
             ahead = tl.load(
                 matrix_ptr + VALUE_BLOCK * KEY,
                 other=0.0,
@@ -131,9 +131,9 @@ def channel_step(
     tuning: StepTuning | None = None,
     early: bool = True,
 ) -> None:
-    """The whole layer for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which rows and
-    tokens of the step they are; None: all, in order. `tuning`: None: what suits so many. `early`: the
-    states and lists are older than this step."""
+    """Apply the layer to the rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: the rows and tokens
+    of the step to compute; None: all, in order. `tuning`: chosen by their number when None. `early`: the states and
+    lists are older than this step, so they may be read before the preceding kernel ends."""
     num_rows = len(slots) if rows is None else len(rows)
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     if tuning is None:

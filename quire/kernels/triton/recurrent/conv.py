@@ -1,8 +1,8 @@
-"""What a catch-up's tokens need before their chunks are worked on: the convolution, and the gates' running sums.
+"""Inputs of the chunked prefill of recurrent layers: the convolution, and the running sums of the gates.
 
-Both are written chunk by chunk: a head's part of a chunk lies in one piece, whole however few tokens the last chunk of
-a row has, with zeros for those that are not there. So the kernels that follow need neither masks nor an address for
-each token, of which theirs would otherwise mostly consist.
+Both are written chunk by chunk: a head's part of a chunk is contiguous and always complete, with zeros for tokens past
+the row's end. So the following kernels need neither masks nor an address per token, which would otherwise dominate
+their instructions.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from quire.kernels.recurrent_types import RecurrentShape
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.recurrent.step import L2_EPS, silu, softplus
 
-TOKENS = 8  # a program's, all asked for before the first is worked on
-CHANNELS = 1024  # a program's: sixteen bytes a thread
-GATES = 8  # heads whose gates a program works out
+TOKENS = 8  # tokens per program, all loaded before the first is computed
+CHANNELS = 1024  # channels per program: sixteen bytes per thread
+GATES = 8  # heads per program of the gates kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What the convolution made of a catch-up's inputs."""
+    """Convolved and gated inputs of prefill rows, by chunk."""
 
-    keys: Tensor  # [chunks, 2 groups, chunk, key block]: in the order of the channels
+    keys: Tensor  # [chunks, 2 groups, chunk, key block]: keys and queries in the order of the channels
     values: Tensor  # [chunks, heads, chunk, value block]
     gates: Tensor  # [chunks, heads, 2, chunk] float32: running sum of log decays; beta, or Mamba2's time step
 
 
 @triton.jit
 def _joined(first, second):
-    """Of two tuples: a kernel knows no stars."""
+    """Concatenation of two tuples; Triton does not support unpacking (`*`)."""
     return first + second
 
 
@@ -66,8 +66,8 @@ def _conv_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: TOKENS tokens of a chunk, for UNITS heads of DIM channels each. Every input is read once and moves
-    on from tap to tap in registers."""
+    """One program: TOKENS tokens of a chunk, for UNITS heads of DIM channels each. Each input is read once and moves
+    from tap to tap in registers."""
     let_next_start(PDL)
     tile, offset = tl.program_id(0), tl.program_id(2) * TOKENS
     units, columns = tl.program_id(1) * UNITS + tl.arange(0, UNITS), tl.arange(0, WIDTH)
@@ -92,9 +92,9 @@ def _conv_kernel(
         inputs = _joined(inputs, (x,))
     position = tl.load(positions_ptr + first)
     ring = state_ptr + tl.load(slots_ptr + row) * slot_stride + RING + channels
-    past = ()  # youngest first
+    past = ()  # most recent first
     for age in tl.static_range(1, TAPS):
-        before = start - age  # the row's first tokens look back into the ring
+        before = start - age  # the row's first tokens take older inputs from the ring
         x = tl.load(source - age * x_stride, mask=inside & (before >= 0) & (before < count), other=0.0).to(tl.float32)
         entry = (position + before + TAPS) % TAPS
         kept = tl.load(ring + entry * RING_CHANNELS, mask=inside & (before < 0), other=0.0)
@@ -134,7 +134,7 @@ def _gates_kernel(
     BETA_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the gates of some heads of one chunk."""
+    """One program: the gates of BLOCK heads of one chunk."""
     let_next_start(PDL)
     tile = tl.program_id(0)
     heads, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNK)
@@ -176,8 +176,8 @@ def convolve(
     *,
     delta: bool,
 ) -> Chunks:
-    """x [tokens, ...] as it comes from its product: channels, gate and steps for the delta rule; gate, channels and
-    steps for Mamba2. The rings stay as they are."""
+    """Convolve x [tokens, ...] and compute its gates. x is the output of the input projection: channels, gate and steps
+    for the delta rule; gate, channels and steps for Mamba2. The rings are not written."""
     num_tiles, heads = len(tiles), shape.num_heads
     keys, values = convolve_channels(x, conv, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     gates = x.new_empty(num_tiles, heads, 2, chunk, dtype=float32)
@@ -214,8 +214,8 @@ def convolve_channels(
     *,
     delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of `Chunks`. Queries and keys are normed for the delta rule, whose channels come first in x; in
-    Mamba2's a gate does."""
+    """Keys and values of `Chunks`. For the delta rule, queries and keys are L2-normalized and the channels come first
+    in x; for Mamba2 a gate precedes them."""
     taps = by_tap(conv, shape)
     keys = convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     values = x.new_empty(len(tiles), shape.num_heads, chunk, block(shape.value_dim))
@@ -238,7 +238,7 @@ def convolve_channels(
 
 
 def by_tap(conv: Tensor, shape: RecurrentShape) -> Tensor:
-    """[conv_len, channels] of a convolution's weights, so that a thread's channels lie side by side."""
+    """The convolution's weights as [conv_len, channels], so that the channels of a thread are contiguous."""
     return conv.view(shape.channels, shape.conv_len).t().contiguous()
 
 
@@ -255,7 +255,7 @@ def convolve_keys(
     *,
     delta: bool,
 ) -> Tensor:
-    """Keys and queries alone, as `Chunks` has them."""
+    """Keys and queries alone, in the layout of `Chunks.keys`."""
     keys = x.new_empty(len(tiles), 2 * shape.num_groups, chunk, block(shape.key_dim))
     _convolve_part(
         keys,
@@ -290,7 +290,7 @@ def _convolve_part(
     tiles: Tensor,
     delta: bool,
 ) -> None:
-    """All units of `dim` channels from `channel` on, into `mixed` [chunks, units, chunk, block]."""
+    """Convolve all units of `dim` channels from `channel` on, into `mixed` [chunks, units, chunk, block]."""
     num_tiles, num_units, chunk, width = mixed.shape
     units = max(CHANNELS // width, 1)
     _conv_kernel[(num_tiles, triton.cdiv(num_units, units), chunk // TOKENS)](

@@ -1,8 +1,7 @@
-"""Recurrent layers for the deterministic mode on CUDA: a row's tokens one after the other, in a prompt as in a decode.
+"""Recurrent layers of the deterministic mode on CUDA: token by token, in prefill as in decode.
 
-A scan over chunks takes its sums in another order than single steps do, so there is none: a program holds the matrix of
-one head of one row and walks over the row's tokens of this step, however many they are. `docs/reliability.md` has the
-cost.
+A chunked scan adds in another order than single steps, so none is used: a program holds the matrix of one head of one
+row and walks over all tokens the row has in this step. `docs/reliability.md` states the cost.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan, norm_g
 from quire.kernels.triton.recurrent.step import L2_EPS, StepTuning, silu, softplus
 from quire.kernels.upload import upload
 
-RING_BLOCK = 1024  # channels that a program puts into a ring
+RING_BLOCK = 1024  # channels that one program writes to a ring
 
 
 @triton.jit
@@ -42,8 +41,8 @@ def _convolve(
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """SiLU of these channels' convolution at `position`, float32. Inputs of the `num_before` tokens that came before in
-    this step are read where they lie, older ones from the ring, which is not written before all are done with it."""
+    """SiLU of these channels' convolution at `position`, float32. Inputs of the `num_before` preceding tokens of this
+    step are read from x, older ones from the ring, which is not written before all programs have read it."""
     total = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     total *= tl.load(conv_ptr + channels * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
     for age in tl.static_range(1, TAPS):
@@ -90,16 +89,16 @@ def _token_walk_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: all tokens of one row through one head. DELTA: the gated delta net, with its norm; else Mamba2,
-    without. GATED: with the output's gate."""
+    """One program: all tokens of one row through one head. DELTA: the gated delta net including its norm, else Mamba2
+    without norm. GATED: apply the output gate."""
     let_next_start(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
     Q: tl.constexpr = 0 if DELTA else HEADS * VALUE + GROUPS * KEY
     K: tl.constexpr = GROUPS * KEY if DELTA else HEADS * VALUE
     V: tl.constexpr = 2 * GROUPS * KEY if DELTA else 0
-    MIXED: tl.constexpr = 0 if DELTA else HEADS * VALUE  # where the convolution's inputs begin
-    GATES: tl.constexpr = CHANNELS + HEADS * VALUE  # behind them and the output's gate
+    MIXED: tl.constexpr = 0 if DELTA else HEADS * VALUE  # first column of the convolution's inputs
+    GATES: tl.constexpr = CHANNELS + HEADS * VALUE  # gates follow the channels and the output gate
     group = head // (HEADS // GROUPS)
     keys, values = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     in_key, in_value = keys < KEY, values < VALUE
@@ -114,7 +113,7 @@ def _token_walk_kernel(
     matrix = tl.load(matrix_ptr, mask=in_value[:, None] & in_key[None, :], other=0.0)  # [value, key]
     for index in range(count):
         token = (first + index).to(tl.int64)
-        position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+        position = tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that pads the step
         at_ptr = x_ptr + token * x_stride
         q = _convolve(
             at_ptr + MIXED,
@@ -201,7 +200,7 @@ def _ring_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK channels of one row's last inputs, put into its ring."""
+    """One program: writes the last inputs of BLOCK channels of one row to its ring."""
     let_next_start(PDL)
     row = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -225,8 +224,8 @@ def _ring_kernel(
 class WalkPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
-    starts: Tensor  # [rows + 1] int64: where each row's tokens begin
-    usual: TritonRecurrentPlan  # for what gives every token the same bits anyway
+    starts: Tensor  # [rows + 1] int64: first token of each row
+    usual: TritonRecurrentPlan  # plan for kernels that are batch-invariant anyway
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> WalkPlan:
@@ -261,8 +260,8 @@ def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, sta
 def channel_delta_net(
     x: Tensor, forget: Tensor, gate: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan
 ) -> Tensor:
-    """As `recurrent_channel.channel_delta_net`, by steps of single tokens alone, all in one form: as many launches as
-    the longest row has tokens. A kernel that walks is for when the mode covers such a model on CUDA."""
+    """As `channel_delta.channel_delta_net`, by single-token steps of one form only: as many launches as the longest row
+    has tokens. A walking kernel is only worth writing once the mode covers such a model on CUDA."""
     out, counts, device = x.new_empty(len(x), shape.values), plan.usual.counts, x.device
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     tuning = StepTuning(value_block, min(8, max(1, key_block * value_block // 1024)))
@@ -272,7 +271,7 @@ def channel_delta_net(
         left = [[row for row, count in enumerate(counts) if count > index] for index in range(max(counts))]
         rows = upload({"plan": {"rows": np.concatenate(left).astype(np.int64)}}, device)["plan"]["rows"]
         lists = list(rows.split([len(each) for each in left]))
-    for index, rows in enumerate(lists):  # each reads the states that the last one left
+    for index, rows in enumerate(lists):  # each reads the states that the preceding one wrote
         tokens = plan.starts[rows] + index
         channel_step(
             x, forget, gate, weights, shape, state, plan.slots, plan.positions, rows, tokens, out, tuning, early=False
@@ -304,7 +303,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: WalkPlan) -> Tensor:
-    """As `recurrent_short.short_conv`, which takes a token's sum in one order wherever it stands."""
+    """As `short_conv.short_conv`, which adds in one order for every token of a step."""
     return recurrent_short.short_conv(x, weights, shape, state, plan.usual)
 
 
@@ -324,7 +323,7 @@ def _walk(
     state: Tensor,
     plan: WalkPlan,
 ) -> Tensor:
-    """What holds for a program follows from the model's shape alone."""
+    """Launch the token walk and the ring update; tile sizes depend on the model's shape alone."""
     delta = norm is not None
     num_rows = len(plan.slots)
     out = x.new_empty(len(x), shape.values)
@@ -361,7 +360,7 @@ def _walk(
         BIAS=conv_bias is not None,
         **launch_options(x.device, min(8, max(1, key_block * value_block // 1024))),
     )
-    inputs = x if delta else x[:, shape.values :]  # of the convolution
+    inputs = x if delta else x[:, shape.values :]  # inputs of the convolution
     _ring_kernel[(num_rows, triton.cdiv(shape.channels, RING_BLOCK))](
         inputs,
         state,

@@ -1,6 +1,6 @@
-"""Recurrent layers for a step that mixes rows of one token and rows that catch up: twins of `reference_recurrent`.
+"""Recurrent layers for steps that mix decode and prefill rows; the counterpart of `reference.recurrent`.
 
-A step of single tokens needs nothing from the host, so it can be captured; a mixed step uploads one small table.
+A decode-only step needs nothing from the host, so it can be captured; a mixed step uploads one small table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.kernels.triton.recurrent import step as recurrent_step
 from quire.kernels.triton.recurrent.step import silu
 from quire.kernels.upload import Arrays, upload
 
-TOKENS = 2  # whose groups a program norms
+TOKENS = 2  # tokens whose groups one program normalizes
 
 
 @dataclass(slots=True)
@@ -29,16 +29,16 @@ class TritonRecurrentPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     counts: list[int]
-    prepared: Prepared | None = None  # worked out when the first layer runs: only then is the chunk's size known
+    prepared: Prepared | None = None  # created when the first layer runs, which knows the chunk size
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     chunk: int
     num_singles: int
-    singles: Tensor | None = None  # [singles] int64: their rows; None: all rows, in order
-    single_tokens: Tensor | None = None  # [singles] int64
-    rows: Tensor | None = None  # [catch-ups, 4] int32: row, first token, count, first tile; None: there are none
+    singles: Tensor | None = None  # [decode rows] int64: their rows; None: all rows, in order
+    single_tokens: Tensor | None = None  # [decode rows] int64: their tokens
+    rows: Tensor | None = None  # [prefill rows, 4] int32: row, first token, count, first tile; None: there are none
     tiles: Tensor | None = None  # [tiles, 4] int32: row, first token, offset, count
 
 
@@ -60,7 +60,7 @@ def run_delta_net(
     plan: TritonRecurrentPlan,
     scan: Callable[..., None],
 ) -> Tensor:
-    """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.delta_scan`, norm and gate
+    """Apply a gated delta net. `scan` computes the prefill rows, with the arguments of `scan.delta_scan`, norm and gate
     included."""
     work = _prepare(plan, shape, x.dtype)
     out = x.new_empty(len(x), shape.values)
@@ -99,8 +99,8 @@ def norm_tiles(
     *,
     curved: bool,
 ) -> None:
-    """Norm what a delta rule left in `out` [tokens, values] of these chunks' tokens, and gate it by what `gate` has
-    from `column` on, [tokens, ...]: by its SiLU, or, if it is not `curved`, by its sigmoid."""
+    """Normalize, in place, the delta rule's outputs `out` [tokens, values] of these chunks' tokens, and multiply them
+    with the gate in `gate` [tokens, ...] from `column` on: its SiLU, or, if not `curved`, its sigmoid."""
     _norm_tiles_kernel[(len(tiles), shape.num_heads)](
         out,
         gate,
@@ -119,7 +119,7 @@ def norm_tiles(
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
-    """Where there is a norm, it gates, too: the walk over chunks took longer with that than the norm without it."""
+    """Apply Mamba2. A norm, if present, applies the gate too: gating in the chunk walk cost more than in the norm."""
     return run_mamba(x, weights, shape, state, plan, recurrent_scan.mamba_scan, gated=weights.norm is None)
 
 
@@ -133,8 +133,8 @@ def run_mamba(
     *,
     gated: bool,
 ) -> Tensor:
-    """`scan`: what does the rows that catch up, with the arguments of `recurrent_scan.mamba_scan`. `gated`: whether the
-    output is gated as it is made, which may only be where no norm comes before (see `MambaWeights.gated_early`)."""
+    """Apply Mamba2. `scan` computes the prefill rows, with the arguments of `scan.mamba_scan`. `gated`: apply the gate
+    when the output is computed, which is allowed only if no norm precedes it (see `MambaWeights.gated_early`)."""
     work = _prepare(plan, shape, x.dtype)
     out = x.new_empty(len(x), shape.values)
     where = (shape, state, plan.slots, plan.positions)
@@ -148,7 +148,7 @@ def run_mamba(
 
 
 def norm_groups(out: Tensor, x: Tensor, weights: MambaWeights, shape: RecurrentShape, *, gated: bool) -> None:
-    """Norm what Mamba2's recurrence left in `out` [tokens, values], in place, and gate it, unless it is `gated`."""
+    """Normalize Mamba2's outputs `out` [tokens, values] in place, and gate them unless they already are (`gated`)."""
     width = shape.values // weights.norm_groups
     block = triton.next_power_of_2(width)
     _norm_groups_kernel[(triton.cdiv(len(x), TOKENS), weights.norm_groups)](
@@ -184,7 +184,7 @@ def _norm_tiles_kernel(
     CURVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one head of a tile's tokens, normed, then gated, in place."""
+    """One program: norm and gate of one head of a tile's tokens, in place."""
     let_next_start(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     n, values = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
@@ -218,7 +218,7 @@ def _norm_groups_kernel(
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one group of some tokens' values, normed, in place, and gated where they are not."""
+    """One program: norm of one group of some tokens' values, in place, and gate unless GATED."""
     let_next_start(PDL)
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     values = tl.arange(0, BLOCK)
@@ -244,7 +244,7 @@ def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtyp
 
 
 def prepare(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
-    """A model's recurrent layers all have chunks of one size."""
+    """Return the plan's work lists, created once: all recurrent layers of a model use chunks of one size."""
     if plan.prepared is None:
         plan.prepared = _list_work(plan, chunk)
     return plan.prepared

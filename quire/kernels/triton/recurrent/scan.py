@@ -1,10 +1,10 @@
-"""Rows that catch up, chunk by chunk: after the convolution, what chunks can work out alone, then the walk over them.
+"""Chunked prefill of recurrent layers: the convolution, the chunk-local part, then the walk over chunks.
 
-With S a head's matrix at a chunk's start and G the running sum of its decays, what the chunk's tokens write is
+With S a head's matrix at a chunk's start and G the running sum of its log decays, the chunk's tokens write
 U = T (beta V) - T (beta exp(G) K) S', where T is the inverse of a unit lower triangular matrix (see
-`reference_recurrent`). T knows nothing of S, so all chunks of all rows make their two products at once, and their
-scores; the walk from chunk to chunk is left with plain matrix products. Mamba2 has no T: what it writes is there from
-the start.
+`reference.recurrent`). T does not depend on S, so both products and the scores are computed for all chunks of all rows
+at once; the walk from chunk to chunk consists of plain matrix products. Mamba2 has no T: what its tokens write does not
+depend on the state.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from quire.kernels.triton.recurrent.step import silu
 CHUNK, SMALL_CHUNK = 64, 32  # tokens
 PREPARE_WARPS = 4
 CHIP_BYTES = 220_000  # of a multiprocessor's shared memory
-# Columns that products of 64 tokens have at least: with 16 or 32 they read memory that is not theirs on Hopper (Triton
-# 3.6), while products of 32 tokens are right.
+# Minimum columns of products of 64 tokens: with 16 or 32 columns they read out of bounds on Hopper (Triton 3.6), while
+# products of 32 tokens are correct.
 MIN_COLUMNS = 64
 
 
@@ -38,10 +38,10 @@ MIN_COLUMNS = 64
 def invert_lower(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I + `lower`, which is strictly lower triangular, [SIZE, SIZE] float32.
 
-    By halves: where the inverses D of the diagonal's blocks of some size are there, those of blocks twice as large are
-    D - D N D, with N what `lower` has below the diagonal inside the larger blocks. Powers of `lower` itself would take
-    fewer products, but grow without bound where keys resemble each other, and with them the error."""
-    FINE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # all of it is small; ten bits, as tf32 has
+    By halves: given the inverses D of diagonal blocks of one size, those of blocks twice as large are D - D N D, with N
+    the entries of `lower` below the diagonal blocks and inside the larger ones. Powers of `lower` would take fewer
+    products, but grow without bound where keys resemble each other, and the error grows with them."""
+    FINE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # ten bits, as tf32; entries are small
     n = tl.arange(0, SIZE)
     rows, columns = n[:, None], n[None, :]
     pairs = tl.where(rows >> 1 == columns >> 1, lower, 0.0)
@@ -55,7 +55,8 @@ def invert_lower(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.
 
 @triton.jit
 def _solve(q, k, total, beta, scores_ptr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """T of one head of a chunk, in its keys' type; how much each token reads of what the others wrote is stored."""
+    """Store the scores (how much each token reads of what others wrote) and return T of one head of a chunk, in the
+    keys' type."""
     n = tl.arange(0, CHUNK)
     between = tl.exp(tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -1e30))
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
@@ -81,8 +82,8 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one head of one chunk. What its tokens write into a state of zeros, in place of the values; how a
-    state changes that; and how much each token reads of what the others wrote."""
+    """One program: chunk-local part of one head of one chunk. Writes, in place of the values, what the tokens write
+    into a zero state; in `w`, how an existing state changes that; and the scores."""
     let_next_start(PDL)
     head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, values, n = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK), tl.arange(0, CHUNK)
@@ -107,7 +108,7 @@ def _prepare_kernel(
 
 @triton.jit
 def load_row(rows_ptr, slots_ptr, item):
-    """Of a row that catches up: its slot, its first token, how many there are, and its first chunk."""
+    """Slot, first token, number of tokens and first chunk of a prefill row."""
     row, first = tl.load(rows_ptr + 4 * item), tl.load(rows_ptr + 4 * item + 1).to(tl.int64)
     count, first_tile = tl.load(rows_ptr + 4 * item + 2), tl.load(rows_ptr + 4 * item + 3).to(tl.int64)
     return tl.load(slots_ptr + row), first, count, first_tile
@@ -117,7 +118,7 @@ def load_row(rows_ptr, slots_ptr, item):
 def write_ring(
     x_ptr, x_stride, ring_ptr, first, count, start, column, channels, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 ):
-    """The last inputs of these channels, for the next step's convolution."""
+    """Store the last inputs of these channels, for the next step's convolution."""
     for age in tl.static_range(0, TAPS):
         place = count - 1 - age
         if place >= 0:
@@ -155,8 +156,8 @@ def _walk_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step. GATED: with Mamba2's
-    gate of the output."""
+    """One program: VALUE_BLOCK rows of one head's matrix, over all chunks of one row of the step. GATED: apply Mamba2's
+    output gate."""
     let_next_start(PDL)
     BLOCKS: tl.constexpr = (VALUE + VALUE_BLOCK - 1) // VALUE_BLOCK
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -238,9 +239,9 @@ def delta_scan(
     out: Tensor,
     chunk: int,
 ) -> None:
-    """The delta rule over the rows of `rows` [items, 4] int32 (row, first token, count, first chunk), whose chunks
-    `tiles` [tiles, 4] int32 lists (row, first token, offset, count), into `out` [tokens, values], before norm and
-    gate."""
+    """Apply the delta rule to the prefill rows `rows` [items, 4] int32 (row, first token, count, first chunk), whose
+    chunks are listed in `tiles` [tiles, 4] int32 (row, first token, offset, count), into `out` [tokens, values], before
+    norm and gate."""
     chunks = convolve(
         x,
         weights.conv,
@@ -261,8 +262,9 @@ def delta_scan(
 
 
 def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
-    """All that chunks can work out alone: what they write into a state of zeros, in place of their values; how a state
-    changes that, [chunks, heads, chunk, key_block]; and their scores, [chunks, heads, chunk, chunk]."""
+    """Compute the chunk-local part of the delta rule. Overwrites the chunks' values with what they write into a zero
+    state. Returns how a state changes that, [chunks, heads, chunk, key_block], and the scores, [chunks, heads, chunk,
+    chunk]."""
     keys, heads = chunks.keys, shape.num_heads
     num_tiles, _, chunk, key_block = keys.shape
     alone = keys.new_empty(num_tiles, heads, chunk, key_block), keys.new_empty(num_tiles, heads, chunk, chunk)
@@ -297,7 +299,7 @@ def mamba_scan(
     *,
     gated: bool,
 ) -> None:
-    """Mamba2's recurrence and skip, likewise."""
+    """Apply Mamba2's recurrence and skip; arguments as those of `delta_scan`. `gated`: apply the output gate too."""
     chunks = convolve(
         x,
         weights.conv,
@@ -330,7 +332,7 @@ def _walk(
     rows: Tensor,
     out: Tensor,
 ) -> None:
-    """`alone`: what chunks worked out without the state; None: there is no delta rule."""
+    """Walk over the chunks. `alone`: the results of `prepare_chunks`; None: Mamba2, without a delta rule."""
     _, _, chunk, key_block = chunks.keys.shape
     value_block, num_warps, num_stages = tune_walk(
         len(rows) * shape.num_heads, shape, chunk, x.element_size(), alone is not None, processors(x)
@@ -369,8 +371,8 @@ def _walk(
 def tune_walk(
     num_matrices: int, shape: RecurrentShape, chunk: int, element_size: int, delta: bool, num_processors: int
 ) -> tuple[int, int, int]:
-    """Rows of a matrix a program takes, warps, and chunks on the way into the chip: none for Mamba2 where several
-    programs share a multiprocessor and wait for each other's anyway."""
+    """Rows of a matrix per program, warps, and pipeline stages. Mamba2 has one stage where several programs share a
+    multiprocessor, which then hide each other's latency."""
     key_block, value_block = block(shape.key_dim), min(block(shape.value_dim), MIN_COLUMNS)
     chunk_bytes = element_size * chunk * ((3 if delta else 2) * key_block + value_block + (chunk if delta else 0))
     if not delta and num_matrices * block(shape.value_dim) // value_block >= 2 * num_processors:
@@ -383,31 +385,32 @@ def processors(x: Tensor) -> int:
 
 
 def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
-    """float32 needs twice the room on the chip, and is for checking only."""
+    """Tokens of a chunk. float32, which only tests use, needs twice the shared memory, so its chunks are smaller."""
     narrow = min(block(shape.key_dim), block(shape.value_dim)) < MIN_COLUMNS
     return SMALL_CHUNK if narrow or dtype == torch.float32 else CHUNK
 
 
 def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's delta nets are for `recurrent_walk`: each head adds two elements to a row of x. Its
-    kernels know no beta above 1."""
+    """Whether `hopper.gated_delta` supports the model's delta nets. Each head adds two elements to a row of x. The
+    kernels do not support a beta above 1."""
     return _fits_hopper(shape, dtype, (128, 128), 4) and shape.beta_top == 1.0
 
 
 def fits_channel_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's layers of Kimi Delta Attention are for `channel_walk`: each head adds one element to a row
-    of x."""
+    """Whether `hopper.channel_delta` supports the model's Kimi Delta Attention. Each head adds one element to a row of
+    x."""
     return _fits_hopper(shape, dtype, (128, 128), 8) and shape.num_groups == shape.num_heads
 
 
 def fits_mamba_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
-    """Whether such a model's Mamba2 layers are for `mamba_walk`: each head adds one element to a row of x."""
+    """Whether `hopper.mamba` supports the model's Mamba2 layers. Each head adds one element to a row of x."""
     return _fits_hopper(shape, dtype, (128, 64), 8)
 
 
 def _fits_hopper(shape: RecurrentShape, dtype: torch.dtype, dims: tuple[int, int], multiple: int) -> bool:
-    """Rows of x must be whole units of 16 bytes, which all but what heads add are in any case: so many heads make one.
-    A thread of the convolution has four taps of a channel."""
+    """Whether Hopper's kernels support the shape. Rows of x must be multiples of 16 bytes: `multiple` is the number of
+    heads whose added elements make one; all other columns are multiples anyway. A thread of the convolution holds four
+    taps of a channel."""
     return (
         (shape.key_dim, shape.value_dim) == dims
         and shape.num_heads % multiple == 0

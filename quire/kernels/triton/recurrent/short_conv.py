@@ -1,9 +1,9 @@
-"""A convolution between two gates (LFM2), which keeps its last inputs and nothing else: twin of
-`reference_recurrent.short_conv`.
+"""Short convolution between two gates (LFM2), whose only state is its last inputs; the counterpart of
+`reference.recurrent.short_conv`.
 
-Rows of one token have a kernel; rows that catch up have one for their tokens, then one for their rings, which the first
-tokens still look back into. Products of two numbers of 16 bits are exact in float32, and every sum is taken in one
-order: a token's bits depend on nothing else in the step, so the deterministic mode needs no kernels of its own.
+Decode rows have one kernel. Prefill rows have one for their tokens and one for their rings, which run in this order
+because the first tokens read the rings. Products of two 16-bit numbers are exact in float32, and each sum has a fixed
+order, so a token's bits do not depend on the rest of the step: the deterministic mode uses these kernels too.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan, prepare
 from quire.kernels.triton.recurrent.step import find_token
 
-CHUNK = 64  # tokens of a tile of the step's plan
-TOKENS = 8  # a program's, all asked for before the first is worked on
-CHANNELS = 512  # a program's
-STEP_CHANNELS = 256  # a program's where each row has one token
+CHUNK = 64  # tokens per tile of the step's plan
+TOKENS = 8  # tokens per program, all loaded before the first is computed
+CHANNELS = 512  # channels per program
+STEP_CHANNELS = 256  # channels per program of the decode kernel
 
 
 @triton.jit
 def _joined(first, second):
-    """Of two tuples: a kernel knows no stars."""
+    """Concatenation of two tuples; Triton does not support unpacking (`*`)."""
     return first + second
 
 
 @triton.jit
 def _gated(x_ptr, channels, inside, WIDTH: tl.constexpr):
-    """What is convolved, of the token at x, in float32."""
+    """The convolution's input of the token at x (gated), in float32."""
     gate = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     return gate * tl.load(x_ptr + 2 * WIDTH + channels, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_taps(conv_ptr, bias_ptr, channels, inside, TAPS: tl.constexpr, BIAS: tl.constexpr):
-    """What a token's own input is multiplied with, then those before it; and what is added."""
+    """Weights of the current input and of the preceding ones, most recent first, and the bias."""
     taps = ()
     for age in tl.static_range(TAPS):
         tap = tl.load(conv_ptr + channels * TAPS + TAPS - 1 - age, mask=inside, other=0.0)
@@ -51,7 +51,7 @@ def _load_taps(conv_ptr, bias_ptr, channels, inside, TAPS: tl.constexpr, BIAS: t
 
 @triton.jit
 def _mix(now, past, taps, bias, TAPS: tl.constexpr):
-    """Each step of the sum is one rounding, so that every kernel takes the same ones."""
+    """The convolution's sum. Each term is one `fma`, so that all kernels round alike."""
     total = tl.fma(now, taps[0], bias)
     for age in tl.static_range(1, TAPS):
         total = tl.fma(past[age - 1], taps[age], total)
@@ -78,16 +78,16 @@ def _step_kernel(
     INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: some channels of one row's only token. Its own entry of the ring is written, which nobody reads
-    before the next step."""
+    """One program: some channels of one row's only token. Writes the input to its ring entry, which is not read before
+    the next step."""
     let_next_start(PDL)
     place, channels = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < WIDTH
     taps, bias = _load_taps(conv_ptr, bias_ptr, channels, inside, TAPS, BIAS)
-    # Where rows stand, and their states, are older than what makes x: see `recurrent_step`.
+    # Slots, positions and states are older than the kernel that produces x: see `recurrent.step`.
     slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
     ring_ptr = state_ptr + slot * slot_stride + channels
-    past = ()  # youngest first
+    past = ()  # most recent first
     for age in tl.static_range(1, TAPS):
         entry = (position + TAPS - age) % TAPS
         past = _joined(past, (tl.load(ring_ptr + entry * WIDTH, mask=inside, other=0.0),))
@@ -119,8 +119,8 @@ def _catch_up_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: some channels of TOKENS tokens of a tile. Every input is read once and moves on from tap to tap in
-    registers. The rings stay as they are."""
+    """One program: some channels of TOKENS tokens of a tile. Each input is read once and moves from tap to tap in
+    registers. The rings are not written."""
     let_next_start(PDL)
     tile, channels = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < WIDTH
@@ -139,9 +139,9 @@ def _catch_up_kernel(
         gates = _joined(gates, (gate.to(tl.float32),))
     position = tl.load(positions_ptr + first)
     ring_ptr = state_ptr + tl.load(slots_ptr + row) * slot_stride + channels
-    past = ()  # youngest first
+    past = ()  # most recent first
     for age in tl.static_range(1, TAPS):
-        before = start - age  # the row's first tokens look back into the ring
+        before = start - age  # the row's first tokens take older inputs from the ring
         here = _gated(source - age * x_stride, channels, inside & (before >= 0) & (before < count), WIDTH)
         entry = (position + before + TAPS) % TAPS
         kept = tl.load(ring_ptr + entry * WIDTH, mask=inside & (before < 0), other=0.0)
@@ -167,7 +167,7 @@ def _rings_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: some channels of one row's last inputs, put into its ring."""
+    """One program: writes the last inputs of some channels of one row to its ring."""
     let_next_start(PDL)
     place, channels = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)

@@ -1,7 +1,7 @@
-"""One token of each row through a recurrent layer, in one kernel: convolution, gates, state update, read-out.
+"""Decode step of a recurrent layer, one token per row, in one kernel: convolution, gates, state update, read-out.
 
-Bound by the state's bytes: each matrix is read and written once. A program does one head of one row; what several
-heads share (key and query channels) each works out for itself, and one of them writes it to the ring.
+Bound by the bytes of the states: each matrix is read and written once. A program computes one head of one row. Heads
+that share key and query channels each compute those themselves; one of them writes them to the convolution's ring.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.kernels.triton.launch import (
 )
 
 L2_EPS = tl.constexpr(1e-6)
-SOME = 3  # programs for each multiprocessor
+SOME = 3  # programs per multiprocessor
 
 
 if INTERPRETED:
@@ -34,8 +34,8 @@ else:
 
     @triton.jit
     def silu(x):
-        """float32. A convolution is half made of this: without care for what is smaller than 1e-38 it is four
-        instructions instead of twelve."""
+        """SiLU in float32, flushing denormals to zero: four instructions instead of twelve. About half of the
+        convolution's instructions are SiLU."""
         sigmoid = tl.inline_asm_elementwise(
             """
             {
@@ -62,14 +62,14 @@ def softplus(x):
 
 @triton.jit
 def find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED: tl.constexpr):
-    """A single token's slot, its place in the step, and its position. INDEXED: it is one of some that are listed."""
+    """Slot, token index and position of a row's single token. INDEXED: rows and tokens are listed explicitly."""
     row = place
     token = place.to(tl.int64)
     if INDEXED:
         row = tl.load(rows_ptr + place)
         token = tl.load(tokens_ptr + place).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    return slot, token, tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that only pads the step
+    return slot, token, tl.maximum(tl.load(positions_ptr + token), 0)  # below 0: a row that pads the step
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def older(
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """What these channels' convolution at `position` has from before, and what its own input is multiplied with."""
+    """The part of these channels' convolution at `position` that older inputs contribute (bias included), and the
+    weight of the current input."""
     total = tl.zeros(channels.shape, tl.float32)
     for age in tl.static_range(1, TAPS):
         place = (position + TAPS - age) % TAPS
@@ -99,8 +100,8 @@ def older(
 def conv_now(
     x_ptr, ring_ptr, channels, inside, position, writes, past, tap, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 ):
-    """SiLU of the whole of it, float32. Its own entry of the ring is written, which nobody reads before the next
-    step."""
+    """SiLU of the complete convolution, float32. Writes the current input to its ring entry, which is not read before
+    the next step."""
     now = tl.load(x_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     tl.store(ring_ptr + (position % TAPS) * CHANNELS + channels, now, mask=inside & writes)
     return silu(past + now * tap)
@@ -142,8 +143,8 @@ def _step_kernel(
     INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net, with its
-    norm; else Mamba2, without. GATED: with the output's gate."""
+    """One program: one head of one row, VALUE_BLOCK rows of its matrix at a time. DELTA: the gated delta net including
+    its norm, else Mamba2 without norm. GATED: apply the output gate."""
     let_next_start(PDL)
     place, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
@@ -153,9 +154,10 @@ def _step_kernel(
     in_key = keys < KEY
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    # Where rows stand is older than this step's products, and a layer's state than the step: both are asked for while
-    # the kernel before, which makes x, is still at work. (Torch's kernel that looks up embeddings has waited for all
-    # before it.) The convolution's part of it only where programs are few: registers are worth more to many.
+    # Slots and positions are older than this step's products, and a layer's state is older than the step: both are
+    # loaded while the preceding kernel, which produces x, still runs. (Torch's embedding lookup has waited for all
+    # earlier kernels.) Inputs of the convolution are loaded early only where programs are few; many programs are
+    # limited by registers.
     EARLY: tl.constexpr = NUM_BLOCKS == 1
     slot, token, position = find_token(rows_ptr, tokens_ptr, slots_ptr, positions_ptr, place, INDEXED)
     state_ptr += slot * slot_stride
@@ -169,7 +171,7 @@ def _step_kernel(
     first_values = tl.arange(0, VALUE_BLOCK)
     v_channels = V + head * VALUE + first_values
     matrix_ptr = state_ptr + head * (VALUE * KEY) + first_values[:, None] * KEY + keys[None, :]
-    # The first rows are asked for before anything is worked out, the next ones before the last are done with.
+    # Prefetch: the first rows before anything is computed, later ones before the preceding rows are finished.
     ahead = tl.load(matrix_ptr, mask=(first_values < VALUE)[:, None] & in_key[None, :], other=0.0)  # [value, key]
     if EARLY:
         q_past, q_tap = older(ring_ptr, conv_ptr, conv_bias_ptr, q_channels, in_key, position, CHANNELS, TAPS, BIAS)
@@ -249,8 +251,8 @@ def delta_step(
     tokens: Tensor | None,
     out: Tensor,
 ) -> None:
-    """The whole gated delta net for these rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: which
-    rows and tokens of the step they are; None: all, in order."""
+    """Apply the gated delta net to the rows' single tokens, into `out` [tokens, values]. `rows` and `tokens`: the rows
+    and tokens of the step to compute; None: all, in order."""
     _launch(
         x,
         weights.conv,
@@ -287,7 +289,7 @@ def mamba_step(
     *,
     gated: bool,
 ) -> None:
-    """Mamba2 up to its norm, likewise."""
+    """Apply Mamba2 up to its norm. Arguments as those of `delta_step`; `gated`: apply the output gate."""
     _launch(
         x,
         weights.conv,
@@ -319,7 +321,7 @@ class StepTuning:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """For keys of 128. How many fit on a multiprocessor: what an H200's registers hold."""
+    """A tuning for keys of 128. `fit_delta` and `fit_mamba`: programs per multiprocessor with an H200's registers."""
 
     value_block: int
     num_warps: int
@@ -331,9 +333,9 @@ WIDE, LARGE, SMALL = _Form(16, 2, 7, 4), _Form(16, 1, 8, 8), _Form(8, 1, 14, 16)
 
 
 def tune(num_programs: int, key_block: int, value_block: int, num_processors: int, delta: bool) -> StepTuning:
-    """Few programs: a whole head at a time has the shortest way from its first load to its last store. More: whatever
-    has all of them at work at once, or else in two full rounds, because in a last one that is not full memory rests.
-    Many: small ones, which keep most of the state in flight."""
+    """Choose by the number of programs per multiprocessor. Few: a whole head per program, the shortest path from first
+    load to last store. More: the form with which all programs run at once, or in two full waves, since a partial last
+    wave leaves memory idle. Many: small programs, which keep most of the state in flight."""
     per_processor = num_programs / num_processors
     if per_processor < SOME:
         return StepTuning(value_block, min(16, max(1, key_block * value_block // 1024)))

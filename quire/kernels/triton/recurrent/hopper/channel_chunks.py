@@ -1,21 +1,21 @@
-"""What Kimi Delta Attention's walk for Hopper needs of every chunk, in one kernel: convolution, norms, decays, T and
+"""Prepares the chunks of Kimi Delta Attention's walk for Hopper in one kernel: convolution, norms, decays, T and
 scores.
 
-Written in Gluon: a program has a chunk of 64 tokens of one head, and nothing between its inputs and what the walk reads
-goes through global memory. `channel_walk` launches it. Convolution and T are those of `recurrent_ready`, what is left
-of tokens from block to block is `channel_fades`.
+Written in Gluon: a program computes a chunk of 64 tokens of one head, and no intermediate goes through global memory.
+`hopper.channel_delta` launches it. Convolution and T are those of `chunk_conv` and `chunk_solve`; `channel_decays`
+computes the decay factors of tokens from block to block.
 
-A channel's decay can't be taken out of a sum over channels, so the products between a chunk's tokens are taken by
-halves (see `reference_recurrent.faded_products`): tokens of two neighbouring blocks of 1, 2, ... 32 with each other,
-faded from or to where these meet. A thread has two channels of 32 tokens in a row, so what a block leaves of them is
-known to it when it comes to larger ones. Shared memory, in places of 17 and 16 kB, so that three programs fit on a
-multiprocessor:
+A decay per channel cannot be factored out of a sum over channels, so the products between a chunk's tokens are computed
+by halves (see `reference.recurrent.faded_products`): tokens of two neighbouring blocks of 1, 2, ... 32 with each other,
+scaled by the decay to or from the blocks' common boundary. A thread holds two channels of 32 consecutive tokens, so it
+already has the factors of small blocks when it computes those of larger ones. Shared memory consists of regions of 17
+and 16 kB, so that three programs fit on a multiprocessor:
 
-    place  inputs of   holds then
-    A      values      the key, then scores
-    B      the key     the query, then L's diagonal blocks, T: of 16, of 32, whole
-    C      the query   faded keys, then -L
-    D      the decays  faded queries
+    region  inputs of   then holds
+    A       values      the key, then scores
+    B       the key     the query, then L's diagonal blocks, then T: of 16, of 32, whole
+    C       the query   decayed keys, then -L
+    D       the decays  decayed queries
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _log2(x):
 
 @gluon.jit
 def _decays(x, dt_bias, rate, there):
-    """For base 2. Tokens behind the row's end do not decay."""
+    """Log decays in base 2. Tokens behind the row's end do not decay."""
     step = gl.fma(x, LOG2_E, dt_bias)
     return gl.where(there, gl.where(step > 30.0, step, _log2(1.0 + exp2(gl.minimum(step, 30.0)))) * rate, 0.0)
 
 
 @gluon.jit
 def _make_decays(forget, num_tokens, a_log_ptr, dt_bias_ptr, head, dtype: gl.constexpr):
-    """Those of the tokens' first and second channels, [64, 64] each."""
+    """Log decays of the tokens' even and odd channels, [64, 64] each."""
     there = (gl.arange(0, 64, gl.SliceLayout(1, PAIRS)) < num_tokens)[:, None]
     bias_ptr = dt_bias_ptr + head * 128 + 2 * gl.arange(0, 64, gl.SliceLayout(0, PAIRS))[None, :]
     rate = -gl.exp(gl.load(a_log_ptr + head).to(gl.float32))
@@ -94,7 +94,7 @@ def _make_decays(forget, num_tokens, a_log_ptr, dt_bias_ptr, head, dtype: gl.con
 
 @gluon.jit
 def _make_beta(x_ptr, x_stride, num_tokens, lines, BETA_TOP: gl.constexpr):
-    """Tokens behind the row's end write nothing."""
+    """Store the tokens' beta. Tokens behind the row's end write nothing."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n = gl.arange(0, 64, FLAT)
     beta = gl.load(x_ptr + gl.minimum(n, num_tokens - 1) * x_stride).to(gl.float32)
@@ -103,7 +103,7 @@ def _make_beta(x_ptr, x_stride, num_tokens, lines, BETA_TOP: gl.constexpr):
 
 @gluon.jit
 def _faded(x, even, odd, dtype: gl.constexpr):
-    """A pair in float16 times two powers of 2, as a pair of another type."""
+    """A pair in float16 times two powers of 2, as a pair of `dtype`."""
     low, high = split_pair(x, gl.float16)
     return as_pair(low * exp2(even), high * exp2(odd), dtype)
 
@@ -112,9 +112,9 @@ def _faded(x, even, odd, dtype: gl.constexpr):
 def _store_faded(
     even, odd, ends, k_tile, q_tile, keys_ptr, w_ptr, fades_ptr, always, ever, dtype: gl.constexpr, HEADS: gl.constexpr
 ):
-    """What the walk multiplies with its matrix: queries and keys (`w`) that fade as what they find there has since the
-    chunk began, and keys that fade as what they leave there will have when it ends. And how the matrix itself fades,
-    and lines for the sums that the walk's programs tell each other. `even`, `odd`: running sums of each half."""
+    """Store what the walk multiplies with its matrix: queries and keys (`w`) scaled by the decay since the chunk began,
+    and keys scaled by the decay until it ends. Also store the decay of the matrix itself, and initialize the lines in
+    which the walk's programs exchange sums. `even`, `odd`: running sums within each half."""
     n = gl.arange(0, 64, gl.SliceLayout(1, PAIRS))
     channels = gl.arange(0, 64, gl.SliceLayout(0, PAIRS))
     late = (n >= 32)[:, None]
@@ -140,13 +140,14 @@ def _store_faded(
 
 @gluon.jit
 def _columns(x):
-    """[64, 64] as its even and its odd columns."""
+    """[64, 64] split into its even and odd columns."""
     return gl.split(x.reshape([64, 32, 2]))
 
 
 @gluon.jit
 def _put(old, new, where):
-    """`new` [64, 64] as pairs of columns in float16 [64, 32] in the place of `old`, where these bits are set."""
+    """`new` [64, 64], packed as pairs of columns in float16 [64, 32], merged into `old` where the bits of `where` are
+    set."""
     low, high = _columns(new)
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xE4;",
@@ -162,18 +163,18 @@ def _put(old, new, where):
 def _multiply(faded_keys, faded_queries, parted, lower, scores):
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
     fence_async_shared()
-    thread_barrier()  # they are written
+    thread_barrier()  # the inputs are written
     turned = faded_keys.permute((1, 0))
     alike = warpgroup_mma(faded_keys, turned, nothing, use_acc=False, is_async=True)
     asked = warpgroup_mma(faded_queries, turned, nothing, use_acc=False, is_async=True)
     alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
-    thread_barrier()  # and read
+    thread_barrier()  # the inputs are read
     return _put(lower, alike, parted), _put(scores, asked, parted)
 
 
 @gluon.jit
 def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
-    """Those of keys with keys before them, and of queries with keys, [64, 64]."""
+    """Products of keys with earlier keys, and of queries with keys, [64, 64] each."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
     between, _odd = _columns(gl.where(rows > columns, rows ^ columns, 0))
@@ -188,7 +189,7 @@ def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
     lower = between * 0
     for level in gl.static_range(LEVELS):
         fades = pick_fades(before, after, level)
-        faded_queries.store(times(q_tile.load(PAIRS), fades))  # first: an allocation that nobody reads here
+        faded_queries.store(times(q_tile.load(PAIRS), fades))  # first, because this allocation is not read here
         faded_keys.store(times(k_tile.load(PAIRS), fades))
         parted = gl.where(between >> level == 1, 0xFFFF if level == 0 else -1, 0)
         if always:
@@ -200,7 +201,7 @@ def _products(before, k_tile, q_tile, faded_keys, faded_queries, always):
 
 @gluon.jit
 def _numbers(tile):
-    """A tile of pairs as the matrix units see it."""
+    """A tile of pairs reinterpreted as float16 [64, 128] for the matrix units."""
     return tile._reinterpret(gl.float16, [64, 128], SHARED)
 
 
@@ -237,10 +238,10 @@ def _channel_ready_kernel(
     TAPS: gl.constexpr,
     BETA_TOP: gl.constexpr,
 ):
-    """One head of one chunk. A row of x is `x_units` times 8 elements; keys and `w` are pairs. A model needs this
-    compiled once, whatever the step."""
+    """One program: one head of one chunk. A row of x is `x_units` times 8 elements; keys and `w` are pairs. A model
+    needs this compiled once, whatever the step."""
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-    KEY: gl.constexpr = 1  # of the three parts that are convolved: values, key, query
+    KEY: gl.constexpr = 1  # index among the three convolved parts: values, key, query
     DECAYS: gl.constexpr = 3
     LAST: gl.constexpr = 31
     CHANNELS: gl.constexpr = 3 * HEADS * 128
@@ -250,10 +251,10 @@ def _channel_ready_kernel(
     row = gl.load(tiles_ptr + 4 * tile)
     first = gl.load(tiles_ptr + 4 * tile + 1).to(gl.int64)
     start = gl.load(tiles_ptr + 4 * tile + 2)
-    num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # more than 64: others follow
+    num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # above 64 if more chunks follow
     slots = gl.allocate_shared_memory(dtype, [3 * UNITS, 8, 64], SHARED)
     forget = gl.allocate_shared_memory(dtype, [64, 128], SHARED)  # D
-    ends = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of each half, its even and odd channels
+    ends = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # even and odd channels of each half
     lines = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     fulls = ()
     for _part in gl.static_range(4):
@@ -274,10 +275,10 @@ def _channel_ready_kernel(
     taps = by_age(load_taps(conv_ptr, channel_of(0, head, head, HEADS, 1), TAPS), TAPS)
     ring = (state_ptr + HEADS * 128 * 128, slots_ptr + row, positions_ptr + first, slot_stride)
     place = tile.to(gl.int64) * HEADS + head
-    for part in range(3):  # its taps are asked for before the part before it is worked on
+    for part in range(3):  # taps of the next part are prefetched
         channel = channel_of(part, head, head, HEADS, 1)
         taps_ahead = load_taps(conv_ptr, channel_of(gl.minimum(part + 1, 2), head, head, HEADS, 1), TAPS)
-        thread_barrier()  # the inputs of the part before have been read
+        thread_barrier()  # the inputs of the preceding part have been read
         await_part(part, fulls, 3)
         if num_tokens < 64:
             clear_behind(slots, part * UNITS, num_tokens, 64)
@@ -307,8 +308,8 @@ def _channel_ready_kernel(
     fence_async_shared()
     thread_barrier()  # key, query and ends are written, the decays read
     keys_ptr += (tile.to(gl.int64) * (2 * HEADS) + head) * (64 * 64)
-    # Both are true, but the assembler does not know. Else it would mix what each of them guards with what comes behind,
-    # put off what is done with products, and keep more at a time than there are registers.
+    # Both conditions are always true, which the assembler does not know. Without them it would interleave the guarded
+    # code with what follows, delay the use of products, and exceed the registers.
     always, ever = num_tokens > 0, start >= 0
     _store_faded(
         together(even),
@@ -325,7 +326,7 @@ def _channel_ready_kernel(
         HEADS,
     )
     lower, asked = _products(fades, k_tile, q_tile, faded_keys, faded_queries, always)
-    gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there
+    gdc_launch_dependents()  # the walk can start now and waits for this kernel's end
     scores = slots.index(0)._reinterpret(dtype, [1, 64, 64], SHARED)
     lowers = slots.index(2 * UNITS)._reinterpret(gl.float16, [1, 64, 64], SHARED)
     diagonals = slots.index(UNITS)._reinterpret(gl.float32, [1, 16, 4, 16], BLOCKS)

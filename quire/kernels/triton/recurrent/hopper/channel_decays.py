@@ -1,7 +1,7 @@
-"""Pairs of channels and tokens one by one, for `channel_ready`: what is left of them, from block to larger block.
-Written in Gluon.
+"""Packed pairs of channels, and per-token decay factors from block to larger block, for `channel_chunks`. Written in
+Gluon.
 
-What is 16 bits wide is worked on by pairs, in 32 bits. A thread has two channels of 32 tokens in a row, a token is
+16-bit numbers are processed as pairs in 32 bits. A thread holds two channels of 32 consecutive tokens; a token is
 [2, 64]: one of each half of a chunk.
 """
 
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.triton.recurrent.hopper.chunk_solve import pair
 from quire.kernels.triton.recurrent.hopper.math import exp2, joined
 
-# [64 tokens, 64 pairs of channels]: what is 16 bits wide is worked on by pairs, in 32 bits.
+# [64 tokens, 64 pairs of channels]: 16-bit numbers are processed as pairs in 32 bits.
 PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
@@ -23,7 +23,7 @@ PAIRS = gl.constexpr(
         shape=[64, 64],
     )
 )
-ONE = gl.constexpr(  # [2, 64]: one token of each half of them
+ONE = gl.constexpr(  # [2, 64]: one token of each half
     gl.DistributedLinearLayout(
         reg_bases=[],
         lane_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
@@ -39,7 +39,7 @@ ONE = gl.constexpr(  # [2, 64]: one token of each half of them
 
 @gluon.jit
 def split_pair(x, dtype: gl.constexpr):
-    """Both of a pair in float32."""
+    """Both numbers of a pair, in float32."""
     if dtype == gl.bfloat16:
         return (x << 16).to(gl.float32, bitcast=True), (x & -65536).to(gl.float32, bitcast=True)
     return gl.inline_asm_elementwise(
@@ -61,7 +61,7 @@ def split_pair(x, dtype: gl.constexpr):
 
 @gluon.jit
 def times(a, b):
-    """Of pairs in float16."""
+    """Element-wise product of pairs in float16."""
     return gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -80,7 +80,7 @@ def as_pair(low, high, dtype: gl.constexpr):
 
 @gluon.jit
 def apart(x):
-    """[64, 64] as the 32 tokens of each half, [2, 64] each."""
+    """[64, 64] as a tuple of 32 tokens per half, [2, 64] each."""
     parts = joined((), (x.reshape([2, 32, 64]),))
     for level in gl.static_range(5):
         finer = ()
@@ -96,7 +96,7 @@ def apart(x):
 
 @gluon.jit
 def together(tokens):
-    """The other way round."""
+    """The inverse of `apart`."""
     parts = ()
     for i in gl.static_range(32):
         parts = joined(parts, (tokens[i].reshape([2, 1, 64]),))
@@ -111,7 +111,7 @@ def together(tokens):
 
 @gluon.jit
 def running_sums(steps):
-    """Within each half."""
+    """Running sums of the tokens' steps, within each half."""
     total = steps[0]
     sums = joined((), (total,))
     for i in gl.static_range(1, 32):
@@ -122,8 +122,8 @@ def running_sums(steps):
 
 @gluon.jit
 def _carry(fade, carried):
-    """A pair of fades in float16, times what rounding took from those before or gave them: `carried`, which is close to
-    1. So what is left after many tokens is off by one rounding, however alike they are."""
+    """A pair of decay factors in float16, times `carried`, the rounding error carried over from earlier tokens (close
+    to 1). So the product over many tokens is off by one rounding only, even if all factors are alike."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -151,7 +151,7 @@ def _carry(fade, carried):
 
 @gluon.jit
 def fades_of_tokens(even, odd):
-    """How much each token's decays leave, as pairs in float16."""
+    """Each token's decay factors, as pairs in float16."""
     one = gl.full([2, 64], 1.0, gl.float32, ONE)
     carried = (one, one)
     fades = ()
@@ -164,8 +164,8 @@ def fades_of_tokens(even, odd):
 
 @gluon.jit
 def join_fades(before, after, level: gl.constexpr):
-    """What is left of each token since its block began, its own decay included (`before`), and when its block ends
-    (`after`), for blocks twice as large."""
+    """Decay factors for blocks twice as large: of each token since its block began, its own decay included (`before`),
+    and until its block ends (`after`)."""
     new_before = ()
     new_after = ()
     for i in gl.static_range(32):
@@ -180,7 +180,7 @@ def join_fades(before, after, level: gl.constexpr):
 
 @gluon.jit
 def pick_fades(before, after, level: gl.constexpr):
-    """Of each token that from or to where the two blocks meet one of which it is in; [64, 64]."""
+    """The decay factor of each token to or from the boundary between its block and the neighbouring one; [64, 64]."""
     halves = gl.arange(0, 2, gl.SliceLayout(1, ONE))[:, None]
     picked = ()
     for i in gl.static_range(32):

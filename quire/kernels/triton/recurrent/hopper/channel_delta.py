@@ -1,6 +1,6 @@
-"""Kimi Delta Attention on Hopper: the row of the ops table whose catch-ups go through `channel_ready`, which makes all
-chunks of all rows ready at once, and `channel_hopper`, which walks over them. What these do not do (see `supports`)
-goes to `recurrent_channel`, and rows of one token in any case."""
+"""Kimi Delta Attention on Hopper, as a row of the ops table. Prefill rows go through `channel_chunks`, which prepares
+all chunks of all rows at once, and `channel_kernel`, which walks over them. Unsupported shapes (see `supports`) and
+decode rows go through `recurrent.channel_delta`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.kernels.triton.recurrent.hopper.gated_delta import (
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_channel_walk
 
-READY_REGISTERS = 168  # of a thread: three programs of the ready kernel fit on a multiprocessor
+READY_REGISTERS = 168  # per thread: three programs of the preparing kernel fit on a multiprocessor
 
 
 def supports(x: Tensor, forget: Tensor, gate: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernels can do it; `recurrent_channel` does the rest."""
+    """Whether the kernels support the inputs; else use `recurrent.channel_delta`."""
     inputs = (x, forget, gate)
     copied = all(lies_for_copies(each, state) and each.dtype == x.dtype for each in inputs)
     return fits_channel_walk(shape, x.dtype) and copied
@@ -40,7 +40,7 @@ def channel_delta_net(
     state: Tensor,
     plan: TritonRecurrentPlan,
 ) -> Tensor:
-    """Like `reference_recurrent.channel_delta_net`."""
+    """Implements `reference.recurrent.channel_delta_net`."""
     walk = scan if supports(x, forget, gate, shape, state) else recurrent_channel.scan
     return recurrent_channel.run_channel_delta(x, forget, gate, weights, shape, state, plan, walk)
 
@@ -59,12 +59,12 @@ def scan(
     out: Tensor,
     chunk: int,
 ) -> None:
-    """Like `recurrent_channel.scan`."""
+    """Compute the prefill rows, as `recurrent.channel_delta.scan`."""
     num_tiles, heads = len(tiles), shape.num_heads
-    keys = x.new_empty(num_tiles, 2 * heads, 64, 128)  # queries, then keys: see `channel_ready`
+    keys = x.new_empty(num_tiles, 2 * heads, 64, 128)  # queries, then keys: see `channel_chunks`
     values, w = x.new_empty(num_tiles, heads, 64, 128), x.new_empty(num_tiles, heads, 64, 128)
     t, scores = x.new_empty(num_tiles, heads, 64, 64), x.new_empty(num_tiles, heads, 64, 64)
-    fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # and, behind, sums of the walk's for its norm
+    fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # two lines: decays; two: sums for the walk's norm
     _channel_ready_kernel[(heads, num_tiles)](
         x,
         strip(x, 64),

@@ -1,10 +1,10 @@
 """Kimi Delta Attention's walk over chunks for Hopper, norm and gate included: heads of 128 x 128 in 16 bits.
 
-Written in Gluon. All is as in `recurrent_hopper`, whose groups of warps, places and barriers these are, but that every
-channel of a key decays by itself. Decays are in the keys and queries that come in, so tokens need no factors of their
-own: one key that fades as queries do (`w`) for what a chunk finds in the matrix, another one for what it leaves there;
-and a chunk's fade is a line of 128. `first_full` tells of w, values and fades, `second_full` of the rest.
-`channel_ready` makes what the chunks are of, `channel_walk` launches it, `trial_recurrent` decides whether it is used.
+Written in Gluon. Warp groups, buffers and barriers are those of `delta_kernel`; the difference is one decay per key
+channel. Decays are already multiplied into the incoming keys and queries, so tokens need no factors of their own: keys
+scaled as queries are (`w`) read the matrix, other keys write it, and a chunk's decay is a vector of 128. `first_full`
+signals w, values and decays, `second_full` the other tiles. `channel_chunks` prepares the chunks, `channel_delta`
+launches this kernel, `validation.recurrent_trials` decides whether it is used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from quire.kernels.triton.recurrent.hopper.math import wide
 @gluon.jit
 def _walk(tiles, fades, results, barriers, matrix_ptr, num_chunks, X: gl.constexpr, HALVES: gl.constexpr):
     """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write U = T (V - W S) and read
-    Q S + scores U; S fades, channel by channel, and takes up K^T U. Everything has its values first, as in
-    `recurrent_hopper`."""
+    Q S + scores U; S is scaled by the decays and incremented by K^T U. All tiles are value-major, as in
+    `delta_kernel`."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
@@ -49,7 +49,7 @@ def _walk(tiles, fades, results, barriers, matrix_ptr, num_chunks, X: gl.constex
     in_matrix = matrix_ptr + values[:, None] * 128 + keys[None, :]
     matrix = gl.load(in_matrix)
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
-    # Of a chunk that seems to have been before the first: see `recurrent_hopper`.
+    # Output of a virtual chunk before the first; see `delta_kernel`.
     update = gl.full([64, 64], 0.0, dtype, A)
     out = warpgroup_mma(update, scores_tile.index(0), nothing, use_acc=False, is_async=True)
     old = gl.convert_layout(matrix.to(dtype), A)
@@ -60,7 +60,7 @@ def _walk(tiles, fades, results, barriers, matrix_ptr, num_chunks, X: gl.constex
         full = i // 2 & 1
         mbarrier.wait(first_full.index(stage), full)
         change = warpgroup_mma(old, w_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the chunk before is over, but for its results
+        mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the preceding chunk only lacks its results
         if ALONE:
             v = v_tile.index(stage).permute((1, 0)).load(MMA)
             tell(results, result_full, result_empty, i, result, X, HALVES)
@@ -111,7 +111,7 @@ def _fetch(
     HALVES: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """Each chunk in three parts, as in `recurrent_hopper`."""
+    """Copy each chunk in three parts, as in `delta_kernel`."""
     keys_desc, w_desc, values_desc, t_desc, scores_desc, fades_desc, gate_desc = descs
     q_tile, k_tile, w_tile, v_tile, t_tile, scores_tile = tiles
     first_full, second_full, empty, _result_full, _result_empty, _gate_full = barriers
@@ -165,11 +165,11 @@ def _channel_hopper_kernel(
     TAPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and for two,
-    whatever the step."""
+    """One program: HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and
+    for two halves, whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    RING: gl.constexpr = 4 // HALVES  # of what comes out, and its gates
+    RING: gl.constexpr = 4 // HALVES  # buffers of results and their gates
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     head = gl.program_id(0) * HALVES // 2
     half = gl.program_id(0) % (3 - HALVES)
@@ -179,7 +179,7 @@ def _channel_hopper_kernel(
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     w_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
-    v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # a chunk's halves side by side
+    v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # the halves of a chunk side by side
     t_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     scores_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
@@ -191,9 +191,10 @@ def _channel_hopper_kernel(
     matrix_ptr = state_ptr + head * (128 * 128) + half * (64 * 128)
     sums_ptr = fades_ptr + (first_tile.to(gl.int64) * HEADS + head) * 256 + 128
     out_ptr += first.to(gl.int64) * (HEADS * 128)
-    gdc_wait()  # for the chunks: all else was there before they were made ready
+    gdc_wait()  # wait for the prepared chunks; all other inputs are older
     rings = (x_ptr + first.to(gl.int64) * x_stride, x_stride, state_ptr + HEADS * 128 * 128, position, count)
-    # Registers of a thread, but for the first group's, which gets what is left: as many as the second for a whole head.
+    # Registers per thread of the other warp groups; the first group gets the rest: for a whole head, as many as the
+    # second.
     if HALVES == 2:
         gl.warp_specialize(
             [

@@ -1,12 +1,11 @@
-"""The convolution of one chunk for Hopper's recurrent layers: 128 channels (a head's values, a key or a query; two of
-Mamba2's heads), or 64, of 64 tokens, with SiLU and, of the delta nets' keys and queries, norm. Written in Gluon;
-`recurrent_ready` and `channel_ready` call it for each of their parts, `mamba_hopper` for a program's values.
+"""The convolution of one chunk for Hopper's recurrent layers: 64 tokens of 128 channels (a head's values, a key or a
+query; two of Mamba2's heads) or of 64, with SiLU and, for keys and queries of delta nets, L2 norm. Written in Gluon.
+`chunks` and `channel_chunks` call it for each of their parts, `mamba_kernel` for a program's values.
 
-The copy engine fetches a part as it lies: 4 tokens before the chunk, of which the last three at most are read, then its
-own 64, in all 17 kB of shared memory for 128 channels. Those are worked on by halves: half as many results in
-registers, in a loop half as much code. A thread has 8 channels of 4 tokens in a row, so that inputs move on from tap to
-tap in its registers. Shared memory is counted in units of 4 tokens, [channels / 16, 64], which also tell how many
-channels it is.
+TMA fetches a part as 4 tokens before the chunk, of which at most the last three are read, and the chunk's 64: 17 kB of
+shared memory for 128 channels. Those are processed by halves, which needs half the registers for results and, in a
+loop, half the code. A thread holds 8 channels of 4 consecutive tokens, so inputs move from tap to tap in its registers.
+Shared memory is counted in units of 4 tokens, [channels / 16, 64], whose shape implies the number of channels.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from quire.kernels.triton.recurrent.hopper.math import doubled_silu, halved, joi
 from quire.kernels.triton.recurrent.step import L2_EPS as _L2_EPS
 
 L2_EPS = gl.constexpr(_L2_EPS.value)
-UNITS = gl.constexpr(17)  # of 4 tokens, that the inputs of a part take
-CONV = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [8 blocks of tokens, channels]: one of each 4
-CONV_64 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [16 blocks of tokens, 64 channels]
+UNITS = gl.constexpr(17)  # units of 4 tokens that the inputs of a part take
+CONV = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [8 blocks of 4 tokens, channels]
+CONV_64 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [16 blocks of 4 tokens, 64 channels]
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # for the matrix units
 
 
 @gluon.jit
 def fetch(x_desc, before_desc, row, channel, slots, unit, full):
-    """Asks for a part: its own tokens, from `row` of x on, and those before. What lies before x comes as zeros."""
+    """Start copying a part: its tokens, from `row` of x on, and the 4 before. Tokens before x are read as zeros."""
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
     WIDTH: gl.constexpr = slots.shape[1] * 16
     TOKENS: gl.constexpr = x_desc.block_shape[0]
@@ -41,7 +40,8 @@ def fetch(x_desc, before_desc, row, channel, slots, unit, full):
 
 @gluon.jit
 def await_part(part, fulls, PARTS: gl.constexpr):
-    """Each has its own allocation: around one that is picked at run time the compiler lets threads meet."""
+    """Wait for a part. Barriers are separate allocations: for one selected at run time, the compiler would add
+    synchronization of all threads."""
     for one in gl.static_range(PARTS):
         if part == one:
             mbarrier.wait(fulls[one], 0)
@@ -49,19 +49,20 @@ def await_part(part, fulls, PARTS: gl.constexpr):
 
 @gluon.jit
 def clear_behind(slots, unit, num_tokens, TOKENS: gl.constexpr):
-    """Tokens behind the row's end are another row's: nothing of them may get into this one, least of all a NaN."""
+    """Zero the tokens behind the row's end: they belong to another row and may even contain NaN."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])  # two elements in 32 bits
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     own = slots.index(unit + 1)._reinterpret(gl.int32, [TOKENS, slots.shape[1] * 8], PLAIN)
     x = own.load(PAIRS)
     own.store(gl.where(gl.arange(0, TOKENS, gl.SliceLayout(1, PAIRS))[:, None] < num_tokens, x, 0))
-    fence_async_shared()  # the copy engine may write there next
+    fence_async_shared()  # TMA may write there next
     thread_barrier()
 
 
 @gluon.jit
 def load_taps(conv_ptr, channel, TAPS: gl.constexpr, WIDTH: gl.constexpr = 128):
-    """[channels, 4], zeros behind TAPS. A channel's taps lie side by side; a thread loads those of its channels."""
+    """Taps as [channels, 4], zeros behind TAPS. A channel's taps are contiguous; a thread loads those of its
+    channels."""
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         lane_bases=[[8, 0], [16, 0], [32, 0], [64 % WIDTH, 0], [0, 0]],
@@ -71,7 +72,7 @@ def load_taps(conv_ptr, channel, TAPS: gl.constexpr, WIDTH: gl.constexpr = 128):
     )
     tap = gl.arange(0, 4, gl.SliceLayout(0, LOADED))
     rows = channel + gl.arange(0, WIDTH, gl.SliceLayout(1, LOADED))
-    if TAPS == 4:  # side by side, whatever the channel: by 16 bytes
+    if TAPS == 4:  # contiguous over channels: loads of 16 bytes
         FLAT: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[1], [2], [4], [8], [16]],
             lane_bases=[[32], [64], [128], [256 % (4 * WIDTH)], [0]],
@@ -88,8 +89,8 @@ def load_taps(conv_ptr, channel, TAPS: gl.constexpr, WIDTH: gl.constexpr = 128):
 
 @gluon.jit
 def by_age(loaded, TAPS: gl.constexpr):
-    """What a token's own input is multiplied with, then those of the tokens before it: [1, channels] each. Halved,
-    because SiLU is of twice the sum."""
+    """Weights of the current input, then of preceding ones by age: [1, channels] each. They are halved, because
+    `doubled_silu` is SiLU of twice its argument."""
     LAYOUT: gl.constexpr = CONV if loaded.shape[0] == 128 else CONV_64
     even, odd = gl.split(halved(loaded).reshape([loaded.shape[0], 2, 2]))
     zeroth, second = gl.split(even)
@@ -103,7 +104,7 @@ def by_age(loaded, TAPS: gl.constexpr):
 
 @gluon.jit
 def _token(blocks, token: gl.constexpr):
-    """One token of each four: [8, 128] of [8, 4, 128], or [16, 64] of [16, 4, 64], in float32."""
+    """One token of each block of four: [8, 128] of [8, 4, 128], or [16, 64] of [16, 4, 64], in float32."""
     BLOCKS: gl.constexpr = blocks.shape[0]
     LAYOUT: gl.constexpr = CONV if BLOCKS == 8 else CONV_64
     LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [BLOCKS // 4, 1, 128 // BLOCKS], [4, 1, 1], [2, 1, 0])
@@ -113,7 +114,7 @@ def _token(blocks, token: gl.constexpr):
 
 @gluon.jit
 def _from_ring(past, ring_ptr, position, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """The row's first tokens look back into the ring."""
+    """The inputs before each block, taking those before the row's first token of the step from the ring."""
     BLOCKS: gl.constexpr = past[0].shape[0]
     LAYOUT: gl.constexpr = CONV if BLOCKS == 8 else CONV_64
     blocks = 4 * gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
@@ -129,7 +130,7 @@ def _from_ring(past, ring_ptr, position, channel, CHANNELS: gl.constexpr, TAPS: 
 
 @gluon.jit
 def _blocks(slots, unit):
-    """32 tokens of 128 channels from some unit on, [8, 4, 128], or 64 of 64, [16, 4, 64]."""
+    """Blocks of 4 tokens from `unit` on: 32 tokens of 128 channels, [8, 4, 128], or 64 of 64, [16, 4, 64]."""
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     WIDTH: gl.constexpr = slots.shape[1] * 16
     return slots.index(unit)._reinterpret(slots.dtype, [1024 // WIDTH, 4, WIDTH], BLOCKS)
@@ -137,9 +138,9 @@ def _blocks(slots, unit):
 
 @gluon.jit
 def _pasts(slots, unit, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
-    """What lies before each block's first token, the youngest first."""
+    """The inputs before each block's first token, most recent first."""
     ring, start = where
-    shifted = _blocks(slots, unit)  # by the four tokens before
+    shifted = _blocks(slots, unit)  # shifted back by four tokens
     past = ()
     for age in gl.static_range(1, TAPS):
         past = joined(past, (_token(shifted, 4 - age),))
@@ -166,9 +167,10 @@ def _mix(x, past, taps, bias, TAPS: gl.constexpr):
 
 @gluon.jit
 def convolve(slots, unit, taps, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constexpr, bias=None):
-    """32 tokens of 128 channels, or 64 of 64, SiLU included: the four tokens of each block, [8, 128] or [16, 64] each,
-    in float32. `unit`: the four tokens before them, then they; `where`: the row's ring and the position of its first
-    token, or where to find them, then their first one's place within the row; `bias`: half of it, [1, channels]."""
+    """Convolution and SiLU of 32 tokens of 128 channels, or 64 of 64. Returns the four tokens of each block, [8, 128]
+    or [16, 64] each, in float32. `unit`: the four tokens before them; `where`: the row's ring and the position of its
+    first token (or pointers to find them), then the offset of these tokens in the row; `bias`: half the bias, [1,
+    channels]."""
     past = _pasts(slots, unit, where, channel, CHANNELS, TAPS)
     own = _blocks(slots, unit + 1)
     mixed = ()
@@ -181,7 +183,7 @@ def convolve(slots, unit, taps, where, channel, CHANNELS: gl.constexpr, TAPS: gl
 
 @gluon.jit
 def store_values(mixed, values_ptr, half):
-    """In x's type, [64 tokens, 128 channels]."""
+    """Store to global memory in x's type, [64 tokens, 128 channels]."""
     n = 32 * half + 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
     target = values_ptr + n[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, CONV))[None, :]
     for token in gl.static_range(4):
@@ -190,7 +192,7 @@ def store_values(mixed, values_ptr, half):
 
 @gluon.jit
 def norm_tokens(mixed, scale, dtype: gl.constexpr):
-    """The same four tokens of each block, normed and scaled."""
+    """The four tokens of each block, L2-normalized and scaled."""
     normed = ()
     for token in gl.static_range(4):
         total = mixed[token]
@@ -201,7 +203,7 @@ def norm_tokens(mixed, scale, dtype: gl.constexpr):
 
 @gluon.jit
 def store_normed(mixed, scale, slots, slot, keys_ptr, mine, half):
-    """The same of a key or a query, normed and scaled, and in a place of shared memory, too."""
+    """Normalize and scale a key or query; store it to global memory and as a tile in shared memory."""
     n = 4 * gl.arange(0, 8, gl.SliceLayout(1, CONV))
     columns = gl.arange(0, 128, gl.SliceLayout(0, CONV))
     target = keys_ptr + (32 * half + n)[:, None] * 128 + columns[None, :]
@@ -215,8 +217,8 @@ def store_normed(mixed, scale, slots, slot, keys_ptr, mine, half):
 
 @gluon.jit
 def side_by_side(mixed):
-    """The four tokens of each block in a row, [32, 128] of four [8, 128], or [64, 64] of four [16, 64]: the same
-    elements in the same threads."""
+    """The four tokens of each block in token order: [32, 128] from four [8, 128], or [64, 64] from four [16, 64].
+    Elements stay in their threads."""
     TOKENS: gl.constexpr = 4 * mixed[0].shape[0]
     WIDTH: gl.constexpr = mixed[0].shape[1]
     TILE: gl.constexpr = gl.DistributedLinearLayout(

@@ -1,11 +1,12 @@
 """T of a chunk for Hopper's delta nets: the inverse of I + L, where L is strictly lower triangular (see
-`recurrent_scan`). Written in Gluon; `recurrent_ready` calls it for the heads that share a key, `channel_ready` for one:
-the small blocks of all at once, the rest head by head, because registers do not suffice for two, and other programs
-fill the pauses.
+`recurrent.scan`). Written in Gluon. `chunks` calls it for the heads that share a key, `channel_chunks` for one head.
+Small blocks of all heads are inverted together; the rest runs head by head, because registers do not suffice for two
+and other programs fill the pauses.
 
-Blocks of 16 on the diagonal are inverted first, each row of a block by one thread in its registers. Then by halves:
-with D the inverses of blocks of some size, those of blocks twice as large are (I - D N) D, with N what L has below the
-diagonal inside the larger blocks. Factors are float16: all of it is small, and ten bits are as much as tf32 has.
+Diagonal blocks of 16 are inverted first, each row of a block in one thread's registers. Then by halves: with D the
+inverses of blocks of one size, those of blocks twice as large are (I - D N) D, with N the entries of L below the
+diagonal blocks and inside the larger ones. Factors are float16: all entries are small, and ten bits of mantissa are as
+many as tf32 has.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from quire.kernels.triton.recurrent.hopper.chunk_conv import SHARED
 from quire.kernels.triton.recurrent.hopper.math import joined
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # two in 32 bits
+SHARED_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # 16-bit pairs
 ALL_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_width=2))
 
@@ -35,18 +36,18 @@ LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_wid
 
 @gluon.jit
 def invert_blocks(diagonals, HEADS: gl.constexpr):
-    """The inverses of I + each of L's diagonal blocks, [HEADS * 64, 64] float16 as pairs in int32, zeros around them.
-    `diagonals` [HEADS, 16, 4, 16] float32: those of -L, row by row of all four. A thread has a row of one inverse: from
-    the last column on, what is there of it times the block's row is added to the columns before."""
+    """The inverses of I + each diagonal block of L, [HEADS * 64, 64] float16 as pairs in int32, with zeros elsewhere.
+    `diagonals` [HEADS, 16, 4, 16] float32: the diagonal blocks of -L, row by row of all four. A thread holds a row of
+    one inverse: from the last column on, the row's entry times the block's row is added to the preceding columns."""
     BLOCKS: gl.constexpr = 4 * HEADS
-    ROWS: gl.constexpr = gl.DistributedLinearLayout(  # [blocks, 16]: one a thread
+    ROWS: gl.constexpr = gl.DistributedLinearLayout(  # [blocks, 16]: one per thread
         reg_bases=[],
         lane_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]],
         warp_bases=[[2, 0], [4 % BLOCKS, 0]],
         block_bases=[],
         shape=[BLOCKS, 16],
     )
-    LINES: gl.constexpr = gl.DistributedLinearLayout(  # all of a block's row in each of its threads
+    LINES: gl.constexpr = gl.DistributedLinearLayout(  # a block's whole row in each of its threads
         reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
         lane_bases=[[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]],
         warp_bases=[[0, 0, 2, 0], [HEADS - 1, 0, 0, 0]],
@@ -73,7 +74,7 @@ def invert_blocks(diagonals, HEADS: gl.constexpr):
 
 @gluon.jit
 def _columns(x):
-    """[n, 16] as its columns."""
+    """[n, 16] split into its columns."""
     a, b = gl.split(x.reshape([x.shape[0], 2, 2, 2, 2]))
     a0, a1 = gl.split(a)
     b0, b1 = gl.split(b)
@@ -94,7 +95,7 @@ def _columns(x):
 
 @gluon.jit
 def pair(low, high):
-    """Two in float16, side by side in 32 bits."""
+    """Two numbers rounded to float16 and packed into 32 bits."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -102,7 +103,7 @@ def pair(low, high):
 
 @gluon.jit
 def _row_of(c):
-    """The other way round: 16 tensors of one shape side by side, two in float16 as one int32."""
+    """The inverse of `_columns`: 16 tensors of one shape side by side, packed as float16 pairs in int32."""
     a = gl.join(gl.join(pair(c[0], c[1]), pair(c[8], c[9])), gl.join(pair(c[4], c[5]), pair(c[12], c[13])))
     b = gl.join(gl.join(pair(c[2], c[3]), pair(c[10], c[11])), gl.join(pair(c[6], c[7]), pair(c[14], c[15])))
     return gl.join(a, b).reshape([c[0].shape[0], 16, 8])
@@ -110,7 +111,7 @@ def _row_of(c):
 
 @gluon.jit
 def _spread(whole, HEADS: gl.constexpr):
-    """Blocks of 16 [blocks, 16, 8] on the diagonal of [HEADS * 64, 32]."""
+    """Blocks of 16 [blocks, 16, 8] placed on the diagonal of [HEADS * 64, 32]."""
     block = gl.arange(0, 4 * HEADS, gl.SliceLayout(1, gl.SliceLayout(2, whole.type.layout)))[:, None][:, :, None] % 4
     a = gl.join(gl.where(block == 0, whole, 0), gl.where(block == 2, whole, 0))
     b = gl.join(gl.where(block == 1, whole, 0), gl.where(block == 3, whole, 0))
@@ -123,10 +124,10 @@ def _spread(whole, HEADS: gl.constexpr):
 
 @gluon.jit
 def _below(inner, within, one):
-    """I - D N, whose product with D is what is wanted, as a left factor. `inner` is D times -L: left of a block's rows
-    there are only its own products with what L has there, so picking what lies `within` the next larger block (all bits
-    are set there) is as good as multiplying with N. `one` is I: of two columns, the first has both as float16. The
-    compiler itself would pick each float16 alone."""
+    """I - D N as a left operand, whose product with D is the wanted inverse. `inner` is D times -L: left of a block's
+    rows it contains only their products with L's entries there, so masking it to the next larger block (`within` has
+    all bits set there) equals multiplying with N. `one` is I: of two columns, the first holds both as float16. Written
+    in assembly because the compiler would select each float16 separately."""
     picked = gl.inline_asm_elementwise(
         """
         {
@@ -146,8 +147,8 @@ def _below(inner, within, one):
 
 @gluon.jit
 def join_blocks(inverse, negative):
-    """The whole inverse, [64, 64] float32. `inverse` [64, 64] float16 has blocks of 16, then those of 32; `negative`
-    [64, 64] float16 is -L, and anything on the diagonal."""
+    """The whole inverse, [64, 64] float32. `inverse` [64, 64] float16 holds blocks of 16, later those of 32; `negative`
+    [64, 64] float16 is -L with arbitrary values on the diagonal."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
@@ -161,7 +162,7 @@ def join_blocks(inverse, negative):
     half = warpgroup_mma(left, inverse, nothing, use_acc=False, is_async=True)
     half, left = warpgroup_mma_wait(0, deps=[half, left])
     left = gl.convert_layout(half.to(gl.float16), LEFT)
-    thread_barrier()  # blocks of 16 are read
+    thread_barrier()  # blocks of 16 have been read
     inverse.store(left)
     fence_async_shared()
     thread_barrier()
@@ -179,7 +180,7 @@ def join_blocks(inverse, negative):
 
 @gluon.jit
 def on_diagonal(x):
-    """Of [64, 64] the blocks of 16 on the diagonal, below each other: [64, 16]. Each warp has the rows of one."""
+    """The diagonal blocks of 16 of a [64, 64] tile, stacked: [64, 16]. Each warp holds the rows of one."""
     even, odd = gl.split(x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
     zeroth, second = gl.split(even)
     first, third = gl.split(odd)
@@ -191,9 +192,9 @@ def on_diagonal(x):
 def solve(
     scores, inverses, lowers, diagonals, lines, t_desc, scores_desc, place, BETA: gl.constexpr, HEADS: gl.constexpr
 ):
-    """T of each head, its columns times beta, and its scores, into global memory, from what threads have just written
-    into shared memory: `scores`, -L (`lowers`) and the diagonal blocks of that, whose place inverses take.
-    `lines`: from BETA on, each head's beta. See `recurrent_ready` for the barriers."""
+    """Write T of each head, its columns times beta, and its scores to global memory. Inputs have just been written to
+    shared memory: `scores`, -L (`lowers`) and its diagonal blocks, whose buffer the inverses take over. `lines`: from
+    BETA on, each head's beta. Barriers are numbered as in `chunks`."""
     dtype: gl.constexpr = scores.dtype
     thread_barrier()  # 3
     blocks = invert_blocks(diagonals._reinterpret(gl.float32, [HEADS, 16, 4, 16], ALL_BLOCKS), HEADS)
@@ -205,7 +206,7 @@ def solve(
     for h in range(HEADS):
         tma.async_copy_shared_to_global(scores_desc, [(place + h) * 64, 0], scores.index(h))
         inverse = inverses._reinterpret(gl.float16, [2, 64, 64], SHARED).index(h)
-        whole = join_blocks(inverse, lowers.index(h))  # 5 is within
+        whole = join_blocks(inverse, lowers.index(h))  # barrier 5 is inside
         beta = lines.index(BETA + h).load(gl.SliceLayout(0, MMA))[None, :]
         thread_barrier()  # 6
         t = inverse._reinterpret(dtype, [64, 64], SHARED)

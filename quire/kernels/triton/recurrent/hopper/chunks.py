@@ -1,31 +1,31 @@
-"""What the delta rule's walk for Hopper needs of every chunk, in one kernel: convolution, norms, gates, T and scores.
+"""Prepares the chunks of the delta rule's walk for Hopper in one kernel: convolution, norms, gates, T and scores.
 
-Written in Gluon: a program has a chunk of 64 tokens and the heads (two, or one) that share a key and a query there, and
-nothing between x and what the walk reads goes through global memory. `recurrent_walk` launches it; its convolution is
-`recurrent_ready_conv`, T is `recurrent_ready_solve`.
+Written in Gluon: a program computes a chunk of 64 tokens for the heads (two, or one) that share a key and a query, and
+no intermediate goes through global memory. `gated_delta` launches it; the convolution is in `chunk_conv`, T in
+`chunk_solve`.
 
-Inputs come in parts of 17 kB, a head's values, the key's or the query's, into three places; what comes of them lies
-where inputs have been read, so that four programs fit on a multiprocessor. All parts are asked for at once, but with
-two heads the query's follows when the first head's values are read:
+Inputs arrive in parts of 17 kB (a head's values, the key, the query) in three regions of shared memory. Results
+overwrite inputs that have been read, so that four programs fit on a multiprocessor. All parts are requested at once,
+except that with two heads the query's part is requested when the first head's values have been read:
 
-    place  inputs of (two heads)               (one head)  holds then
-    A      the second head's values            values      the key, then scores
-    B      the key                             the key     the query, L's diagonal blocks, T: of 16, of 32, whole
-    C      the first head's values, the query  the query   -L of each head
+    region  inputs of (two heads)               (one head)  then holds
+    A       the second head's values            values      the key, then scores
+    B       the key                             the key     the query, L's diagonal blocks, T: of 16, of 32, whole
+    C       the first head's values, the query  the query   -L of each head
 
-One loop goes over the parts, and loops go over the heads: code that runs again is at hand, where code that runs once
-has to be fetched. So places are one allocation, picked at run time, and between accesses to it the compiler lets
-threads meet more often than they need to. `fulls` tell of each part that it is there. Between threads of a program:
-  0. before a part, all have read the inputs of the part before: the query's are asked for (C) when the first head's
-     values are read, the key is written where the last values were (A), the query where the key's inputs were (B).
+One loop runs over the parts, and loops run over the heads, because code that repeats stays in the instruction cache.
+Therefore the regions are one allocation indexed at run time, and the compiler synchronizes threads around accesses more
+often than needed. `fulls` signal the arrival of each part. Synchronization between threads of a program:
+  0. before a part, all threads have read the preceding part's inputs: the query is requested (C) after the first head's
+     values are read, the key is written over the last values (A), the query over the key's inputs (B).
   1. before the products, key and query are written, and the query's inputs read: C is free.
-  2. before A and B are written again, the matrix units have read key and query.
-  3. before blocks of 16 are inverted, L's diagonal blocks are written (B); before inverses take their place, read.
+  2. before A and B are overwritten, the matrix units have read key and query.
+  3. before blocks of 16 are inverted, L's diagonal blocks are written (B); before inverses overwrite them, read.
   4. before the next products and the copies of scores, blocks of 16 (B), L (C) and scores (A) are written.
-  5. of each head, within `join_blocks`: blocks of 16 are read, then those of 32 written.
+  5. per head, inside `join_blocks`: blocks of 16 are read, then those of 32 written.
   6. before T is written, blocks of 32 are read; before it is copied, it is written.
-What the matrix units or the copy engine read, or write over, is fenced first: they see shared memory by another way
-than threads do.
+Memory that the matrix units or TMA read or overwrite is fenced first, because they access shared memory through the
+async proxy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from quire.kernels.triton.recurrent.hopper.finish import UNTOLD
 from quire.kernels.triton.recurrent.hopper.math import exp2, joined
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # these: as it lies
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # layouts of shared memory without swizzle
 PLANE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -80,7 +80,7 @@ def _load_gates(
     HEADS: gl.constexpr,
     SHARING: gl.constexpr,
 ):
-    """What gates are made of: [heads, tokens]. x begins at the chunk's first token."""
+    """Inputs of the gates, [heads, tokens]. x begins at the chunk's first token."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHARING, 4 // SHARING], [1, 0])
     n = gl.arange(0, 64, gl.SliceLayout(0, LANES))
     heads = head + gl.arange(0, SHARING, gl.SliceLayout(1, LANES))
@@ -90,9 +90,9 @@ def _load_gates(
 
 @gluon.jit
 def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
-    """The walk gets what a token sees of the state before the chunk, what is left of it behind the chunk, and two lines
-    for the sums that its programs tell each other. `lines` gets the running sums of the decays, for base 2, then beta.
-    Tokens behind the row's end neither decay nor write."""
+    """Compute the gates. The walk gets each token's decay since the chunk began and until it ends, and two lines in
+    which its programs exchange sums. `lines` gets the running sums of the log decays in base 2, then beta. Tokens
+    behind the row's end neither decay nor write."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHARING, 4 // SHARING], [1, 0])
     beta, step, a_log, dt_bias = loaded
     n = gl.arange(0, 64, gl.SliceLayout(0, LANES))
@@ -115,8 +115,8 @@ def _make_gates(loaded, num_tokens, gates_ptr, lines, SHARING: gl.constexpr):
 
 @gluon.jit
 def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr):
-    """Of the products of keys with keys and of queries with keys, [64, 64] each: scores, -L, and its diagonal blocks by
-    themselves, in float32."""
+    """From the products of keys with keys and of queries with keys, [64, 64] each: scores, -L, and the diagonal blocks
+    of -L in float32."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     rows = gl.arange(0, 64, ROW)[:, None]
@@ -127,15 +127,15 @@ def _weigh(alike, asked, lines, scores, lowers, diagonals, SHARING: gl.constexpr
         between = total.load(ROW)[:, None] - total.load(COLUMN)[None, :]
         between = exp2(gl.where(rows >= columns, between, -1e30))
         scores.index(h).store((asked * between).to(scores.dtype))
-        lower = alike * (between * beta)  # its diagonal is not nothing, but nobody looks there
+        lower = alike * (between * beta)  # the diagonal is arbitrary; it is not read
         lowers.index(h).store(lower.to(gl.float16))
         diagonals.index(h).store(on_diagonal(lower).reshape([4, 16, 16]).permute((1, 0, 2)))
 
 
 @gluon.jit
 def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place, SHARING: gl.constexpr):
-    """T, its columns times beta, and scores of each head, from key and query [64, 128] in shared memory, whose places
-    (A and B) they take. See the module for the barriers."""
+    """T with its columns times beta, and the scores of each head, from key and query [64, 128] in shared memory, whose
+    regions (A and B) they overwrite. See the module's docstring for the barriers."""
     dtype: gl.constexpr = k_tile.dtype
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
     alike = warpgroup_mma(k_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -149,7 +149,7 @@ def _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place,
 
 @gluon.jit
 def channel_of(part, head, group, GROUPS: gl.constexpr, SHARING: gl.constexpr):
-    """The first of a part's: values of the heads, key, query."""
+    """First channel of a part: values of the heads, key, query."""
     return gl.where(part < SHARING, 2 * GROUPS + head + part, GROUPS * (SHARING + 1 - part) + group) * 128
 
 
@@ -178,8 +178,8 @@ def _ready_kernel(
     SHARING: gl.constexpr,
     TAPS: gl.constexpr,
 ):
-    """SHARING heads of one chunk, their key and query included. A row of x is `x_units` times 8 elements. A model needs
-    this compiled once, whatever the step."""
+    """One program: SHARING heads of one chunk, their key and query included. A row of x is `x_units` times 8 elements.
+    A model needs this compiled once, whatever the step."""
     PARTS: gl.constexpr = SHARING + 2  # values of the heads, key, query
     KEY: gl.constexpr = SHARING
     QUERY: gl.constexpr = SHARING + 1
@@ -191,7 +191,7 @@ def _ready_kernel(
     row = gl.load(tiles_ptr + 4 * tile)
     first = gl.load(tiles_ptr + 4 * tile + 1).to(gl.int64)
     start = gl.load(tiles_ptr + 4 * tile + 2)
-    num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # more than 64: others follow
+    num_tokens = gl.load(tiles_ptr + 4 * tile + 3) - start  # above 64 if more chunks follow
     slots = gl.allocate_shared_memory(dtype, [3 * UNITS, 8, 64], SHARED)
     fulls = ()
     for _part in gl.static_range(PARTS):
@@ -206,7 +206,7 @@ def _ready_kernel(
         fetch(
             x_desc, before_desc, x_row, channel_of(part, head, group, GROUPS, SHARING), slots, part * UNITS, fulls[part]
         )
-    thread_barrier()  # or the compiler asks for some of it only when it has made gates
+    thread_barrier()  # keeps the compiler from delaying some of the copies until the gates are computed
     x_stride = x_units * 8
     loaded = _load_gates(
         x_ptr + (first + start) * x_stride,
@@ -225,12 +225,12 @@ def _ready_kernel(
     _make_gates(loaded, num_tokens, gates_ptr + place * 256, lines, SHARING)
     values_ptr += place * (64 * 128)
     keys_ptr += (tile.to(gl.int64) * (2 * GROUPS) + group) * (64 * 128)
-    mine = (head % (HEADS // GROUPS) == 0).to(gl.int32)  # the others that share them work out the same
-    for part in range(PARTS):  # its taps are asked for before the part before it is worked on
+    mine = (head % (HEADS // GROUPS) == 0).to(gl.int32)  # other heads of the group compute the same key and query
+    for part in range(PARTS):  # taps of the next part are prefetched
         channel = channel_of(part, head, group, GROUPS, SHARING)
         taps_ahead = load_taps(conv_ptr, channel_of(gl.minimum(part + 1, QUERY), head, group, GROUPS, SHARING), TAPS)
         thread_barrier()  # 0
-        if SHARING == 2 and part == 1:  # four parts for three places
+        if SHARING == 2 and part == 1:  # four parts for three regions
             fetch(x_desc, before_desc, x_row, group * 128, slots, 0, fulls[QUERY])
         await_part(part, fulls, PARTS)
         slot = part % 3
@@ -253,5 +253,5 @@ def _ready_kernel(
     lowers = slots.index(QUERY % 3 * UNITS)._reinterpret(gl.float16, [SHARING, 64, 64], SHARED)  # C
     diagonals = slots.index(KEY * UNITS)._reinterpret(gl.float32, [SHARING, 16, 4, 16], BLOCKS)  # B
     lines = lines._reinterpret(gl.float32, [2 * SHARING, 64], LINE)
-    gdc_launch_dependents()  # the walk starts where nothing is left to make ready, and waits there; earlier it lost
+    gdc_launch_dependents()  # the walk can start now and waits for this kernel's end; an earlier start was slower
     _solve(k_tile, q_tile, lowers, diagonals, lines, t_desc, scores_desc, place, SHARING)

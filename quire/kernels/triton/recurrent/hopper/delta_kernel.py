@@ -1,23 +1,23 @@
 """The delta rule's walk over chunks for Hopper, norm and gate included: heads of 128 x 128 in bfloat16 or float16.
 
-Written in Gluon, because the walk is a chain of products and Triton waits for each of them. A program has one head of
-one row. Two groups of four warps have 64 values of the head's matrix each, in registers: what one product yields is the
-left factor of the next one as it lies there, so nothing of the chain goes through shared memory. While one group is
-between products the other one has some under way. One warp copies chunks with the copy engine, and a third group norms
-and gates what comes out of them (`recurrent_finish`). Where heads are so few that half of the card would have nothing
-to do, two programs share one: each walks with 64 of its values, alone, so the chain is shorter, and two groups finish
-every second chunk each. `recurrent_ready` makes what the chunks are of, `recurrent_walk` launches it, `trial_recurrent`
-decides whether it is used.
+Written in Gluon, because the walk is a chain of products and Triton waits for each of them. A program computes one head
+of one row, warp-specialized. Two groups of four warps each hold 64 values of the head's matrix in registers: the result
+of one product is the left operand of the next one in the same layout, so the chain does not go through shared memory.
+While one group is between products, the other has some in flight. One warp copies chunks with TMA, and a third group
+applies norm and gate to the results (`finish`). With so few heads that half of the GPU would idle, two programs share a
+head: each walks with 64 of its values and one group, which shortens the chain, and two groups finish alternate chunks.
+`chunks` prepares the chunks, `gated_delta` launches this kernel, `validation.recurrent_trials` decides whether it is
+used.
 
-What is fetched for the walk is there twice: chunk `i` has the places `i % 2`, which are filled for the `i // 2`th time.
-What comes out, and its gate, has four tiles of 64 values: two chunks' of a head, four of half a head. It goes one place
-further on than its chunk, because something seems to come out before the first. Barriers, one for each place:
-    first_full    keys and values of a chunk are there (the copying warp to the groups that walk)
-    second_full   queries, T, scores and how it fades are there (likewise)
-    empty         both groups are done with a chunk's tiles (back to the copying warp)
-    result_full   both groups have stored what comes out of a chunk (to the group that finishes)
-    result_empty  the finishing group has read it, and its gate (to the groups that walk and to the copying warp)
-    gate_full     the output's gate of a chunk is there (the copying warp to the finishing group)
+Inputs are double-buffered: chunk `i` uses stage `i % 2`, filled for the `i // 2`th time. Results and their gates have
+four tiles of 64 values: two chunks of a whole head, four of half a head. They are one buffer ahead of their chunk,
+because a virtual chunk yields a result before the first. Barriers, one per buffer:
+    first_full    keys and values of a chunk are loaded (copying warp to walking groups)
+    second_full   queries, T, scores and decays are loaded (copying warp to walking groups)
+    empty         both groups have finished with a chunk's tiles (back to the copying warp)
+    result_full   both groups have stored a chunk's result (to the finishing group)
+    result_empty  the finishing group has read the result and its gate (to walking groups and copying warp)
+    gate_full     the output gate of a chunk is loaded (copying warp to finishing group)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from quire.kernels.triton.recurrent.hopper.math import wide
 
 @gluon.jit
 def tell(results, result_full, result_empty, i, result, X: gl.constexpr, HALVES: gl.constexpr):
-    """What came out of the chunk before this one, for those who finish."""
+    """Pass the preceding chunk's result to the finishing group."""
     RING: gl.constexpr = result_full.shape[0]
     mbarrier.wait(result_empty.index(i % RING), (i // RING & 1) ^ 1)
     results.index(i % RING * HALVES + X).permute((1, 0)).store(result)
@@ -64,9 +64,9 @@ def _walk(
     HEADS: gl.constexpr,
 ):
     """64 values of the head over all chunks. With S the matrix so far, a chunk's tokens write U = T (V - exp(G) K S),
-    where T has beta in it already, and read exp(G) Q S + scores U; S fades and takes up K^T U, each token's part by how
-    much it fades until the chunk's end. Everything has its values first: the matrix is [value, key], what is written
-    and what comes out is [value, token]."""
+    where T includes beta, and read exp(G) Q S + scores U; S decays and is incremented by K^T U, each token's part
+    scaled by its decay until the chunk's end. All tiles are value-major: the matrix is [value, key], updates and
+    results are [value, token]."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
@@ -82,8 +82,8 @@ def _walk(
     matrix = gl.load(in_matrix)
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
     last = gl.load(last_ptr)
-    # Of a chunk that seems to have been before the first. It is a product, although of nothing: the compiler then knows
-    # that these sums belong to the matrix units, and puts no waits of its own into the loop.
+    # Result of a virtual chunk before the first. It is computed as a product with zeros: the compiler then knows that
+    # these accumulators belong to the matrix units and inserts no waits of its own into the loop.
     update = gl.full([64, 64], 0.0, dtype, A)
     out = warpgroup_mma(update, scores_tile.index(0), nothing, use_acc=False, is_async=True)
     old = gl.convert_layout(matrix.to(dtype), A)
@@ -96,10 +96,10 @@ def _walk(
         last = gl.load(last_ptr + gl.minimum(i + 1, num_chunks - 1).to(gl.int64) * (HEADS * 256))
         mbarrier.wait(first_full.index(stage), full)
         change = warpgroup_mma(old, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the chunk before is over, but for its results
-        # The other products with the matrix as it was fill pauses. Where two groups take turns, each is waited for with
-        # the first: the other group has products under way meanwhile, and registers are short. A group that is alone
-        # begins them behind T's, and works out what the matrix needs meanwhile.
+        mbarrier.arrive(empty.index((i + 1) % 2), count=1, pred=i > 0)  # the preceding chunk only lacks its results
+        # The other products with the old matrix fill pauses. Where two groups alternate, each is awaited together with
+        # the first product: the other group keeps the matrix units busy, and registers are short. A single group issues
+        # them behind T's product and computes the matrix's inputs meanwhile.
         if ALONE:
             v = v_tile.index(stage).permute((1, 0)).load(MMA)
             tell(results, result_full, result_empty, i, result, X, HALVES)
@@ -146,7 +146,7 @@ def _walk(
 
 @gluon.jit
 def copy_tile(desc, row, into, full, BOXES: gl.constexpr):
-    """BOXES times 64 columns of 64 rows: no box of the copy engine is wider than the swizzle."""
+    """Copy BOXES times 64 columns of 64 rows: a TMA box is at most as wide as the swizzle."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     boxes = into._reinterpret(into.dtype, [BOXES, 64, 64], SHARED)
     for box in gl.static_range(BOXES):
@@ -155,14 +155,14 @@ def copy_tile(desc, row, into, full, BOXES: gl.constexpr):
 
 @gluon.jit
 def copy_halves(desc, row, column, into, place, full, HALVES: gl.constexpr):
-    """64 rows of 64 columns for each half that is here, by themselves."""
+    """Copy 64 rows of 64 columns for each of the program's halves, as separate tiles."""
     for part in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(desc, [row, column + part * 64], full, into.index(place * HALVES + part))
 
 
 @gluon.jit
 def fetch_gate(desc, gates, barriers, i, first, column, HALVES: gl.constexpr):
-    """Of chunk i's output, where that of an earlier one was."""
+    """Copy the gate of chunk i's output into the buffer that an earlier one has released."""
     _first_full, _second_full, _empty, _result_full, result_empty, gate_full = barriers
     RING: gl.constexpr = result_empty.shape[0]
     turn = (i + 1) % RING
@@ -187,9 +187,9 @@ def _fetch(
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Each chunk in three parts: what its first product and the change need, the other products' factors, and the
-    output's gate, which is asked for a chunk later: its place is free last. Of a row's last chunk that may be another
-    row's, too: nobody stores what comes of it."""
+    """Copy each chunk in three parts: inputs of its first product and update, operands of the other products, and the
+    output's gate. The gate is loaded one chunk later, because its buffer is released last. Behind a row's end the copy
+    may contain another row's gates; results computed from them are not stored."""
     keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc = descs
     q_tile, k_tile, v_tile, t_tile, scores_tile = tiles
     first_full, second_full, empty, _result_full, _result_empty, _gate_full = barriers
@@ -231,7 +231,8 @@ def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def walk_barriers(RING: gl.constexpr, HALVES: gl.constexpr):
-    """first_full, second_full, empty, result_full, result_empty, gate_full, for all to see."""
+    """Create first_full, second_full, empty, result_full, result_empty, gate_full, and make them visible to all
+    threads."""
     barriers = (
         make_barriers(2, 1),
         make_barriers(2, 1),
@@ -247,8 +248,7 @@ def walk_barriers(RING: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def row_of_program(rows_ptr, slots_ptr, positions_ptr):
-    """Of the row that a program walks over: its slot, the position of its first token, which token that is and how many
-    there are, and its first chunk."""
+    """The slot, position of the first token, first token, number of tokens, and first chunk of the program's row."""
     item = gl.program_id(1)
     row = gl.load(rows_ptr + 4 * item)
     first = gl.load(rows_ptr + 4 * item + 1)
@@ -282,11 +282,11 @@ def _walk_hopper_kernel(
     TAPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and for two,
-    whatever the step."""
+    """One program: HALVES of one head over all chunks of one row of the step. A model needs this compiled for one and
+    for two halves, whatever the step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    RING: gl.constexpr = 4 // HALVES  # of what comes out, and its gates
+    RING: gl.constexpr = 4 // HALVES  # buffers of results and their gates
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     head = gl.program_id(0) * HALVES // 2
     half = gl.program_id(0) % (3 - HALVES)
@@ -295,12 +295,12 @@ def _walk_hopper_kernel(
     state_ptr += slot * slot_stride
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [2, 64, 128], SHARED)
-    v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # a chunk's halves side by side
+    v_tile = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)  # the halves of a chunk side by side
     t_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     scores_tile = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     results = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
     gates = gl.allocate_shared_memory(dtype, [RING * HALVES, 64, 64], SHARED)
-    lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of a chunk: growth, decay
+    lines = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # growth and decay of each stage's chunk
     barriers = walk_barriers(RING, HALVES)
     descs = (keys_desc, values_desc, t_desc, scores_desc, gates_desc, x_desc)
     tiles = (q_tile, k_tile, v_tile, t_tile, scores_tile)
@@ -309,9 +309,10 @@ def _walk_hopper_kernel(
     last_ptr = gates_ptr + place * 256 + 63
     sums_ptr = gates_ptr + place * 256 + 128
     out_ptr += first.to(gl.int64) * (HEADS * 128)
-    gdc_wait()  # for the chunks: all else was there before they were made ready
+    gdc_wait()  # wait for the prepared chunks; all other inputs are older
     rings = (x_ptr + first.to(gl.int64) * x_stride, x_stride, state_ptr + HEADS * 128 * 128, position, count)
-    # Registers of a thread, but for the first group's, which gets what is left: as many as the second for a whole head.
+    # Registers per thread of the other warp groups; the first group gets the rest: for a whole head, as many as the
+    # second.
     if HALVES == 2:
         gl.warp_specialize(
             [

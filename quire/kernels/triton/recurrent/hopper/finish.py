@@ -1,10 +1,10 @@
-"""What comes behind the delta rule's walks for Hopper: the norm and gate of each chunk's output, and the rings. Written
-in Gluon; `recurrent_hopper` and `channel_hopper` give it groups of warps of their own programs.
+"""Norm and gate of each chunk's output, and the update of the rings, for the delta rule's walks on Hopper. Written in
+Gluon; `delta_kernel` and `channel_kernel` run it in warp groups of their programs.
 
-Where two programs share a head, each has half of what a token's norm is of. They tell each other the sums of their
-squares through global memory, in lines that whoever made the chunks ready has filled with `UNTOLD`: who reads anything
-else has read the sum, so nothing has to be ordered around it. Both programs are at work at the same time, or the other
-one is the next to start: programs start in their order, and no earlier one waits for a later pair.
+Where two programs share a head, each has half of the values that a token's norm sums over. They exchange their sums of
+squares through global memory, in lines that the preparing kernel has filled with `UNTOLD`: any other value is the sum
+itself, so no memory ordering is needed. The two programs run concurrently, or the second is the next to start: programs
+start in order, and none waits for a later pair.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.triton.recurrent.hopper.math import doubled_silu, halved, joined, sigmoid, wide
 
-UNTOLD = gl.constexpr(-1)  # as an integer; as a float it is a NaN that no sum is: the card makes only one other
-ROWS = gl.constexpr(16)  # tokens at a time: four times that is a chunk
+UNTOLD = gl.constexpr(-1)  # as a float, a NaN that no sum equals: the hardware produces only one other
+ROWS = gl.constexpr(16)  # tokens at a time; a chunk is four times as many
 LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
@@ -32,7 +32,7 @@ def write_ring(
     TAPS: gl.constexpr,
     WIDTH: gl.constexpr = 128,
 ):
-    """The last inputs of so many channels, for the next step's convolution."""
+    """Store the last inputs of WIDTH channels, for the next step's convolution."""
     channels = channel + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     for age in gl.static_range(TAPS):
         place = count - 1 - age
@@ -45,7 +45,7 @@ def write_ring(
 def _write_rings(
     x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr
 ):
-    """Of the head's values; one head of a group sees to query and key."""
+    """Update the rings of the head's values; the first head of a group also updates those of query and key."""
     CHANNELS: gl.constexpr = HEADS * 128 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
     write_ring(x_ptr, x_stride, ring_ptr, count, position, 2 * GROUPS * 128 + head * 128, CHANNELS, TAPS)
@@ -61,7 +61,7 @@ def _piece(tiles, tile, piece: gl.constexpr):
 
 @gluon.jit
 def _squares(results, turn, piece: gl.constexpr, HALVES: gl.constexpr):
-    """The sum over the values that are here, for 16 tokens."""
+    """Sum of squares over the program's values, for 16 tokens."""
     low = wide(_piece(results, turn * HALVES, piece))
     if HALVES == 1:
         return gl.sum(low * low, 1)
@@ -71,8 +71,8 @@ def _squares(results, turn, piece: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def _await_all(pointers):
-    """What four pointers point to, once it is told. Asked for at once: each is a way to the other end of the card and
-    back."""
+    """Wait until four pointers have been written and return their values. All are polled together, because each access
+    is a round trip across the GPU."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -102,12 +102,13 @@ def _await_all(pointers):
 
 @gluon.jit
 def _share_sums(sums, line_ptr, half):
-    """Both programs' sums of a chunk's tokens. `line_ptr`: the head's two lines for that chunk."""
+    """Exchange sums with the other program; returns the totals of a chunk's tokens. `line_ptr`: the head's two lines of
+    that chunk."""
     tokens = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     pointers = ()
     for piece in gl.static_range(64 // ROWS):
         place = line_ptr + piece * ROWS + tokens
-        gl.atomic_xchg(place + half * 64, sums[piece], sem="relaxed", scope="gpu")  # a store took longer to be seen
+        gl.atomic_xchg(place + half * 64, sums[piece], sem="relaxed", scope="gpu")  # visible sooner than a store
         pointers = joined(pointers, (place + (1 - half) * 64,))
     theirs = _await_all(pointers)
     both = ()
@@ -137,9 +138,10 @@ def finish(
     TAPS: gl.constexpr,
     CURVED: gl.constexpr = True,
 ):
-    """Norm and gate of every EACHth chunk from the FIRST on; the first group also sees to the rings, if it has the
-    head's first half. HALVES: how many halves of the head are here, from `half` on. out begins at the row's first
-    token, sums at the head's lines for the row's first chunk. CURVED: the gate is a SiLU, else a sigmoid."""
+    """Norm and gate of every EACHth chunk from FIRST on; the first group also updates the rings, if the program has the
+    head's first half. HALVES: number of the head's halves in this program, from `half` on. `out_ptr` begins at the
+    row's first token, `sums_ptr` at the head's lines of the row's first chunk. CURVED: the gate is a SiLU, else a
+    sigmoid."""
     _first_full, _second_full, _empty, result_full, result_empty, gate_full = barriers
     RING: gl.constexpr = result_full.shape[0]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
@@ -152,13 +154,13 @@ def finish(
     if FIRST == 0:
         if half == 0:
             _write_rings(x_ptr, x_stride, ring_ptr, position, count, head, HEADS, GROUPS, TAPS)
-        mbarrier.wait(result_full.index(0), 0)  # the chunk that seems to have been before the first
+        mbarrier.wait(result_full.index(0), 0)  # the virtual chunk before the first
         mbarrier.arrive(result_empty.index(0), count=1)
     for i in range(FIRST, num_chunks, EACH):
         turn = (i + 1) % RING
         mbarrier.wait(result_full.index(turn), (i + 1) // RING & 1)
-        # All tokens' norms side by side: each of them alone is a chain of waits. Registers do not suffice to keep what
-        # is loaded for them.
+        # The norms of all tokens are computed side by side, because each alone is a chain of latencies. The loaded
+        # values are not kept: there are too few registers.
         sums = ()
         for piece in gl.static_range(64 // ROWS):
             sums = joined(sums, (_squares(results, turn, piece, HALVES),))

@@ -1,8 +1,8 @@
-"""The gated delta net on Hopper: the row of the ops table whose catch-ups go through `recurrent_ready`, which makes all
-chunks of all rows ready at once, and `recurrent_hopper`, which walks over them.
+"""The gated delta net on Hopper, as a row of the ops table. Prefill rows go through `chunks`, which prepares all chunks
+of all rows at once, and `delta_kernel`, which walks over them.
 
-What those kernels do not do (see `supports`) goes to `recurrent`, so this row can stand in the table in its place; rows
-of one token are the same kernel's in both.
+Unsupported shapes (see `supports`) go through `recurrent.recurrent`, so this row can replace that one in the table;
+decode rows use the same kernel in both.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from quire.kernels.triton.recurrent.hopper.delta_kernel import _walk_hopper_kern
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_walk
 
-BOX = [64, 64]  # what the copy engine takes at a time: a chunk's tokens, as many columns as its swizzle allows
-READY_REGISTERS = 128  # of a thread: four programs of the ready kernel fit on a multiprocessor
+BOX = [64, 64]  # a TMA box: a chunk's tokens, as many columns as the swizzle allows
+READY_REGISTERS = 128  # per thread: four programs of the preparing kernel fit on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunks:
-    """All that the walk needs of a catch-up's chunks."""
+    """Inputs of the walk: the prepared chunks of all prefill rows."""
 
-    keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normed
+    keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normalized
     values: Tensor  # [chunks, heads, 64, 128]
-    # [chunks, heads, 4, 64] float32: what a token sees of the state before the chunk, what is left of it behind it, and
-    # where the walk's programs tell each other the sums for its norm.
+    # [chunks, heads, 4, 64] float32: each token's decay since the chunk began and until it ends, and two lines in which
+    # the walk's programs exchange the sums for their norm.
     gates: Tensor
-    t: Tensor  # [chunks, heads, 64, 64]: its columns times beta
+    t: Tensor  # [chunks, heads, 64, 64]: columns times beta
     scores: Tensor  # [chunks, heads, 64, 64]
 
 
 def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernels can do it; `recurrent` does the rest."""
+    """Whether the kernels support the inputs; else use `recurrent.recurrent`."""
     return fits_walk(shape, x.dtype) and lies_for_copies(x, state)
 
 
 def lies_for_copies(x: Tensor, state: Tensor) -> bool:
-    """The copy engine reads x where it lies: by 16 bytes."""
+    """Whether x can be read in place by TMA, which needs rows aligned to 16 bytes."""
     rows = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return rows and state.stride(1) == 1
 
@@ -52,7 +52,7 @@ def lies_for_copies(x: Tensor, state: Tensor) -> bool:
 def gated_delta_net(
     x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan
 ) -> Tensor:
-    """Like `reference_recurrent.gated_delta_net`."""
+    """Implements `reference.recurrent.gated_delta_net`."""
     if not supports(x, shape, state):
         return recurrent.gated_delta_net(x, weights, shape, state, plan)
     return recurrent.run_delta_net(x, weights, shape, state, plan, scan)
@@ -70,7 +70,7 @@ def scan(
     out: Tensor,
     chunk: int,
 ) -> None:
-    """Like `recurrent_scan.delta_scan`, norm and gate included."""
+    """Compute the prefill rows, as `recurrent.scan.delta_scan` but with norm and gate."""
     chunks = ready_chunks(x, weights, shape, state, slots, positions, tiles)
     walk(x, weights, shape, state, slots, positions, rows, chunks, out)
 
@@ -84,7 +84,7 @@ def ready_chunks(
     positions: Tensor,
     tiles: Tensor,
 ) -> ReadyChunks:
-    """Of all rows of the step that catch up. Tokens behind a row's end have nothing in them."""
+    """Prepare the chunks of all prefill rows of the step. Tokens behind a row's end are zeros."""
     num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
     chunks = ReadyChunks(
         x.new_empty(num_tiles, 2 * groups, 64, 128),
@@ -93,7 +93,7 @@ def ready_chunks(
         x.new_empty(num_tiles, heads, 64, 64),
         x.new_empty(num_tiles, heads, 64, 64),
     )
-    sharing = 2 if heads // groups % 2 == 0 else 1  # heads of a program: they share its key and query
+    sharing = 2 if heads // groups % 2 == 0 else 1  # heads per program, which share a key and query
     _ready_kernel[(heads // sharing, num_tiles)](
         x,
         strip(x, 64),
@@ -134,7 +134,7 @@ def walk(
     chunks: ReadyChunks,
     out: Tensor,
 ) -> None:
-    """`chunks` are of the rows of `rows`, in their order, and can be walked over once."""
+    """Walk over `chunks`, those of the rows of `rows` in order. Consumes them: chunks can be walked over once."""
     halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
         x,
@@ -164,25 +164,26 @@ def walk(
 
 
 def halves_to_a_program(num_heads: int, num_processors: int) -> int:
-    """Of `num_heads` of all rows together. A head's walk is a chain of products, and shorter for half a head. But two
-    programs read twice what halves share, and where a multiprocessor has to do both, they take longer than one."""
+    """Halves of a head per program, for `num_heads` heads of all rows together. A head's walk is a chain of products,
+    which is shorter for half a head. But two programs read their shared inputs twice, and take longer than one where a
+    multiprocessor has to run both."""
     return 1 if 2 * num_heads <= num_processors else 2
 
 
 def boxes(part: Tensor) -> TensorDescriptor:
-    """How the copy engine sees it: rows below each other, whatever they are."""
+    """TMA descriptor of `part` as rows of its last dimension."""
     width, stride = part.shape[-1], part.stride(-2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(part, [part.numel() // width, width], [stride, 1], BOX, layout)
 
 
 def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
-    """Tokens of so many channels, as they lie."""
+    """TMA descriptor of x in boxes of `num_tokens` tokens and `channels` channels, unswizzled."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, channels], layout)
 
 
 def lines(gates: Tensor) -> TensorDescriptor:
-    """The first two of a head's lines for a chunk at a time."""
+    """TMA descriptor of the first two lines of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

@@ -1,8 +1,8 @@
-"""Mamba2 on Hopper: the row of the ops table whose catch-ups go through `mamba_hopper`, which walks over chunks. What
-its chunks need beforehand is made here: keys and queries by `recurrent_conv`, and the gates.
+"""Mamba2 on Hopper, as a row of the ops table. Prefill rows go through `mamba_kernel`, which walks over chunks. Their
+inputs are computed first: keys and queries by `recurrent.conv`, gates by this module.
 
-What that kernel does not do (see `supports`) goes to `recurrent`, so this row can stand in the table in its place; rows
-of one token are the same kernel's in both.
+Unsupported shapes (see `supports`) go through `recurrent.recurrent`, so this row can replace that one in the table;
+decode rows use the same kernel in both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_mamba_walk
 from quire.kernels.triton.recurrent.step import softplus
 
-GATES = 8  # heads whose gates a program works out
+GATES = 8  # heads per program of the gates kernel
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -52,11 +52,10 @@ def _mamba_gates_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the gates of some heads of one chunk, [chunks, heads, 4, 64]. With G the running sum of the log
-    decays: G, and G less the step's logarithm, both for base 2, which make what a token reads of another's value; what
-    it sees of the matrix before the chunk; and what is left of its value at the chunk's end, times the step. Tokens
-    behind the row's end neither decay nor write. The first programs of as many chunks as there are rows also list what
-    the walk has to know of these."""
+    """One program: the gates of BLOCK heads of one chunk, [chunks, heads, 4, 64]. With G the running sum of the log
+    decays: G, and G minus the log of the step size, both in base 2, from which the scores are computed; each token's
+    decay since the chunk began; and its decay until the chunk ends, times the step size. Tokens behind the row's end
+    neither decay nor write. The first `num_rows` chunks' first programs also fill the table of rows for the walk."""
     let_next_start(PDL)
     tile = tl.program_id(0)
     heads, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 64)
@@ -88,15 +87,15 @@ def _mamba_gates_kernel(
 
 
 def supports(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor) -> bool:
-    """Whether the kernel can do it; `recurrent` does the rest."""
+    """Whether the kernel supports the inputs; else use `recurrent.recurrent`."""
     return fits_mamba_walk(shape, x.dtype) and lies_for_copies(x, state) and weights.conv.dtype == x.dtype
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
-    """Like `reference_recurrent.mamba2`."""
+    """Implements `reference.recurrent.mamba2`."""
     if not supports(x, weights, shape, state):
         return recurrent.mamba2(x, weights, shape, state, plan)
-    # Before a norm, what is gated may be beyond float16's range.
+    # Gated values that have not been normalized may exceed float16's range.
     gated = weights.gated_early and (weights.norm is None or x.dtype == torch.bfloat16)
     return recurrent.run_mamba(x, weights, shape, state, plan, scan, gated=gated)
 
@@ -115,7 +114,7 @@ def scan(
     *,
     gated: bool,
 ) -> None:
-    """Like `recurrent_scan.mamba_scan`."""
+    """Compute the prefill rows, as `recurrent.scan.mamba_scan`."""
     taps = by_tap(weights.conv, shape)
     keys = convolve_keys(x, taps, weights.conv_bias, shape, state, slots, positions, tiles, chunk, delta=False)
     gates, table = _make_gates(x, weights, shape, slots, positions, rows, tiles)
@@ -155,7 +154,7 @@ def _make_gates(
     rows: Tensor,
     tiles: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[chunks, heads, 4, 64] float32, and the table of rows [rows, fields] int32."""
+    """The gates [chunks, heads, 4, 64] float32, and the table of rows [rows, fields] int32."""
     heads = shape.num_heads
     gates = x.new_empty(len(tiles), heads, LINES.value, 64, dtype=torch.float32)
     table = x.new_empty(len(rows), ROW_FIELDS.value, dtype=torch.int32)
@@ -183,13 +182,13 @@ def _make_gates(
 
 
 def _lines(gates: Tensor) -> TensorDescriptor:
-    """All lines of a head's chunk at a time."""
+    """TMA descriptor of all lines of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [LINES.value, 64], layout)
 
 
 def _fades(gates: Tensor) -> TensorDescriptor:
-    """The last line of each."""
+    """TMA descriptor of the last line (decays until the chunk's end) of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     last = gates[:, :, LINES.value - 1]
     return TensorDescriptor(last, [last.numel() // 64, 64], [LINES.value * 64, 1], [1, 64], layout)

@@ -1,26 +1,26 @@
 """Mamba2's walk over chunks for Hopper: convolution of the values, recurrence, skip and gate, for heads of 64 values
 with 128 keys in bfloat16 or float16.
 
-Written in Gluon. A program has a group of four warps for each thing that has to be done to a chunk: one convolves
-values, one works out how much each token reads of each one's value, one walks, holding the head's matrix in registers,
-and one gates and stores what comes out; a warp copies with the copy engine. All of them are at work at once, each on a
-chunk of its own, because each alone is a chain of waits. There are as many programs as multiprocessors; each goes on
-from one row's head to another's. `mamba_walk` makes keys, queries and gates beforehand and launches it,
-`trial_recurrent` decides whether it is used.
+Written in Gluon, warp-specialized and persistent: a program has one group of four warps per task. One convolves values,
+one computes the scores (how much each token reads of each other one's value), one walks and holds the head's matrix in
+registers, one gates and stores the output; one warp copies with TMA. All run concurrently, each on a chunk of its own,
+because each alone is a chain of latencies. There are at most as many programs as multiprocessors; each continues with
+the next head and row. `hopper.mamba` computes keys, queries and gates beforehand and launches this kernel,
+`validation.recurrent_trials` decides whether it is used.
 
-Chunks of all heads that a program sees to are counted through. Chunk `n` has the places `n % 2`, and of what is fetched
-for it `n % 3`: that takes longest to come. What comes out, and its gate, lies one place further on than its chunk,
-because something seems to come out before the first. Barriers, one for each place:
-    raw_full      inputs of the convolution are there, and how they fade (the copying warp, by two announcements)
+The chunks of all heads of a program are numbered consecutively. Chunk `n` uses buffers `n % 2`, and `n % 3` for what
+TMA fetches, which has the longest latency. Results and their gates are one buffer ahead of their chunk, because a
+virtual chunk yields a result before the first. Barriers, one per buffer:
+    raw_full      inputs of the convolution and decays are loaded (copying warp, two arrivals)
     raw_empty     they are read (back)
-    values_full   values are convolved (to the group that walks)
-    keys_full     keys, queries and gates are there (the copying warp to the groups that weigh and walk)
-    keys_empty    the products with them are done (back)
-    scores_full   what tokens read of each other is worked out (to the group that walks)
-    done          the products with values and scores are done (back to the groups that made them)
-    result_full   what comes out is there (to the group that stores)
-    result_empty  it is read, and its gate (back to the group that walks and to the copying warp)
-    gate_full     the output's gate is there (the copying warp to the group that stores)
+    values_full   values are convolved (to the walking group)
+    keys_full     keys, queries and gates are loaded (copying warp to the scoring and walking groups)
+    keys_empty    the products with them are finished (back)
+    scores_full   scores are computed (to the walking group)
+    done          the products with values and scores are finished (back to the groups that wrote them)
+    result_full   the result is stored (to the storing group)
+    result_empty  result and gate are read (back to the walking group and the copying warp)
+    gate_full     the output gate is loaded (copying warp to the storing group)
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from quire.kernels.triton.recurrent.hopper.delta_kernel import copy_tile, make_b
 from quire.kernels.triton.recurrent.hopper.finish import LOADED, ROWS, write_ring
 from quire.kernels.triton.recurrent.hopper.math import doubled_silu, exp2, halved, joined, wide
 
-FETCHED = gl.constexpr(3)  # places for what is fetched
-ROW_FIELDS = gl.constexpr(8)  # of a row in the table that `mamba_walk` makes
-LINES = gl.constexpr(4)  # of a head's gates in a chunk, see `mamba_walk`
+FETCHED = gl.constexpr(3)  # buffers of fetched inputs
+ROW_FIELDS = gl.constexpr(8)  # fields of a row in the table that `hopper.mamba` fills
+LINES = gl.constexpr(4)  # lines of a head's gates in a chunk, see `hopper.mamba`
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 
 
 @gluon.jit
 def _row(rows_ptr, index, HEADS: gl.constexpr):
-    """Of the row that an item is of: first token, how many there are, first chunk, slot and position. Not asked for an
-    item ahead: Triton 3.6 then has some groups go by the first item's number of tokens for good."""
+    """First token, number of tokens, first chunk, slot and position of the item's row. Not prefetched: with Triton 3.6
+    some groups would then keep using the first item's number of tokens."""
     at = rows_ptr + index // HEADS * ROW_FIELDS
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
@@ -73,7 +73,7 @@ def _row(rows_ptr, index, HEADS: gl.constexpr):
 
 @gluon.jit
 def _tell(results, result_full, result_empty, n, result):
-    """What came out of the chunk before this one, for those who store it."""
+    """Pass the preceding chunk's result to the storing group."""
     mbarrier.wait(result_empty.index(n % 2), (n // 2 & 1) ^ 1)
     results.index(n % 2).store(result)
     mbarrier.arrive(result_full.index(n % 2), count=1)
@@ -83,16 +83,16 @@ def _tell(results, result_full, result_empty, n, result):
 def _walk(
     rows_ptr, num_items, tiles, matrix_tile, results, lines, barriers, state_ptr, slot_stride, HEADS: gl.constexpr
 ):
-    """With S the matrix so far, a chunk's tokens read exp(G) C S + scores V; S fades and takes up V^T B, each token's
-    part by its step and by how much it fades until the chunk's end. The matrix is [value, key], what comes out is
-    [token, value]."""
+    """Walk over the chunks. With S the matrix so far, a chunk's tokens read exp(G) C S + scores V; S decays and is
+    incremented by V^T B, each token's part scaled by its step size and its decay until the chunk's end. The matrix is
+    [value, key], results are [token, value]."""
     k_tile, q_tile, plain_tile, faded_tile, scores_tile = tiles
     values_full, keys_full, keys_empty, scores_full, done, result_full, result_empty = barriers
     dtype: gl.constexpr = k_tile.dtype
     values = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     keys = gl.arange(0, 128, gl.SliceLayout(0, WIDE))
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
-    result = gl.full([64, 64], 0.0, dtype, MMA)  # of a chunk that seems to have been before the first
+    result = gl.full([64, 64], 0.0, dtype, MMA)  # the virtual chunk before the first
     n = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         _first, count, _tile, slot, _position = _row(rows_ptr, index, HEADS)
@@ -109,7 +109,7 @@ def _walk(
             matrix = matrix * growth.slice(63, 1).load(gl.SliceLayout(1, WIDE))[:, None]
             fence_async_shared()
             thread_barrier()
-            # All warps have waited for the products before.
+            # All warps have waited for the preceding products.
             mbarrier.arrive(done.index(1 - stage), count=1, pred=n > 0)
             mbarrier.arrive(keys_empty.index((n + FETCHED - 1) % FETCHED), count=1, pred=n > 0)
             out = warpgroup_mma(q_tile.index(place), matrix_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -129,13 +129,13 @@ def _walk(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The group that weighs
+# The scoring group
 
 
 @gluon.jit
 def _weigh(rows_ptr, num_items, k_tile, q_tile, scores_tile, lines, barriers, skip_ptr, HEADS: gl.constexpr):
-    """How much each token reads of each one's value, from how alike queries and keys are. What a token reads of itself
-    includes the skip."""
+    """Compute the scores, how much each token reads of each other one's value, from the products of queries and keys.
+    What a token reads of itself includes the skip."""
     keys_full, scores_full, done = barriers
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -174,7 +174,7 @@ def _weigh(rows_ptr, num_items, k_tile, q_tile, scores_tile, lines, barriers, sk
 def _write_rings(
     x_ptr, x_stride, ring_ptr, position, count, head, HEADS: gl.constexpr, GROUPS: gl.constexpr, TAPS: gl.constexpr
 ):
-    """Of the head's values; one head of a group sees to key and query."""
+    """Update the rings of the head's values; the first head of a group also updates those of key and query."""
     CHANNELS: gl.constexpr = HEADS * 64 + 2 * GROUPS * 128
     PER_GROUP: gl.constexpr = HEADS // GROUPS
     write_ring(x_ptr, x_stride, ring_ptr, count, position, head * 64, CHANNELS, TAPS, 64)
@@ -201,12 +201,12 @@ def _finish(
     GROUPS: gl.constexpr,
     TAPS: gl.constexpr,
 ):
-    """Behind a row's last chunk, of which the convolution has read what it needs, its last inputs go to the ring. x
-    begins at the values."""
+    """Gate and store the results. After a row's last chunk, whose inputs the convolution has then read, store the row's
+    last inputs in its rings. x begins at the values."""
     result_full, result_empty, gate_full = barriers
     tokens = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     columns = gl.arange(0, 64, gl.SliceLayout(0, LOADED))
-    mbarrier.wait(result_full.index(0), 0)  # the chunk that seems to have been before the first
+    mbarrier.wait(result_full.index(0), 0)  # the virtual chunk before the first
     mbarrier.arrive(result_empty.index(0), count=1)
     n = 1
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -248,7 +248,7 @@ def _finish(
 
 @gluon.jit
 def _fading(fades):
-    """What each token's value is multiplied with for the matrix: [16, 1] for each of a block's four tokens."""
+    """Factors of the tokens' values for the matrix update: [16, 1] for each of a block's four tokens."""
     FOURS: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2]],
         lane_bases=[[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]],
@@ -283,7 +283,7 @@ def _convolve_chunks(
     HEADS: gl.constexpr,
     TAPS: gl.constexpr,
 ):
-    """Values, chunk by chunk: plain, and as the matrix takes them up."""
+    """Convolve values chunk by chunk; store them plain and scaled for the matrix update."""
     raw_full, raw_empty, values_full, done = barriers
     CHANNELS: gl.constexpr = HEADS * 64 + 2 * GROUPS * 128
     dtype: gl.constexpr = plain_tile.dtype
@@ -326,7 +326,7 @@ def _convolve_chunks(
 
 @gluon.jit
 def _fetch_gate(gate_desc, gates, result_empty, gate_full, n, token, head):
-    """Of the output of the chunk before `n`, where that of an earlier one was."""
+    """Copy the gate of the chunk before `n` into the buffer that an earlier one has released."""
     place = n % 2
     mbarrier.wait(result_empty.index(place), (n // 2 & 1) ^ 1)
     full = gate_full.index(place)
@@ -350,15 +350,15 @@ def _fetch(
     HEADS: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Gates are asked for a chunk later: their place is free last. Of a row's last chunk that may be another row's,
-    too: nobody stores what comes of it."""
+    """Copy the chunks' inputs. Gates are loaded one chunk later, because their buffers are released last. Behind a
+    row's end the copy may contain another row's gates; results computed from them are not stored."""
     x_desc, before_desc, gate_desc, keys_desc, lines_desc, fades_desc = descs
     raw_full, raw_empty, keys_full, keys_empty, result_empty, gate_full = barriers
     FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     line_boxes = lines._reinterpret(gl.float32, [FETCHED, LINES, 64], FLAT)
     fade_boxes = fades._reinterpret(gl.float32, [FETCHED, 1, 64], FLAT)
     n = 0
-    token_before = 0  # the first of the chunk before
+    token_before = 0  # first token of the preceding chunk
     head_before = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         first, count, first_tile, _slot, _position = _row(rows_ptr, index, HEADS)
@@ -416,7 +416,8 @@ def _mamba_hopper_kernel(
     TAPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Some of all heads of the rows of the step. A model needs this compiled once, whatever the step."""
+    """One program: every num_programs-th (row, head) item of the step. A model needs this compiled once, whatever the
+    step."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     raw = gl.allocate_shared_memory(dtype, [FETCHED * UNITS, 4, 64], SHARED)
     k_tile = gl.allocate_shared_memory(dtype, [FETCHED, 64, 128], SHARED)
@@ -438,7 +439,7 @@ def _mamba_hopper_kernel(
     descs = (x_desc, before_desc, gate_desc, keys_desc, lines_desc, fades_desc)
     tiles = (k_tile, q_tile, plain_tile, faded_tile, scores_tile)
     ring_ptr = state_ptr + HEADS * 64 * 128
-    gdc_wait()  # for keys and gates: all else was there before they were made
+    gdc_wait()  # wait for keys and gates; all other inputs are older
     gl.warp_specialize(
         [
             (
@@ -528,5 +529,5 @@ def _mamba_hopper_kernel(
             ),
         ],
         [4, 4, 4, 1],
-        [80, 56, 152, 24],  # registers of a thread; those that walk get what is left
+        [80, 56, 152, 24],  # registers per thread; the walking group gets the rest
     )

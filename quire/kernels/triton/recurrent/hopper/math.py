@@ -1,5 +1,5 @@
-"""What recurrent layers' kernels for Hopper do element by element, in as few instructions as the card has for it: in
-these kernels the units that issue instructions are what is short. Written in Gluon.
+"""Element-wise functions of the recurrent Hopper kernels, in as few instructions as the hardware allows: these kernels
+are bound by instruction issue. Written in Gluon.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def joined(first, second):
-    """Of two tuples: a kernel knows no stars."""
+    """Concatenation of two tuples; Gluon does not support unpacking (`*`)."""
     return first + second
 
 
 @gluon.jit
 def wide(x):
-    """In float32. The compiler's own way from bfloat16 takes two instructions for every second element."""
+    """x in float32. The compiler's conversion from bfloat16 takes two instructions for every second element."""
     if x.dtype != gl.bfloat16:
         return x.to(gl.float32)
     return gl.inline_asm_elementwise(
@@ -36,7 +36,7 @@ def wide(x):
 
 @gluon.jit
 def halved(x):
-    """Half of it in float32, from bfloat16 in three instructions for two elements."""
+    """x / 2 in float32; from bfloat16, three instructions for two elements."""
     if x.dtype != gl.bfloat16:
         return x.to(gl.float32) * 0.5
     return gl.inline_asm_elementwise(
@@ -59,21 +59,22 @@ def halved(x):
 
 @gluon.jit
 def exp2(x):
-    """Without care for denormals."""
+    """2 ** x, flushing denormals to zero."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def doubled_silu(x):
-    """SiLU of twice x, x + x tanh(x): one instruction of the special units where an exponential and a quotient are two.
-    The tangent is off by 2^-11 of itself at most; rounding to bfloat16 is off by 2^-9."""
+    """SiLU of 2 x, computed as x + x tanh(x): one special-function instruction instead of two (exponential and
+    reciprocal). The relative error of tanh is at most 2^-11; rounding to bfloat16 has 2^-9."""
     tangent = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     return gl.fma(x, tangent, x)
 
 
 @gluon.jit
 def sigmoid(x):
-    """By an exponential and a quotient: where it is small, a tangent's error would be as large as itself."""
+    """Sigmoid by an exponential and a reciprocal: where it is small, the error of a tanh would be as large as
+    itself."""
     return gl.inline_asm_elementwise(
         """
         {

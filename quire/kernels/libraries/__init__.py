@@ -1,2 +1,2 @@
-"""Attention kernels of libraries that people may have installed, as optional rows of the ops table. One file each; none
-is imported before `choose` has found its package in a version that is known."""
+"""Attention kernels of libraries that may be installed, as optional rows of the ops table. One module per library;
+`choose` imports none before it has found its package in a known version."""

@@ -1,7 +1,7 @@
-"""Which library, if any, attends for rows that catch up: what is installed, right and quicker than our own kernel here.
+"""Choice of a library for prefill attention: one that is installed, correct and faster than our own kernel on this GPU.
 
-The loader calls `choose_library` with the model's shape, `quire doctor` prints verdicts. A library is never needed:
-whatever goes wrong with one is a reason not to use it.
+The loader calls `choose_library` with the model's shape; `quire doctor` prints the verdicts. A library is never needed:
+any failure of one is a reason not to use it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.validation.trials import TrialShape, compare
 from quire.types import QuireError
 
-PROMPT_TOKENS = 4096  # of the step that is timed
-MARGIN = 0.98  # of our own time: less than this is a gain
+PROMPT_TOKENS = 4096  # tokens of the step that is timed
+MARGIN = 0.98  # fraction of our own kernel's time below which a library is faster
 ROUNDS = 3
 LAUNCHES = 8
 
@@ -31,12 +31,12 @@ Timer = Callable[[Callable[[], object]], float]
 @dataclass(frozen=True, slots=True)
 class Library:
     name: str
-    asked_as: str  # by the setting `kernels`
+    asked_as: str  # name in the setting `kernels`
     package: str
-    versions: tuple[tuple[int, ...], tuple[int, ...]]  # from the one, below the other
+    versions: tuple[tuple[int, ...], tuple[int, ...]]  # from the first, before the second
     open: Callable[[torch.device], Sequence[CatchUpKernel]]
     is_ready: Callable[[TrialShape, torch.device], bool] = lambda shape, device: True  # without compiling first
-    only_asked: str | None = None  # why it is never used without being asked for
+    only_asked: str | None = None  # reason why the library must be asked for by name
 
     def installed(self) -> str | None:
         try:
@@ -94,13 +94,13 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one library, or of one of its kernels."""
+    """Result of judging one library, or one of its kernels."""
 
     name: str
-    why: str  # it is used, or not
+    why: str  # why it is used or not
     installed: str | None = None
-    kernel: CatchUpKernel | None = None  # None: it can't be used
-    seconds: float = float("inf")  # for the step that is timed
+    kernel: CatchUpKernel | None = None  # None: it cannot be used
+    seconds: float = float("inf")  # time of the timed step
 
 
 def choose_library(
@@ -112,8 +112,8 @@ def choose_library(
     timer: Timer | None = None,
     libraries: Sequence[Library] = LIBRARIES,
 ) -> Ops:
-    """The table, with the quickest library before its attention where one is quicker. `kernels` names a library that
-    must be there and is used in any case, or "auto"."""
+    """Return `ops` with the fastest library's attention where one is faster. `kernels` is "auto" or names a library,
+    which must then work and is used in any case."""
     unasked = [library for library in libraries if library.only_asked is None]
     wanted = unasked if kernels == "auto" else [library for library in libraries if library.asked_as == kernels]
     if not wanted:
@@ -132,19 +132,20 @@ def choose_library(
 
 
 def refusal(kernels: str, why: str) -> QuireError:
-    """For who asked for a library by name: going on without it would be silent."""
+    """Error for a library that was asked for by name: continuing without it would be silent."""
     return QuireError("kernel_failed", f"kernels={kernels} can't be used ({why}).", "Use auto.", "kernels")
 
 
 def pick(judged: Sequence[Verdict], kernels: str) -> Verdict | None:
-    """The one that is used, if any: what was asked for by name, or what gains."""
+    """The verdict whose kernel is used: the library asked for by name, or else one that is faster. None if there is
+    none."""
     if kernels == "auto":
         return quickest(judged)
     return min((verdict for verdict in judged[1:] if verdict.kernel), key=lambda v: v.seconds, default=None)
 
 
 def quickest(judged: Sequence[Verdict]) -> Verdict | None:
-    """Of those that gain; the first verdict is our own kernel's."""
+    """The fastest of the kernels that are faster than our own, whose verdict comes first."""
     ours = judged[0]
     gaining = [verdict for verdict in judged[1:] if verdict.kernel and verdict.seconds < MARGIN * ours.seconds]
     return min(gaining, key=lambda verdict: verdict.seconds, default=None)
@@ -158,7 +159,7 @@ def judge(
     libraries: Sequence[Library] = LIBRARIES,
     timer: Timer | None = None,
 ) -> list[Verdict]:
-    """Our own kernel's verdict, then one for each kernel of each library, or for the library where none can be had."""
+    """Our own kernel's verdict, then one per kernel of each library, or one for a library without usable kernels."""
     timer = timer or device_seconds
     work = _Prompt.make(shape, device)
     judged = [Verdict("Triton", "our own", seconds=timer(work.launch(ops)))]
@@ -191,7 +192,7 @@ def _judge_library(
             yield Verdict(library.name, why, installed)
             return
         opened = library.open(device)
-    except Exception as error:  # built for another torch, say
+    except Exception as error:  # for example, built for another torch
         yield Verdict(library.name, _reason(error), installed)
         return
     if not opened:
@@ -203,14 +204,14 @@ def _judge_library(
             plan = work.plan(table)
             launch = work.launch(table, plan)
             seconds = timer(launch)
-            compare(launch(), work.launch(ops), shape.dtype)  # some take nothing but prompts such as this one
+            compare(launch(), work.launch(ops), shape.dtype)  # some kernels support only prompts like this one
             if not plan.fits:
                 yield Verdict(kernel.name, f"it does not attend for {work}", installed)
                 continue
             yield Verdict(kernel.name, "right", installed, kernel, seconds)
         except torch.OutOfMemoryError:
             yield Verdict(kernel.name, "no memory to try it", installed)
-        except Exception as error:  # whatever a compiler, a driver or a kernel may say
+        except Exception as error:  # any error of a compiler, a driver or a kernel
             yield Verdict(kernel.name, _reason(error), installed)
 
 
@@ -220,7 +221,7 @@ def _reason(error: Exception) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.8.3.post1 -> (2, 8, 3)"""
+    """The numbers of a version: 2.8.3.post1 -> (2, 8, 3)."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
@@ -234,14 +235,15 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def _try(ops: Ops, shape: TrialShape, device: torch.device) -> None:
-    """A decode, a fresh prompt and one behind cached tokens, in one step, against the reference. Raises."""
+    """Compare a decode row, a fresh prompt and a prompt behind cached tokens, in one step, with the reference. Raises
+    if they differ."""
     step = _Prompt.make(shape, device, counts=[1, 20, 9], lengths=[40, 20, 300])
     compare(step.launch(ops)(), step.launch(REFERENCE), shape.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """Rows over caches of random numbers, whose pages lie in no order."""
+    """A step's inputs over caches of random numbers, with pages in random order."""
 
     shape: TrialShape
     q: Tensor  # [tokens, heads, head_dim]
@@ -281,15 +283,15 @@ class _Prompt:
         )
 
     def launch(self, ops: Ops, plan: Any = None) -> Callable[[], Tensor]:
-        """One layer's attention; without a plan, with one that is made now."""
+        """A function that runs one layer's attention, with `plan` or a new plan."""
         shape = self.shape
         plan = self.plan(ops) if plan is None else plan
         return lambda: ops.paged_attention(self.q, *self.caches, plan, shape.head_dim**-0.5)
 
 
 def device_seconds(launch: Callable[[], object]) -> float:
-    """One launch by the device's clock, within several so that the host's time does not count; the best of a few."""
-    launch()  # compiles and warms
+    """Device time of one launch, measured over several so that host time does not count; the best of a few rounds."""
+    launch()  # compiles and warms up
     best = float("inf")
     for _ in range(ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

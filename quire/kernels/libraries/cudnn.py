@@ -1,8 +1,7 @@
-"""cuDNN's attention, which torch carries, for prompts of equal length of which nothing is cached.
+"""cuDNN's attention, which torch includes, for prompts of equal length without cached tokens.
 
-It wants keys in one piece, so each layer's pages are copied out first. It plans every new shape when it meets it, for
-tens of milliseconds in which the step stands still: so it is used by those who ask for it, and by nobody else.
-"""
+It needs contiguous keys, so each layer's pages are copied first. It plans every new shape at its first use, which
+stalls the step for tens of milliseconds; therefore it is used only if the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.kernels.libraries.seam import CatchUpKernel, CatchUps
 
-MIN_TOKENS = 2048  # of a step: below, launching takes longer than attending
-MAX_TOKENS = 1 << 16  # whose keys and values are copied: 2 x 128 MiB with 8 heads of 128
+MIN_TOKENS = 2048  # minimum tokens of a step: below, launching takes longer than attending
+MAX_TOKENS = 1 << 16  # maximum tokens whose keys and values are copied: 2 x 128 MiB with 8 heads of 128
 MAX_HEAD_DIM = 128
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -30,7 +29,7 @@ def open_cudnn(device: torch.device) -> Sequence[CatchUpKernel]:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal; q [rows, heads, tokens, head_dim], keys and values with their own number of heads."""
+    """Causal attention of q [rows, heads, tokens, head_dim]; keys and values may have fewer heads."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -38,13 +37,13 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Planned:
     num_rows: int
-    num_tokens: int  # of each row
-    pages: Tensor  # [rows * pages of a row] int32: what is copied, in order
+    num_tokens: int  # tokens of each row
+    pages: Tensor  # [rows * pages per row] int32: pages to copy, in order
     scale: float
 
 
 class CudnnAttention:
-    """A `CatchUpKernel`."""
+    """A `CatchUpKernel` on cuDNN."""
 
     name = "cuDNN"
 
@@ -52,7 +51,7 @@ class CudnnAttention:
         self._attend = attend
 
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
-        """Prompts of one length, all of whose keys are this step's; enough of them, and not too many."""
+        """Whether all prompts have one length, no cached tokens, and a total within the limits."""
         count = rows.counts[0]
         return (
             rows.window is None

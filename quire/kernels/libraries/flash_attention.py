@@ -1,7 +1,7 @@
-"""FlashAttention for rows that catch up: version 3 (module `flash_attn_interface`, Hopper) and 2 (`flash_attn`).
+"""FlashAttention for prefill rows: version 3 (module `flash_attn_interface`, Hopper) and 2 (`flash_attn`).
 
-Version 3 reads pages of any size; its quicker loads want large ones, so there is a kernel that copies first, and
-`choose` times both. Version 2 takes pages of 256 tokens only and always gets copies, unless the cache has such pages.
+Version 3 reads pages of any size, but its faster loads need large ones, so there is a variant that copies first, and
+`choose` times both. Version 2 supports pages of multiples of 256 tokens only; other caches are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Planned:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Keys to the left and to the right that a query sees besides its own."""
+        """Number of keys to the left and to the right that a query sees besides its own."""
         return (-1, -1) if self.rows.window is None else (self.rows.window - 1, 0)
 
     def caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def _plan(rows: CatchUps, k_cache: Tensor, scale: float, copied: bool) -> _Plann
     if copied:
         copies = LargePages.make(rows, k_cache)
         return _Planned(rows, copies.table, copies, scale)
-    # As wide as the longest row: how the work is cut follows from the table's width.
+    # As wide as the longest row: the library splits work by the table's width.
     num_pages = -(-max(rows.len_bounds) // rows.page_tokens)
     return _Planned(rows, rows.page_table[:, :num_pages], None, scale)
 
@@ -79,7 +79,7 @@ class FlashAttention3:
             causal=True,
             window_size=planned.window,
         )
-        return out[0] if isinstance(out, tuple) else out  # some versions also give the sums
+        return out[0] if isinstance(out, tuple) else out  # some versions also return the softmax statistics
 
 
 class FlashAttention2:

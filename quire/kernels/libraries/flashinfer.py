@@ -1,8 +1,8 @@
-"""FlashInfer for rows that catch up: its wrapper for prompts over paged caches, planned anew in every step.
+"""FlashInfer for prefill rows: its prefill wrapper over paged caches, planned anew in every step.
 
-The wrapper cuts a step's work on the host, from lengths that must be exact: none of our rows drafts yet. It writes
-what it planned to pinned memory that the device reads later, so there are several wrappers, taken in turn. FlashInfer
-compiles each `Kind` of kernel at first sight, for a minute or more: who has not asked for that must not wait for it.
+The wrapper splits a step's work on the host by lengths that must be exact, which they are as long as no row drafts. It
+writes its plan to pinned memory that the device reads later, so several wrappers are used in turn. FlashInfer compiles
+each `Kind` of kernel at first use, for a minute or more, which must not happen unless the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from quire.kernels.libraries.seam import CatchUps
 from quire.kernels.upload import upload
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 NUM_WRAPPERS = 4
 HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """All that tells one of its compiled modules from another. What lies on disk is looked up by it, and the wrapper is
-    planned with it, so that the two can't differ."""
+    """All parameters that distinguish FlashInfer's compiled modules. Both the lookup on disk and the wrapper's plan use
+    it, so that the two cannot differ."""
 
     backend: str
     dtype: torch.dtype
@@ -35,38 +35,39 @@ class Kind:
     windowed: bool
 
     def module(self) -> Any:
-        """FlashInfer's description of it: where it lies and how it is built."""
+        """FlashInfer's specification of the module: its location and build commands."""
         from flashinfer.jit.attention import gen_batch_prefill_module  # type: ignore[import-not-found]
 
-        types = (self.dtype, self.dtype, self.dtype, torch.int32)  # of q, keys and values, the result, the indices
+        types = (self.dtype, self.dtype, self.dtype, torch.int32)  # of q, keys and values, result, indices
         return gen_batch_prefill_module(
             self.backend, *types, self.head_dim, self.head_dim, 0, self.windowed, False, False
         )
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same for the wrapper's plan; whether there is a window it sees itself."""
+        """The same parameters for the wrapper's plan, which derives the window flag itself."""
         types = {"q_data_type": self.dtype, "kv_data_type": self.dtype, "o_data_type": self.dtype}
         return types | {"pos_encoding_mode": "NONE", "logits_soft_cap": 0.0, "use_fp16_qk_reduction": False}
 
 
 def backend_for(device: torch.device) -> str:
-    """The one its "auto" comes to, named so that nothing is left to it."""
+    """The backend that "auto" would select, chosen explicitly."""
     return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
 def is_compiled(kind: Kind) -> bool:
-    """Whether its wrapper would load this kind without compiling anything."""
+    """Whether the wrapper would load this kind without compiling."""
     try:
         module = kind.module()
         return bool(module.is_aot or (module.is_compiled and _is_up_to_date(module)))
-    except Exception:  # not part of what it promises to keep: whatever changed there, it is not known to be compiled
+    except Exception:  # not a stable API: after any change there, assume that it has to compile
         return False
 
 
 def _is_up_to_date(module: Any) -> bool:
-    """The library on disk does not settle it: before every load FlashInfer runs ninja in the module's own folder, and
-    compiles all of it again where ninja finds no log there, as after a build of several modules at once."""
+    """Whether ninja has nothing to do. An existing library does not suffice: before every load FlashInfer runs ninja in
+    the module's own folder, which compiles everything again if its log is missing, as after a build of several
+    modules."""
     module.write_ninja()
     command = ["ninja", "-n", "-C", str(module.build_dir), "-f", str(module.ninja_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -76,7 +77,7 @@ def _is_up_to_date(module: Any) -> bool:
 @dataclass(slots=True)
 class _Slot:
     wrapper: Any
-    sent: torch.cuda.Event | None = None  # when what it planned last has reached the device
+    sent: torch.cuda.Event | None = None  # recorded when its last plan has reached the device
 
 
 class FlashInfer:
@@ -86,15 +87,15 @@ class FlashInfer:
         self._slots = [_Slot(make_wrapper()) for _ in range(NUM_WRAPPERS)]
         self._turn = 0
         self._backend, self._is_compiled = backend, is_compiled
-        self._kinds: dict[Kind, bool] = {}  # whether it is used for them
+        self._kinds: dict[Kind, bool] = {}  # whether each kind is used
 
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
         if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in HEAD_DIMS:
             return False
         kind = self._kind(q, rows)
         if kind not in self._kinds:
-            # The first is tried before a model is built, by someone who may wait. Another, for layers with a window
-            # say, is met while requests wait.
+            # The first kind is tried before a model is built, when compiling is allowed. Others, for example of layers
+            # with a window, first occur while requests wait.
             self._kinds[kind] = not self._kinds or self._is_compiled(kind)
         return self._kinds[kind]
 
@@ -105,7 +106,7 @@ class FlashInfer:
         slot = self._slots[self._turn % NUM_WRAPPERS]
         self._turn += 1
         if slot.sent is not None:
-            slot.sent.synchronize()  # some steps ago: nothing to wait for
+            slot.sent.synchronize()  # several steps ago, so already complete
         lengths, size = np.array(rows.len_bounds, np.int64), rows.page_tokens
         num_pages = -(-lengths // size)
         ends = np.cumsum(num_pages)
@@ -137,7 +138,7 @@ class FlashInfer:
 
 
 def _ints(values: Any) -> Tensor:
-    """Where the library wants to read them: on the host."""
+    """int32 tensor on the host, where the library reads it."""
     return torch.from_numpy(np.array(values, np.int32))
 
 

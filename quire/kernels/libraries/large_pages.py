@@ -1,7 +1,7 @@
-"""Rows' pages copied out into larger ones, for kernels that load whole blocks of keys at a time.
+"""Copies of rows' pages in larger pages, for kernels that load whole blocks of keys at a time.
 
-A prompt's keys and values are a few percent of what its attention reads and computes; pages of 16 tokens cost such a
-kernel more than the copy. Every layer of a step fills the same memory anew.
+Keys and values are a few percent of the bytes and operations of a prompt's attention; pages of 16 tokens cost such a
+kernel more than the copy. All layers of a step reuse the same buffers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from quire.kernels.libraries.seam import CatchUps
 from quire.kernels.upload import upload
 
-LARGE = 256  # tokens
-MAX_TOKENS = 1 << 16  # of one step: 2 x 128 MiB with 8 heads of 128
+LARGE = 256  # tokens of a large page
+MAX_TOKENS = 1 << 16  # tokens of one step: 2 x 128 MiB with 8 heads of 128
 
 
 @dataclass(slots=True)
 class LargePages:
-    sources: Tensor  # [small pages] int32: what is copied, in order
+    sources: Tensor  # [small pages] int32: pages to copy, in order
     table: Tensor  # [rows, large pages] int32
     k: Tensor  # [large pages, LARGE, kv_heads, head_dim]
     v: Tensor
@@ -35,7 +35,7 @@ class LargePages:
         places = np.arange(int(counts.sum()) * per_large)
         owner = np.repeat(np.arange(len(counts)), counts * per_large)
         column = np.minimum(places - np.repeat(starts, counts * per_large) * per_large, width - 1)
-        # Past a row's end stands whatever its table has there: keys that nobody sees.
+        # Behind a row's end the copies contain arbitrary pages of its table: their keys are masked.
         table = starts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         parts = {"pages": {"places": owner * width + column, "table": table.astype(np.int32)}}
         sent = upload(parts, k_cache.device)["pages"]
@@ -49,7 +49,7 @@ class LargePages:
 
 
 def num_large(len_bounds: list[int]) -> np.ndarray:
-    """How many of them each row takes."""
+    """Number of large pages of each row."""
     counts: np.ndarray = -(-np.array(len_bounds, np.int64) // LARGE)
     return counts
 

@@ -1,7 +1,7 @@
-"""The seam for a library's attention: rows that catch up, in steps that are launched kernel by kernel.
+"""Interface for attention kernels of libraries: prefill rows, in steps that are launched kernel by kernel.
 
-`with_library` puts such a kernel before a device's own row of the table. Decodes, captured steps and whatever the
-library can't do stay with that row: its decode kernels are quicker, and a graph can't plan on the host.
+`with_library` puts such a kernel before a device's own row of the ops table. Decode rows, captured steps and whatever
+the library does not support stay with that row: its decode kernels are faster, and a graph cannot plan on the host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from quire.kernels.upload import Arrays, upload
 
 @dataclass(frozen=True)
 class CatchUps:
-    """Rows of a step, one behind the other, and where their keys lie. A row of one token may be among them."""
+    """Consecutive rows of a step, from the first prefill row on. Rows of one token may be among them."""
 
     counts: list[int]  # tokens of each row
-    len_bounds: list[int]  # of `seq_lens`, on the host; exact as long as no row drafts
+    len_bounds: list[int]  # bounds of `seq_lens` known to the host; exact unless a row drafts
     page_table: Tensor  # [rows, max_pages] int32
     page_tokens: int
     window: int | None
@@ -32,35 +32,36 @@ class CatchUps:
 
     @cached_property
     def _sent(self) -> dict[str, Tensor]:
-        """Only for who asks: most steps are settled by what the host knows."""
+        """Uploaded lazily: whether a kernel fits is usually decided by what the host knows."""
         starts = np.array(list(itertools.accumulate(self.counts, initial=0)), np.int64)
         places: Arrays = {"starts": starts.astype(np.int32), "last": starts[1:] - 1}
         return upload({"rows": places}, self.positions.device)["rows"]
 
     @property
     def query_starts(self) -> Tensor:
-        """[rows + 1] int32"""
+        """[rows + 1] int32: first token of each row, and the number of tokens."""
         return self._sent["starts"]
 
     @cached_property
     def seq_lens(self) -> Tensor:
-        """[rows] int32: of each row once the step is done"""
+        """[rows] int32: length of each row once the step is done."""
         return (self.positions[self._sent["last"]] + 1).to(torch.int32)
 
 
 class CatchUpKernel(Protocol):
-    """A causal attention of ragged rows over paged caches, [pages, page_tokens, kv_heads, head_dim] each."""
+    """A library's causal attention of ragged rows over paged caches, [pages, page_tokens, kv_heads, head_dim] each."""
 
     name: str
 
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
-        """Whether it can do this; without softcap, sinks and other types in the cache than in q."""
+        """Whether the kernel supports these rows; softcap, sinks and another cache type than q's are excluded
+        already."""
 
     def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> Any:
-        """What all layers of a step share, worked out at the first of them."""
+        """Prepare what all layers of a step share; called by the first of them."""
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: Any) -> Tensor:
-        """q [tokens, heads, head_dim] -> the same shape."""
+        """Attend q [tokens, heads, head_dim]; returns the same shape."""
 
 
 def with_library(ops: Ops, kernel: CatchUpKernel) -> Ops:
@@ -69,7 +70,7 @@ def with_library(ops: Ops, kernel: CatchUpKernel) -> Ops:
 
 
 class LibraryPlan:
-    """A step with rows that catch up. Who attends for them is settled when the first layer asks."""
+    """Plan of a step with prefill rows. Which kernel attends for them is decided when the first layer runs."""
 
     def __init__(
         self,
@@ -82,24 +83,24 @@ class LibraryPlan:
         window: int | None,
         dtype: torch.dtype,
     ):
-        """`plan`: the inner row's function."""
+        """`plan`: the inner row's `plan_attention`."""
         self._plan, self._table, self._positions = plan, page_table, positions
         self._counts, self._len_bounds = counts, len_bounds
         self._rest = (page_tokens, window, dtype)
-        # Decodes come first in a step, so few rows of one token are left behind this one.
+        # Decode rows come first in a step, so few rows of one token follow the first prefill row.
         self.first_row = next(row for row, count in enumerate(counts) if count > 1)
-        self.first_token = self.first_row  # each row before it has one
-        self.fits: bool | None = None  # the library; None: not asked yet
-        self.planned: Any = None  # by it
+        self.first_token = self.first_row  # each row before it has one token
+        self.fits: bool | None = None  # whether the library fits; None: not decided yet
+        self.planned: Any = None  # what the library's kernel has prepared
 
     @cached_property
     def whole(self) -> Any:
-        """The inner row's plan for all rows, where the library does not fit."""
+        """The inner row's plan for all rows, for when the library does not fit."""
         return self._plan(self._table, self._positions, self._counts, self._len_bounds, *self._rest)
 
     @cached_property
     def decodes(self) -> Any:
-        """And for those before the first that catches up."""
+        """The inner row's plan for the rows before the first prefill row."""
         end = self.first_row
         return self._plan(
             self._table[:end], self._positions[:end], self._counts[:end], self._len_bounds[:end], *self._rest
@@ -114,7 +115,7 @@ class LibraryPlan:
 
 
 class _LibraryRow:
-    """The inner row's two functions with a library before them."""
+    """The inner row's two attention functions, with a library's kernel before them."""
 
     def __init__(self, inner: Ops, kernel: CatchUpKernel):
         self._inner, self._kernel = inner, kernel

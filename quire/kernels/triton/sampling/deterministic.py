@@ -1,8 +1,8 @@
-"""Drawing under filters in the deterministic mode: one kernel whether or not a neighbour has a grammar or penalties.
+"""Sampling with filters in the deterministic mode: one kernel variant, whether or not other rows have a grammar or
+edits.
 
-Each combination of these is a kernel of its own, which may take a row's sums in another order. Here a row is always
-drawn by the one that knows both. Draws without filters need no such care: they sum nothing.
-"""
+Each combination of mask and edits is a kernel of its own, which may add a row's sums in another order. Here every row
+is sampled by the variant that supports both. Sampling without filters needs no such care, because it has no sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.triton.sampling import filters as sample_filters
 def sample_filtered(
     logits: Tensor, *draws: Tensor, mask: Tensor | None = None, edited: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_filters.sample_filtered`."""
+    """As `filters.sample_filtered`."""
     num_samples, vocab_size = logits.shape
     whole: dict[str, Any] = {"dtype": torch.int32, "device": logits.device}
     if mask is None:

@@ -1,8 +1,8 @@
-"""Edits of a few cells of the logits before the draw: twins of `quire.sampling.penalties` and `quire.sampling.edits`.
+"""Edits of single logits before sampling; implements `quire.sampling.penalties` and `quire.sampling.edits`.
 
-Only samples that are edited are copied, to float32, and edited there: the model's own logits stay for logprobs, and
-bfloat16 would round away what an edit does. A penalty is applied once for each distinct token of a history: two bits
-for each token of a row remember who came first, so nothing is sorted and nothing of [rows, vocab] is counted.
+Only edited samples are copied, to float32, and edited there: the model's own logits are kept for logprobs, and bfloat16
+would round away small edits. A penalty is applied once per distinct token of a history: two bits per token and row
+record which occurrence came first, so nothing is sorted and no counts of [rows, vocab] are needed.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _forbid_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add -inf to cells (so that NaN stays NaN): where a row is too short to stop, or where it ends with the rest of a
-    bad word."""
+    """Add -inf to cells (NaN stays NaN): where a row is shorter than its minimum length, or where it ends with the
+    prefix of a bad word."""
     let_next_start(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = lanes < num_cells
@@ -109,7 +109,7 @@ def _forbid_kernel(
 
 @triton.jit
 def _first_seen(seen_ptr, tokens, there):
-    """Which of these are the first of their token in this row, and mark them all as seen."""
+    """Which of these tokens occur for the first time in this row; marks all of them as seen."""
     bits = tl.full(tokens.shape, 1, tl.int32) << (tokens & 31)
     before = tl.atomic_or(seen_ptr + (tokens >> 5), bits, mask=there, sem="relaxed")
     return there & ((before & bits) == 0)
@@ -135,8 +135,8 @@ def _penalties_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row. Repetition is done when presence begins, and presence when frequency does, so that every cell sees them
-    in this order; frequency subtracts the same number each time, so the order among its steps does not matter."""
+    """One program: one row. Repetition is complete before presence begins, and presence before frequency, so that every
+    cell sees them in this order; frequency subtracts equal amounts, so the order among its steps does not matter."""
     let_next_start(PDL)
     index = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -177,7 +177,7 @@ def _penalties_kernel(
 
 
 def copy_samples(logits: Tensor, samples: Tensor) -> Tensor:
-    """float32 copies [n, vocab] of these samples [n] of `logits` [samples, vocab], for the edits below to change."""
+    """float32 copies [n, vocab] of the samples `samples` [n] of `logits` [samples, vocab], to be edited in place."""
     vocab_size = logits.shape[1]
     copies = torch.empty(len(samples), vocab_size, dtype=torch.float32, device=logits.device)
     _copy_kernel[(triton.cdiv(vocab_size, COPY_BLOCK), len(samples))](
@@ -194,7 +194,7 @@ def copy_samples(logits: Tensor, samples: Tensor) -> Tensor:
 
 
 def add_bias(copies: Tensor, places: Tensor, cells: Tensor, values: Tensor) -> None:
-    """Add `values` [n] to `cells` [n] (sample * vocab + token); `places` [samples] int32: which copy is a sample's."""
+    """Add `values` [n] to `cells` [n] (sample * vocab + token). `places` [samples] int32: index of a sample's copy."""
     _bias_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
         copies,
         places,
@@ -209,7 +209,7 @@ def add_bias(copies: Tensor, places: Tensor, cells: Tensor, values: Tensor) -> N
 
 
 def forbid_stops(copies: Tensor, places: Tensor, cells: Tensor, owners: Tensor, until: Tensor, lengths: Tensor) -> None:
-    """Forbid cells [n] whose owners [n] are shorter than `until` [n]."""
+    """Forbid `cells` [n] where the sequence of their sample, `owners` [n], is shorter than `until` [n]."""
     _forbid_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
         copies,
         places,
@@ -241,7 +241,8 @@ def forbid_bad_words(
     lengths: Tensor,
     rows: Tensor,
 ) -> None:
-    """Forbid cells [n] whose owner's history ends with the prefix [n, longest] (right-aligned, -1 where shorter)."""
+    """Forbid `cells` [n] where the history of their sample, `owners` [n], ends with the prefix [n, longest]
+    (right-aligned, -1 where shorter)."""
     _forbid_kernel[(triton.cdiv(len(cells), CELLS_BLOCK),)](
         copies,
         places,
@@ -275,7 +276,7 @@ def apply_penalties(
     lengths: Tensor,
     rows: Tensor,
 ) -> None:
-    """Penalties of these samples [n] over their `history` [max_rows, max_len]."""
+    """Apply the penalties of `samples` [n] over their `history` [max_rows, max_len]."""
     num_words = triton.cdiv(copies.shape[1], 32)
     seen = torch.zeros(len(samples), 2, num_words, dtype=torch.int32, device=copies.device)
     _penalties_kernel[(len(samples),)](

@@ -1,13 +1,13 @@
-"""Drawing under top-k, top-p, min-p and top-n-sigma without a sort: twin of `quire.sampling.filters` and the draw.
+"""Sampling with top-k, top-p, min-p and top-n-sigma without a sort; implements `quire.sampling.filters` and the draw.
 
-One pass over the logits finds the best of every 32 tokens. Whatever lies above the best of the first group that is not
-looked at is in the groups that are, so one program a row reads the best 256 groups again, finds the exact cuts among
-their tokens and draws; a model's logits nearly always allow that. A row that keeps more draws from everything instead
-(`sample_rows`) and asks afterwards whether what it drew is among the tokens kept; if not, it draws again from what lies
-above. The best of all is the best of those kept if it is one of them, so the answer is the same.
+One pass over the logits finds the best of every 32 tokens. All tokens above the best of the first group that is not
+listed are in listed groups, so one program per row reads the best 256 groups again, finds the exact cuts among their
+tokens and samples; a model's logits nearly always allow that. A row that keeps more tokens samples from all of them
+instead (`sample_rows`), and then checks whether the sampled token is among those kept; if not, it samples again from
+the tokens above. The best of all is the best of those kept if it is one of them, so the result is the same.
 
-Everything is counted in distance below the best: (best - logit) * inv_temperature. Tiles have a fixed length, so that a
-row's sums are the same in every batch.
+All cuts are distances below the best: (best - logit) * inv_temperature. Tiles have a fixed length, so that a row's sums
+are the same in every batch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from quire.kernels.triton.sampling.sample import (
 )
 
 TILE_GROUPS = 128 if not INTERPRETED else 16
-LISTED = 256 if not INTERPRETED else 16  # groups that are looked at again
+LISTED = 256 if not INTERPRETED else 16  # groups that are read again
 VERIFY_BLOCK = 8192 if not INTERPRETED else 1024
-NUM_STATS = tl.constexpr(5)  # of a tile: largest, sum of weights below it; count, mean and squares of what is finite
+NUM_STATS = tl.constexpr(5)  # per tile: largest, sum of weights; of finite logits count, mean, squared deviations
 
 DONE = tl.constexpr(0)
-CHOOSE = tl.constexpr(1)  # draw from what lies within the limit
-VERIFY = tl.constexpr(2)  # ... and then see whether top-k and top-p would have kept it
+CHOOSE = tl.constexpr(1)  # sample from what lies within the limit
+VERIFY = tl.constexpr(2)  # ... and then check whether top-k and top-p keep the token
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def _survey_kernel(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of one row: the best of each group (+inf if the group holds NaN or +inf), and the sums that the row's
-    filters need."""
+    """One program: one tile of one row. Stores the best of each group (+inf if it contains NaN or +inf), and the sums
+    that the row's filters need."""
     let_next_start(PDL)
     tile = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
@@ -131,7 +131,7 @@ def _total_weight(stats, there, best, scale):
 
 @triton.jit
 def _deviation(stats, there):
-    """Of all the row's finite logits, from those of its tiles."""
+    """Standard deviation of all the row's finite logits, combined from its tiles."""
     count = tl.load(stats + 2, mask=there, other=0.0)
     mean = tl.load(stats + 3, mask=there, other=0.0)
     squares = tl.load(stats + 4, mask=there, other=0.0)
@@ -142,7 +142,7 @@ def _deviation(stats, there):
 
 @triton.jit
 def _draw(distances, token_ids, key, position, FAST: tl.constexpr):
-    """The token with the best score after noise; infinite distances are never drawn."""
+    """The best score after noise and its token; infinite distances are never sampled."""
     whiten, multiply = row_words(key, position)
     scores = add_gumbel(-distances, noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT, FAST)
     best = tl.max(scores)
@@ -166,11 +166,11 @@ def _kept(
     EDITED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """The tokens of these groups, their distances below the best, infinite for those that are not kept, and whether
-    that is the whole truth: of what lies nearer than `edge` nothing is missing here, so cuts have to lie there."""
+    """The tokens of these groups, their distances below the best (infinite for those not kept), and whether the result
+    is exact: only groups nearer than `edge` are complete here, so the cuts must lie below it."""
     logits, _ = load_groups(row, listed, there, vocab_size, EDITED, HAS_MASK)
     cells = (best - logits) * scale
-    base = sigma_limit  # what top-p's share is of
+    base = sigma_limit  # the limit within which top-p takes its share
     if top_k > 0:
         base = tl.minimum(base, bits_to_distance(reach(cells, 1, top_k)))
     cut = tl.minimum(base, min_limit)
@@ -223,7 +223,7 @@ def _narrow_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: list its best groups, and if all that it keeps is among them, draw."""
+    """One program: one row. Lists the row's best groups, and samples if all tokens it keeps are among them."""
     let_next_start(PDL)
     sample = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -254,13 +254,13 @@ def _narrow_kernel(
             limit = tl.minimum(sigma_limit, min_limit)
             if (top_p < 1) & (top_k == 0) & (sigma == 0):
                 total = _total_weight(stats, tiles < num_tiles, best, scale)
-            # The nearest groups, as many as can be listed; those that tie with the first one left out stay out, too.
+            # The nearest groups, as many as can be listed; groups that tie with the first omitted one are omitted too.
             distances = (best - group_best) * scale
             edge = bits_to_distance(reach(distances, 1, LISTED + 1))
             within = distances < edge
             order = tl.cumsum(within.to(tl.int32), 0) - 1
             tl.store(list_ptr + sample * LISTED + order, groups, mask=within)
-            tl.debug_barrier()  # the list is read by other threads than wrote it
+            tl.debug_barrier()  # the list is read by other threads than those that wrote it
             lanes = tl.arange(0, LISTED)
             there = lanes < tl.sum(within.to(tl.int32), 0)
             listed = tl.load(list_ptr + sample * LISTED + lanes, mask=there, other=0)
@@ -307,7 +307,7 @@ def _narrow_kernel(
 
 @triton.jit
 def _top_k_cut(row, top_k, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """How far below the best the k-th token lies, bit by bit, each with a pass over the row."""
+    """Distance of the k-th token below the best, found bit by bit with one pass over the row each."""
     found = tl.full([], 0, tl.int32)
     for index in range(31):
         bit = tl.full([], 1 << 30, tl.int32) >> index
@@ -321,7 +321,7 @@ def _top_k_cut(row, top_k, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MA
 
 @triton.jit
 def _above(row, cut, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens lie nearer to the best than `cut`, and their weight."""
+    """Number and total weight of the tokens nearer to the best than `cut`."""
     counts = tl.zeros([BLOCK], tl.int32)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, vocab_size, BLOCK):
@@ -345,7 +345,7 @@ def _draw_above(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A token from those nearer to the best than `cut`."""
+    """Sample a token from those nearer to the best than `cut`."""
     highest = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     for start in tl.range(0, vocab_size, BLOCK):
@@ -386,8 +386,8 @@ def _verify_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row that drew from more than its filters may have left: count what lies above its token, and if that is too
-    much draw again from there, until it is not. Each time about half of what is wrongly drawn from goes."""
+    """One program: one row that sampled from more tokens than its filters may keep. Counts the tokens above the sampled
+    one and, while they are too many, samples again from them. Each iteration removes about half of the excess."""
     let_next_start(PDL)
     sample = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -410,7 +410,7 @@ def _verify_kernel(
             HAS_MASK,
         )
         if (top_p < 1) & ((top_k > 0) | (sigma > 0)):
-            # top-p's share is of what top-k and sigma left, so here their cut itself is needed.
+            # top-p's share is of what top-k and sigma keep, so their exact cut is needed here.
             cut = tl.full([], float("inf"), tl.float32)
             if top_k > 0:
                 cut = _top_k_cut(row, top_k, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
@@ -449,8 +449,8 @@ def sample_filtered(
     edited: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sample_rows`, for samples of which some have filters, all [samples]: `top_k` int64 (0: off), `top_p` float64
-    (1: off), `min_p` and `top_n_sigma` float32 (0: off). Where the inverse temperature is 0 they mean nothing. Samples
-    without filters pay no more than a read of their flags."""
+    (1: off), `min_p` and `top_n_sigma` float32 (0: off). Filters are ignored where the inverse temperature is 0. A
+    sample without filters costs no more than reading its flags."""
     num_samples, vocab_size = logits.shape
     device = logits.device
     num_tiles = triton.cdiv(vocab_size, TILE_GROUPS * GROUP.value)

@@ -1,8 +1,7 @@
-"""How the sampling kernels read a step's logits: float32 whatever their type, from the model's own or from an edited
-copy, after the grammar's mask. Also the two ways they look for a cut without sorting.
+"""Access to a step's logits for the sampling kernels: float32 whatever their type, from the model or from an edited
+copy, after the grammar's mask. Also searches for a cut without sorting.
 
-Tokens come in groups of 32, which is also a word of a grammar's mask.
-"""
+Tokens come in groups of 32, which is also a word of a grammar's mask."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def find_row(
     EDITED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Where one sample's logits, its edited copy and its mask begin, and whether it has such a copy: the functions
-    below take these as `row`. What there is none of is never read."""
+    """Pointers to one sample's logits, edited copy and mask, and whether it has a copy: the argument `row` of the
+    functions below. Pointers to what does not exist are arbitrary and never read."""
     copy = logits_ptr
     has_copy = False
     mask = logits_ptr
@@ -44,7 +43,7 @@ def find_row(
 
 @triton.jit
 def load_logits(row, token_ids, there, EDITED: tl.constexpr):
-    """A row's logits as float32, -inf where not `there`: the model's, or those of its copy if it has one."""
+    """A row's logits as float32, -inf where not `there`: those of its copy if it has one, else the model's."""
     logits_ptr, copy_ptr, has_copy, _ = row
     if EDITED:
         if has_copy:
@@ -58,8 +57,8 @@ def load_logits(row, token_ids, there, EDITED: tl.constexpr):
 
 @triton.jit
 def load_groups(row, groups, listed, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Logits of whole groups, [groups, 32], -inf for what does not exist or a mask forbids, and whether the group holds
-    NaN or +inf, forbidden or not, [groups]."""
+    """Logits of whole groups, [groups, 32], -inf where a token does not exist or is masked, and whether the group
+    contains NaN or +inf, masked or not, [groups]."""
     token_ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = load_logits(row, token_ids, listed[:, None] & (token_ids < vocab_size), EDITED)
     unfit = tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), 1)
@@ -74,7 +73,7 @@ def load_groups(row, groups, listed, vocab_size, EDITED: tl.constexpr, HAS_MASK:
 def load_distances(
     row, start, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Token ids from `start` on and how far below the best they score, both [BLOCK]."""
+    """Token ids from `start` on and their distances below the best, both [BLOCK]."""
     token_ids = start + tl.arange(0, BLOCK)
     there = token_ids < vocab_size
     logits = load_logits(row, token_ids, there, EDITED)
@@ -86,8 +85,9 @@ def load_distances(
 
 @triton.jit
 def reach(distances, amounts, wanted):
-    """The smallest distance within which cells amount to what is `wanted` (amounts of 1 count them), as the bits of a
-    float: distances are not negative, so their bits are ordered as they are. Beyond infinity's if there is none."""
+    """The smallest distance within which the sum of `amounts` reaches `wanted` (amounts of 1 count cells), as the bits
+    of a float: distances are not negative, so their bits have the same order. Above the bits of infinity if not
+    reached."""
     keys = distances.to(tl.int32, bitcast=True)
     found = tl.full([], 0, tl.int32)
     for index in range(31):

@@ -1,8 +1,8 @@
-"""Log-probability, rank and best alternatives of one token a row: twin of `quire.sampling.logprobs.score`.
+"""Log-probability, rank and best alternatives of one token per row; implements `quire.sampling.logprobs.score`.
 
-One pass over the logits sums weights, counts what lies above the token and keeps the largest of every 32 tokens. The n
-best tokens lie in the n best groups, so the rest is one small program a row, without a sort. Equal alternatives stand
-in the order of their ids.
+One pass over the logits sums weights, counts the tokens above the chosen one and keeps the largest of every 32 tokens.
+The n best tokens are in the n best groups, so the rest is one small program per row, without a sort. Equal alternatives
+are ordered by id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.kernels.triton.launch import INTERPRETED, fix_keys, launch_options, l
 from quire.kernels.triton.sampling.logits import GROUP, find_row, load_groups, reach
 
 TILE_GROUPS = 128 if not INTERPRETED else 16
-NUM_STATS = tl.constexpr(3)  # of a tile: largest, sum of weights below it, how many lie above the token
+NUM_STATS = tl.constexpr(3)  # per tile: largest, sum of weights relative to it, number of tokens above the chosen one
 
 
 @triton.jit
@@ -105,13 +105,13 @@ def _score_rows_kernel(
         distances = tl.where(distances == distances, distances, 0.0)  # a bad row: any groups will do
         span = reach(tl.where(exists, distances, float("inf")), 1, num_top)
         keys = distances.to(tl.int32, bitcast=True)
-        # All groups nearer than the last one needed, and as many that tie with it as could be needed.
+        # All groups nearer than the last one needed, and as many of those that tie with it as could be needed.
         ties = exists & (keys == span)
         taken = (exists & (keys < span)) | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= num_top))
         order = tl.cumsum(taken.to(tl.int32), 0) - 1
         num_listed = tl.sum(taken.to(tl.int32), 0)
         tl.store(list_ptr + index * LISTED + order, groups, mask=taken & (order < LISTED))
-        tl.debug_barrier()  # the list is read by other threads than wrote it
+        tl.debug_barrier()  # the list is read by other threads than those that wrote it
         lanes = tl.arange(0, LISTED)
         listed = tl.load(list_ptr + index * LISTED + lanes, mask=lanes < num_listed, other=0)
         row = find_row(logits_ptr, logits_stride, None, 0, None, None, 0, sample, False, False)
@@ -128,9 +128,9 @@ def _score_rows_kernel(
 
 
 def score_rows(logits: Tensor, samples: Tensor | None, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
-    """For these samples [n] of `logits` [samples, vocab] (None: all), the token each of them chose (`token_ids`
-    [samples]), its log-probability [n] float32, its rank [n] int64 (1 + how many are strictly more likely), and the
-    `num_top` most likely ids [n, num_top] int64 with their log-probabilities, best first."""
+    """For the samples `samples` [n] of `logits` [samples, vocab] (None: all): the token each has chosen (`token_ids`
+    [samples]), its log-probability [n] float32, its rank [n] int64 (1 + the number of strictly more likely tokens), and
+    the `num_top` most likely ids [n, num_top] int64 with their log-probabilities, best first."""
     vocab_size, device = logits.shape[1], logits.device
     count = len(logits) if samples is None else len(samples)
     num_top = min(num_top, vocab_size)

@@ -1,8 +1,8 @@
-"""Logits to tokens in one pass over the vocabulary: twin of the sampler's plain cases (greedy, temperature), and the
-last step of `sample_filters` for rows that keep too many tokens to list.
+"""Sampling in one pass over the vocabulary: greedy and temperature sampling, and the last resort of `filters` for rows
+that keep too many tokens to list.
 
-The noise is that of `quire.sampling.noise`, bit for bit up to the logarithms, which are the hardware's own: with exact
-ones, computing the noise would cost more than reading the logits.
+The noise is that of `quire.sampling.noise`, bit for bit up to the logarithms, which are the hardware's approximation:
+with exact ones, computing the noise would cost more than reading the logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.kernels.triton.launch import (
 )
 from quire.kernels.triton.sampling.logits import find_row, load_logits
 
-# The constants of quire.sampling.noise, in the signed forms that Triton's integers want; a test compares the two.
+# Constants of `quire.sampling.noise`, as the signed numbers that Triton needs; a test compares the two.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 GOLDEN_32 = tl.constexpr(0x9E3779B1 - (1 << 32))
 MULTIPLY_64_A = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -40,16 +40,16 @@ MAX_CHUNKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far below its best logit each sample may draw; all [samples], written on the device by `sample_filters`."""
+    """How far below its best logit each sample may choose; all [samples], written on the device by `filters`."""
 
-    best: Tensor  # float32: what scores are counted from; 0 where any constant will do
-    limit: Tensor  # float32: tokens with (best - logit) * inv_temperature above it are not drawn
-    todo: Tensor  # int32: 0 for samples that have their token already
+    best: Tensor  # float32: subtracted from the logits; 0 where any constant will do
+    limit: Tensor  # float32: tokens with (best - logit) * inv_temperature above it are excluded
+    todo: Tensor  # int32: 0 for samples whose token has been chosen already
 
 
 @triton.jit
 def row_words(key, position):
-    """The two 32-bit words a (key, position) pair mixes its row's noise with."""
+    """The two 32-bit words with which a (key, position) pair seeds its row's noise."""
     x = key + position * GOLDEN
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MULTIPLY_64_A
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MULTIPLY_64_B
@@ -67,7 +67,7 @@ def noise_bits(token_ids, whiten, multiply):
 
 @triton.jit
 def log2_approx(x, FAST: tl.constexpr):
-    """The hardware's own logarithm: right to about 2**-22, which moves a choice only at near-ties."""
+    """The hardware's approximate logarithm: error about 2**-22, which changes a choice only at near-ties."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
@@ -75,8 +75,9 @@ def log2_approx(x, FAST: tl.constexpr):
 
 @triton.jit
 def add_gumbel(scores, u, FAST: tl.constexpr):
-    """scores - log(-log(1 - u)) for u in [0, 1). Small u decide and keep all their bits: for them the inner one is a
-    series. What is fused is said, or it would be in some kernels and not in others, whose draws must be the same."""
+    """scores - log(-log(1 - u)) for u in [0, 1). Small u decide and keep all their bits, because for them the inner
+    logarithm is a series. `fma` is explicit, because the compiler would contract in some kernels and not in others,
+    whose results must be equal."""
     series = u * tl.fma(u, tl.fma(u, tl.fma(u, 0.25, 0.33333333), 0.5), 1.0)
     inner = tl.where(u < 0.015625, series, log2_approx(1.0 - u, FAST) * -0.6931471805599453)
     return tl.fma(log2_approx(HALF_STEP + inner, FAST), -0.6931471805599453, scores)
@@ -109,8 +110,8 @@ def _choose_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best score of one chunk of one row, its token, and whether the chunk holds NaN or +inf. Each lane keeps its
-    own best; they are compared once, at the end."""
+    """One program: one chunk of one row. Stores the best score, its token, and whether the chunk contains NaN or +inf.
+    Each lane keeps its own best; lanes are compared once, at the end."""
     let_next_start(PDL)
     sample = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
@@ -222,12 +223,11 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [samples, vocab] (any float type): the largest of logit * inv_temperature
     + noise of (key, position), or the largest logit where `inv_temperature` [samples] float32 is 0. `mask`: packed bits
-    of what is allowed, int32 [samples, ceil(vocab / 32)]. `append_to` (rows, row_tokens, computed): also put the token
-    into its permanent row, at `computed`; rows below 0 are skipped. `edited` (copies, places): samples whose place is
-    not negative are read from that row of the float32 copies instead. `limits`: who draws here, and from what. Returns
-    token ids [samples] int64 and bad flags [samples] bool (a NaN or +inf logit, or nothing to choose from; such a row
-    gets token 0), in `out` if given.
-    """
+    of allowed tokens, int32 [samples, ceil(vocab / 32)]. `append_to` (rows, row_tokens, computed): also store the token
+    in its permanent row, at `computed`; rows below 0 are skipped. `edited` (copies, places): samples whose place is not
+    negative are read from that row of the float32 copies instead. `limits`: which samples choose here, and how far
+    below their best. Returns token ids [samples] int64 and bad flags [samples] bool (a NaN or +inf logit, or no token
+    allowed; such a row gets token 0), in `out` if given."""
     num_samples, vocab_size = logits.shape
     device = logits.device
     wanted = triton.cdiv(8 * num_multiprocessors(device.index), num_samples)

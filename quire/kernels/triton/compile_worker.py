@@ -1,7 +1,8 @@
-"""Compiles kernels as another process would launch them, onto the disk where that one will look for them, with the
-launcher that Triton 3.6 has a C compiler make for each. `quire.startup.dry_run` hands it to the processes it forks.
+"""Compiles kernels ahead of time into Triton's disk cache, under the keys with which another process will look them up,
+including the launcher that Triton 3.6 builds for each with a C compiler. `quire.startup.dry_run` runs it in processes
+that it forks.
 
-It never opens a device: a compiler needs to know its name, no more.
+It never opens a device: a compiler only needs the device's name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.runtime import driver
 
 
 class StandIn:
-    """A driver that knows which device there will be. Nothing can be launched through it."""
+    """A Triton driver that only knows the compilation target; nothing can be launched through it."""
 
     def __init__(self, target: GPUTarget):
         self._target = target
@@ -30,8 +31,8 @@ class StandIn:
 
 
 def prepare(index: int) -> None:
-    """What Triton does once in a process, before there is anything to compile: it hashes itself, hundreds of megabytes.
-    The first also builds what Triton needs before it can launch anything."""
+    """Do Triton's one-time work of a process, before there is anything to compile: it hashes itself, hundreds of
+    megabytes. The first process also builds what Triton needs to launch kernels."""
     importlib.import_module("triton.compiler.code_generator")
     importlib.import_module("triton.runtime.cache").triton_key()
     if index == 0:
@@ -41,7 +42,8 @@ def prepare(index: int) -> None:
 
 
 def compile_kernel(job: dict[str, Any]) -> Any:
-    """`module` and `name` of a kernel, Triton's own description of what it is compiled for, and the `target`."""
+    """Compile a kernel. `job`: its `module` and `name`, Triton's serialized specialization (`data`), and the
+    `target`."""
     driver.set_active(StandIn(GPUTarget(*job["target"])))
     kernel: Any = importlib.import_module(job["module"])
     for part in job["name"].split("."):
@@ -50,6 +52,6 @@ def compile_kernel(job: dict[str, Any]) -> Any:
     if job["target"][0] == "cuda":
         from triton.backends.nvidia import driver as nvidia
 
-        if hasattr(nvidia, "make_launcher"):  # from 3.7 on all kernels have one in common, which `prepare` builds
+        if hasattr(nvidia, "make_launcher"):  # from 3.7 on all kernels share a launcher, which `prepare` builds
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
     return compiled

@@ -1,5 +1,5 @@
-"""What Gluon calls by another name from one Triton to the next: the kernels written in it take such names from here, so
-that one source does for all of `launch.KNOWN_GLUON`. They use no name that only some of these have.
+"""Gluon names that differ between Triton versions. Kernels import them from here, so that one source works with all of
+`launch.KNOWN_GLUON`, and use no other name that only some of these versions have.
 """
 
 from __future__ import annotations
@@ -8,6 +8,6 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-# In 3.7 `barrier`, which can also mean a cluster of programs; as it is called here it means the threads, as before. A
-# Triton that has neither is none that these kernels are tried with, but they are imported there, too.
+# Renamed to `barrier` in 3.7, which can also synchronize a cluster; as called here it synchronizes the threads of a
+# program, as before. With a Triton that has neither, these kernels are not used, but their modules are still imported.
 thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)

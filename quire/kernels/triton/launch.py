@@ -1,10 +1,10 @@
-"""What every kernel's launch shares: dependent launch, and facts about the card.
+"""Launch options shared by all kernels: programmatic dependent launch, and properties of the device.
 
-Programmatic dependent launch lets a kernel start while the one before it still runs. Every kernel here therefore calls
-`wait_for_inputs` before it touches anything an earlier kernel wrote, and `let_next_start` as early as it can. Where one
-reads before it waits what the kernel before had read, too, that one lets it start only when it has waited itself. A
-recurrent layer's step reads its state before it waits: what was written in this step is not in it, and every step
-begins with kernels of torch's, which start when all before them have ended.
+Programmatic dependent launch lets a kernel start while the preceding one still runs. Every kernel therefore calls
+`wait_for_inputs` before it reads what an earlier kernel wrote, and `let_next_start` as early as possible. A kernel that
+reads inputs of the preceding kernel before waiting requires that kernel to call `let_next_start` only after its own
+wait. A recurrent layer's decode step reads its state before waiting: no kernel of the same step has written that state,
+and every step begins with torch kernels, which start after all earlier kernels have ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Gluon is no settled language: with another Triton a kernel may not compile (3.7 renamed what ours were made of, see
-# `gluon_names`), or compile to something that waits forever. Before one is added here: what it makes of each kernel's
-# barriers, fences and waits is compared with what another one made, then all of them run on a card.
+# Gluon is not stable: with another Triton a kernel may not compile (3.7 renamed functions, see `gluon_names`), or may
+# deadlock. Before a version is added here, the barriers, fences and waits in each compiled kernel are compared with
+# those of a known version, and all kernels are run on a GPU.
 KNOWN_GLUON = ("3.6.", "3.7.")
 
 
@@ -36,12 +36,12 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 def fix_keys(names: dict[str, object]) -> None:
-    """For modules whose functions read constants, once all are defined. Triton finds a compiled kernel by a hash over
-    what it calls and reads; what a called function reads counts only if that function was hashed before, so that the
-    kernel would be compiled anew by a process that launches its kernels in another order."""
+    """Compute the cache keys of a module's kernels; called at its end. Triton looks up a compiled kernel by a hash over
+    the functions it calls and the constants they read; constants of a called function count only if that function was
+    hashed before. Without this, a process that launches kernels in another order would compile them again."""
     for function in names.values():
         if isinstance(function, triton.JITFunction):
-            function.cache_key  # noqa: B018, hashed when it is asked for
+            function.cache_key  # noqa: B018, computing the property stores the hash
 
 
 @functools.cache
@@ -51,8 +51,8 @@ def has_dependent_launch(device_index: int | None) -> bool:
 
 @functools.cache
 def takes_gluon(device_index: int | None) -> bool:
-    """Whether this is a card for the kernels in Gluon (`prefill_hopper`), and this Triton one they are known to run
-    with. Where only that is missing, `trial_prompts` says so."""
+    """Whether the device supports the Gluon kernels (Hopper) and this Triton is a version they are known to work with.
+    If only the version is unknown, `validation.trials` reports it."""
     known = triton.__version__.startswith(KNOWN_GLUON)
     return known and not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
 
@@ -65,8 +65,8 @@ def num_multiprocessors(device_index: int | None) -> int:
 
 
 def launch_options(device: torch.device, num_warps: int, num_stages: int = 1, early: bool = True) -> dict[str, object]:
-    """Keyword arguments of a launch: the constant PDL that the kernel takes, and how Triton is to launch it. `early`:
-    it may start while the one before it runs."""
+    """Keyword arguments of a launch: the kernel's constant PDL and Triton's options. `early`: the kernel may start
+    while the preceding one runs."""
     pdl = early and has_dependent_launch(device.index)
     options: dict[str, object] = {"PDL": pdl, "num_warps": num_warps, "num_stages": num_stages}
     if pdl:
@@ -75,17 +75,17 @@ def launch_options(device: torch.device, num_warps: int, num_stages: int = 1, ea
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """float32 products stay float32: the matrix units' tf32 would keep ten bits."""
+    """Precision of `tl.dot`: float32 products stay float32, since the matrix units' tf32 would keep ten bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def index_type(cache: torch.Tensor) -> tl.dtype:
-    """What counts a cache's elements: 32 bits spare instructions where they suffice."""
+    """Type of a cache's element offsets: 32 bits save instructions where they suffice."""
     return tl.int32 if cache.numel() < 2**31 else tl.int64
 
 
 def compute_type(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
-    """What attention multiplies in. FP8 turns into float16 in one instruction, and exactly; queries, weights and
-    scores are small enough for it."""
+    """Type in which attention multiplies. FP8 converts to float16 exactly and in one instruction; queries, weights and
+    scores are small enough for float16."""
     dtype = torch.float16 if cache.dtype == torch.float8_e4m3fn else q.dtype
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]

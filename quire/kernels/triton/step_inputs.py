@@ -1,7 +1,7 @@
-"""Step inputs from permanent rows on the device, for steps of one token a row: twins of what `runtime.rows` does.
+"""Step inputs gathered from permanent rows on the device, for decode-only steps; counterpart of `runtime.rows`.
 
-Everything permanent is read from fixed addresses, so that it can be captured. A row number below 0 pads the step to a
-captured size: it computes token 0 at position -1 and leaves no trace.
+All permanent tensors have fixed addresses, so the launches can be captured. A row number below 0 pads the step to a
+captured size: it computes token 0 at position -1 and changes no state.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def _slots_kernel(rows_ptr, positions_ptr, table_ptr, slots_ptr, table_stride, P
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What one token a row needs, gathered: [n] each."""
+    """Gathered inputs of a step with one token per row: [n] each."""
 
     tokens: Tensor  # int64
     positions: Tensor  # int64, -1 for padding
     seq_lens: Tensor  # int32
-    lengths: Tensor  # int64: tokens before the one that will be sampled
-    keys: Tensor  # int64: of the noise
+    lengths: Tensor  # int64: tokens up to and including this one
+    keys: Tensor  # int64: seeds of the noise
     scales: Tensor  # float32: inverse temperatures, 0 for greedy
 
 
 def gather_rows(rows: Tensor, row_tokens: Tensor, computed: Tensor, keys: Tensor, scales: Tensor) -> RowInputs:
-    """The next token of each of `rows` [n] int64, from `row_tokens` [max_rows, max_len] int32 at `computed` [max_rows]
-    int64, which moves on by one; and what its sampling wants, `keys` and `scales` [max_rows]."""
+    """Gather the next token of each of `rows` [n] int64 from `row_tokens` [max_rows, max_len] int32 at `computed`
+    [max_rows] int64, which is incremented, and the sampling inputs `keys` and `scales` [max_rows]."""
     num_rows, device = rows.shape[0], rows.device
-    stride = num_rows + num_rows % 2  # each at a multiple of 16 bytes: kernels are compiled anew for others
+    stride = num_rows + num_rows % 2  # each begins at a multiple of 16 bytes: Triton specializes kernels on alignment
     tokens, positions, lengths, out_keys = torch.empty(4, stride, dtype=torch.int64, device=device)[:, :num_rows]
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
     out_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -99,8 +99,8 @@ def gather_rows(rows: Tensor, row_tokens: Tensor, computed: Tensor, keys: Tensor
 
 
 def gather_slots(rows: Tensor, positions: Tensor, table: Tensor, page_tokens: int) -> Tensor:
-    """For each of `rows`, the slot its token at `positions` goes to, [n] int64 (-1 for padding), from the permanent
-    `table` [max_rows, max_pages] int32."""
+    """Slots of the tokens of `rows` at `positions`, [n] int64 (-1 for padding), from the permanent page table `table`
+    [max_rows, max_pages] int32."""
     slots = torch.empty_like(rows)
     _slots_kernel[(rows.shape[0],)](
         rows, positions, table, slots, table.stride(0), PAGE=page_tokens, **launch_options(rows.device, num_warps=1)

@@ -1,8 +1,8 @@
-"""A mixture of experts for the deterministic mode on CUDA: the router's product is `fixed_linear`'s, and tokens go
-through their experts by the grouped kernels of `experts`, one alone as many.
+"""Mixture of experts of the deterministic mode on CUDA: the router's product is `fixed_linear`, and tokens go through
+the grouped kernels of `experts`, a single one as many.
 
-Those are of the kind that is wanted: weights on the left, every sum one chain along the columns, a token's experts
-added up by rank. How many rows share a tile follows from how many there are, and changes no sum.
+The grouped kernels are batch-invariant: the weight is the left operand, every sum is one chain along the columns, and a
+token's experts are added by rank. The number of rows per tile depends on the number of rows and changes no sum.
 """
 
 from __future__ import annotations

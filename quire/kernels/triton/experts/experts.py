@@ -1,8 +1,8 @@
-"""Tokens through their experts: twin of `reference_experts.run_experts`, from one row to thousands.
+"""Expert products from one row to thousands; implements `reference.experts.run_experts`.
 
-A few rows go through the plain units, see `experts_few`. More are sorted by expert and go through the matrix units tile
-by tile, the weight as the left operand, so that a tile may have as few as sixteen rows; the gate, the up and what joins
-them are one kernel.
+A few rows use plain arithmetic units, see `few_tokens`. More rows are sorted by expert and multiplied tile by tile on
+the matrix units, with the weight as the left operand, so that a tile may have as few as sixteen rows. Gate projection,
+up projection and activation are one kernel.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def _grouped_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of an expert's rows times BLOCK_OUT of its outputs. GATED, the first product: rows are gathered by
-    `order`, gates and ups joined, results left in sorted places. If not, the second: rows are taken from there, results
-    weighted and put where their pair belongs. SCALED: both factors are in FP8, with a scale for each row of them."""
+    """One program: a tile of an expert's rows times BLOCK_OUT of its outputs. GATED (the first product): rows are
+    gathered by `order`, gate and up are combined, and results are stored in sorted order. Otherwise (the second
+    product): rows are read in sorted order, and results are weighted and stored by pair. SCALED: both operands are FP8
+    with a scale per row."""
     let_next_start(PDL)
     program = tl.program_id(0)
     tile = program // num_out_blocks
@@ -128,7 +129,7 @@ def _combine_kernel(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's weighted results, [TOP_K, width], added up."""
+    """Sum of a token's weighted results, [TOP_K, width]."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,14 +157,14 @@ class ProductTuning:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
-    rows: int  # most rows of a tile
+    rows: int  # maximum rows of a tile
     gate_up: ProductTuning
     down: ProductTuning
 
 
 def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTuning:
-    """Tiles that most experts' shares just fit into: more rows would be padding, fewer would read weights twice.
-    `scaled`: in FP8."""
+    """Choose tiles into which most experts' shares just fit: more rows would be padding, fewer would read weights
+    twice. `scaled`: FP8."""
     share = num_pairs / num_experts
     if scaled:
         rows = 16 if share <= 6 else 32 if share <= 20 else 64 if share <= 48 else 128
@@ -176,7 +177,7 @@ def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTunin
         return ExpertsTuning(32, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
     if share <= 48:
         return ExpertsTuning(64, ProductTuning(64, 64, 4, 4), ProductTuning(128, 64, 4, 4))
-    # The second product has few columns: two programs to a multiprocessor hide each other's beginning and end.
+    # The second product has few columns: two programs per multiprocessor hide each other's start and end.
     return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(128, 64, 4, 3))
 
 
@@ -188,8 +189,8 @@ def run_experts(
     residual: Tensor | None = None,
     tuning: ExpertsTuning | None = None,
 ) -> Tensor:
-    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`: by default
-    as the number of pairs suggests; with it, a few rows are sorted and multiplied as many are."""
+    """Implements `reference.experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`:
+    chosen by the number of pairs when None; if given, few rows are sorted and multiplied as many are."""
     num_tokens, width = x.shape
     if tuning is None and experts_few.gains(x, experts, chosen):
         return experts_few.run_few(x, experts, chosen, weights, residual)
@@ -246,7 +247,7 @@ def _launch_grouped(
     x_scale = None
     if scale is not None:
         x, x_scale = quantize_rows(x)
-        block_in = max(32, block_in)  # what the matrix units take at least of numbers so small
+        block_in = max(32, block_in)  # minimum of the matrix units for FP8 operands
     elif x.dtype == torch.float32:
         block_in = max(16, block_in // 4)
     blocks = triton.cdiv(num_outs, block_out)

@@ -1,9 +1,8 @@
-"""A few tokens through their experts, where reading the weights is all the work: what `experts` does for those.
+"""Expert products of a few tokens, which are bound by reading the weights; used by `experts`.
 
-All of it is done on the plain units, and no token is sorted. A program of the first product takes some outputs of one
-expert, all columns at once, for every token that chose it, so no weight is read twice; a program of the second takes
-some outputs of one token, over all its experts, and adds them up. The second asks for its weights while the first is
-still at work.
+Plain arithmetic units, no sorting. A program of the first product computes some outputs of one expert over all columns,
+for every token that chose it, so no weight is read twice. A program of the second computes some outputs of one token
+over all its experts and adds them. The second product loads its weights while the first one still runs.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from quire.kernels.expert_types import ExpertWeights, GatedActivation
 from quire.kernels.triton.activations import gelu_tanh
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 
-MAX_TOKENS = 4  # tokens of one model share more experts than chance has them share: at eight tiles win
-MAX_PAIRS = 128  # of a token and an expert: every program of the first product looks through all
-MAX_WIDTH = 8192  # a program has whole rows of a weight in its registers,
-MAX_INNER = 16384  # or tiles of one on their way
-MAX_TILES = 24  # of the second product, in a program
-AHEAD = 12  # of these, asked for before the first product has ended; in two bytes an element, all registers can hold
+MAX_TOKENS = 4  # tokens share experts more often than by chance; with eight, tiles are faster
+MAX_PAIRS = 128  # (token, expert) pairs: every program of the first product scans all of them
+MAX_WIDTH = 8192  # a program holds whole rows of a weight in registers,
+MAX_INNER = 16384  # or its tiles in flight
+MAX_TILES = 24  # tiles of the second product per program
+AHEAD = 12  # tiles loaded before the first product has ended; with two bytes per element, all that registers hold
 AHEAD_WIDE = 4  # the same for tiles of four times as many columns
 NO_LIMIT = 3.0e38
 
@@ -38,14 +37,14 @@ def _weight_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.cons
 
 @triton.jit
 def _input_tile(x_ptr, columns, in_features):
-    """As one row of a tile, it lies in the threads that hold the weight's columns."""
+    """Input columns as one row of a tile, so that they are in the threads that hold the weight's columns."""
     columns = columns[None, :]
     return tl.load(x_ptr + columns, mask=columns < in_features, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
-    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
+    """Partial sums of products: eight neighbours, held by one thread, are added at once, which saves registers."""
     return tl.sum(tl.reshape(weight.to(tl.float32) * x, [OUT, IN // 8, 8]), 2)
 
 
@@ -88,11 +87,11 @@ def _few_gate_up_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_OUT gates and ups of the expert of a pair, all CHUNKS times BLOCK_IN columns in hand at once, for all pairs
-    that have it: the first of these does it, the others have nothing to do. ALONE: there is one token, and its experts
-    are all different."""
+    """One program: BLOCK_OUT gates and ups of a pair's expert, with all CHUNKS times BLOCK_IN columns in registers, for
+    all pairs of that expert; the program of the first such pair computes, the others return. ALONE: there is one token,
+    whose experts are all different."""
     wait_for_inputs(PDL)
-    let_next_start(PDL)  # not earlier: who starts then may read what was there before this kernel
+    let_next_start(PDL)  # not earlier: the next kernel reads, before it waits, what was written before this kernel
     pair = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inside = outs < num_outs
@@ -153,7 +152,7 @@ def _down_tile(
     BLOCK_IN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Tiles are counted expert by expert."""
+    """Load tile TILE of the second product; tiles are numbered expert by expert."""
     start = experts[TILE // CHUNKS] * num_outs * in_features
     return _weight_tile(weight_ptr + start, outs, TILE % CHUNKS * BLOCK_IN + columns, in_features, num_outs, EVEN)
 
@@ -181,14 +180,15 @@ def _few_down_kernel(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_OUT outputs of a token: CHUNKS times BLOCK_IN columns of each of its experts, AHEAD tiles on their way."""
+    """One program: BLOCK_OUT outputs of a token, from CHUNKS times BLOCK_IN columns of each of its experts. AHEAD:
+    number of tiles in flight."""
     let_next_start(PDL)
     token = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inside = outs < num_outs
     columns = tl.arange(0, BLOCK_IN)
-    # The choice is older than the kernel before, which let this one start only when it had seen it: the weights are on
-    # their way before that kernel's results are there.
+    # The choice of experts is older than the preceding kernel, which let this one start only after it had waited
+    # itself: weights are loaded before that kernel's results exist.
     experts = ()
     for choice in tl.static_range(TOP_K):
         expert = tl.load(chosen_ptr + token * TOP_K + choice, cache_modifier=".cg")
@@ -230,9 +230,9 @@ def _few_down_kernel(
 @dataclass(frozen=True, slots=True)
 class ProductTuning:
     block_out: int
-    block_in: int  # at most, columns of a tile
+    block_in: int  # maximum columns of a tile
     num_warps: int
-    ahead: int = 0  # tiles asked for before the kernel before has ended; the first product always asks for all
+    ahead: int = 0  # tiles loaded before the preceding kernel has ended; the first product always loads all
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +242,9 @@ class FewTuning:
 
 
 def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int = 2) -> FewTuning:
-    """By measurement on an H200: one token's for the experts of six models, from 2048 x 512, ten a token, to 4096 x
-    14336, two a token; a few tokens' for Qwen3-30B-A3B's of 2048 x 768, and as much in flight for others. In FP8 for
-    one token of Qwen3-30B-A3B and of gpt-oss-20b."""
+    """Choose tilings by measurement on an H200. One token: experts of six models, from 2048 x 512 with ten per token to
+    4096 x 14336 with two. A few tokens: Qwen3-30B-A3B (2048 x 768), and as many bytes in flight for others. FP8: one
+    token of Qwen3-30B-A3B and of gpt-oss-20b."""
     if element_size == 1:
         return FewTuning(ProductTuning(1, 1024, 1), _tune_fp8_down(inner, top_k))
     if num_tokens == 1:
@@ -256,13 +256,13 @@ def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int 
 
 
 def _tune_one_up(width: int) -> ProductTuning:
-    if width % 1024:  # two halves waste less time on what lies past the end than many parts
+    if width % 1024:  # two halves waste less time past the end than many parts
         return ProductTuning(2, 2048, 4 if width <= 4096 else 8)
     return ProductTuning(1, 1024, 2 if width <= 4096 else 4)
 
 
 def _tune_one_down(inner: int, top_k: int, element_size: int) -> ProductTuning:
-    if inner <= 512:  # tiles of whole rows would be too few to go on with while others are on their way
+    if inner <= 512:  # tiles of whole rows would be too few to keep loads in flight
         columns = _down_columns(256, inner, top_k)
         return ProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
     columns = _down_columns(1024, inner, top_k)
@@ -277,17 +277,17 @@ def _tune_fp8_down(inner: int, top_k: int) -> ProductTuning:
 
 
 def _down_columns(least: int, inner: int, top_k: int) -> int:
-    """Of a tile, so that a program has no more of them than it can count."""
+    """Columns of a tile of the second product, at least `least`, such that a program has at most MAX_TILES tiles."""
     while top_k * triton.cdiv(inner, least) > MAX_TILES:
         least *= 2
     return least
 
 
 def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
-    """Whether this can do it, and is the quicker way. One token's experts are all different. Several may share one:
-    its second product is then multiplied once for each, which tiles do together; in FP8 tiles are the quicker way even
-    where none is shared, because turning numbers into wider ones costs more than reading them. For a model, the number
-    of tokens decides."""
+    """Whether the shapes are supported and this path is faster. One token's experts are all different. Several tokens
+    may share one, whose second product is then computed once per token, while tiles share it. In FP8 tiles are faster
+    even if no expert is shared, because conversion costs more than reading. Within a model, the number of tokens
+    decides."""
     num_experts, width, inner = experts.down.shape
     num_tokens, top_k = chosen.shape
     most = MAX_TOKENS if experts.down_scale is None else 1
@@ -297,14 +297,14 @@ def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
 
 
 def activation_args(activation: GatedActivation | None) -> tuple[float, float, float]:
-    """`gated`'s alpha, shift and limit."""
+    """Alpha, shift and limit for `gated`."""
     if activation is None:
         return 1.0, 0.0, NO_LIMIT
     return activation.alpha, activation.shift, NO_LIMIT if activation.limit is None else activation.limit
 
 
 def activation_options(activation: GatedActivation | None) -> dict[str, bool]:
-    """What `gated` is compiled for."""
+    """Compile-time options of `gated`."""
     return {
         "LIMITED": activation is not None and activation.limit is not None,
         "GELU": activation is not None and activation.curve == "gelu_tanh",
@@ -319,14 +319,14 @@ def run_few(
     residual: Tensor | None,
     tuning: FewTuning | None = None,
 ) -> Tensor:
-    """Like `reference_experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
+    """Implements `reference.experts.run_experts`; `chosen` int32 and `weights` float32, all contiguous."""
     _, width, inner = experts.down.shape
     tuning = tuning or tune(len(x), width, inner, chosen.shape[1], experts.down.element_size())
     return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
 
 
 def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTuning) -> Tensor:
-    """The first product and what joins its halves: [pairs, inner]."""
+    """First product and gated activation: [pairs, inner]."""
     _, width, inner = experts.down.shape
     num_pairs = chosen.numel()
     joined = x.new_empty(num_pairs, inner)
@@ -365,7 +365,7 @@ def down(
     residual: Tensor | None,
     tuning: ProductTuning,
 ) -> Tensor:
-    """The second product, of experts weighted and added up, for results that `gate_up` was just launched for."""
+    """Second product, with the experts' results weighted and added. Must be launched right after `gate_up`."""
     _, width, inner = experts.down.shape
     num_tokens, top_k = chosen.shape
     out = joined.new_empty(num_tokens, width)

@@ -1,9 +1,9 @@
-"""Which expert gets which tokens, worked out on the device without asking the host: twin of `reference_experts.route`.
+"""Router and dispatch of a mixture of experts, on the device without synchronizing; implements
+`reference.experts.route`.
 
-`route` picks each token's experts. `sort_by_expert` then lays the (token, expert) pairs out expert by expert and cuts
-each expert's share into tiles of at most so many rows, so that a product over tiles pads no expert to the longest. The
-host only knows a bound of the number of tiles; those past the end are empty.
-"""
+`route` picks each token's experts. `sort_by_expert` then orders the (token, expert) pairs by expert and cuts each
+expert's share into tiles of a maximum number of rows, so that products over tiles pad no expert to the longest one. The
+host only knows a bound of the number of tiles; those past the end are empty."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from quire.kernels.reference.experts import router_logits
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.linear.norm import rms_norm
 
-TILE_FIELDS = 4  # expert (-1: an empty tile), first place, place after the last, unused
-BLOCK = 128  # pairs a program places at a time
-FEW_PAIRS = 512  # up to so many, every program counts all pairs itself; beyond, they are counted block by block first
-SIZES = (128, FEW_PAIRS)  # what such programs are compiled for
-MANY_PAIRS = 16384  # from so many on,
-MANY_BLOCKS = 4  # a program places so many blocks
-FEW_ROWS = 16  # up to so many, norm and router are one kernel
-MAX_WIDTH = 8192  # of a token that such a kernel holds at once
-NUM_WRITTEN = 128  # tiles said to be empty at a time
+TILE_FIELDS = 4  # expert (-1: an empty tile), begin, end, unused
+BLOCK = 128  # pairs that a program places at a time
+FEW_PAIRS = 512  # up to this, every program counts all pairs itself; beyond, a first kernel counts them by block
+SIZES = (128, FEW_PAIRS)  # sizes that the first case is compiled for
+MANY_PAIRS = 16384  # from this number of pairs on,
+MANY_BLOCKS = 4  # a program places this many blocks
+FEW_ROWS = 16  # up to this number of rows, norm and router are one kernel
+MAX_WIDTH = 8192  # maximum width of a token for that kernel, which holds it at once
+NUM_WRITTEN = 128  # tiles marked as empty at a time
 TAKEN = tl.constexpr(-(2**31))
 
 
@@ -57,7 +57,7 @@ def _route_kernel(
     SHARED_GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token a program; its experts lie as [groups, members]."""
+    """One program: one token; experts are arranged as [groups, members]."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -95,8 +95,8 @@ def _route_kernel(
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
     weights = tl.zeros([TOP_BLOCK], tl.float32)
     total = 0.0
-    # As integers in the same order: a warp finds their largest in one instruction. NaN is some number then, so such a
-    # token goes somewhere, and its row is found bad when sampled.
+    # Floats as integers in the same order: a warp finds their maximum in one instruction. NaN becomes some number, so
+    # such a token is routed somewhere, and its row is found bad when it is sampled.
     score_bits = scores.to(tl.int32, bitcast=True)
     keys = ranks.to(tl.int32, bitcast=True)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
@@ -107,7 +107,7 @@ def _route_kernel(
         bits = best
         if BIAS:
             bits = tl.sum(tl.sum(tl.where(mine, score_bits, 0), 1), 0)
-        weight = bits.to(tl.float32, bitcast=True)  # scores are not negative: as they are
+        weight = bits.to(tl.float32, bitcast=True)  # scores are not negative, so their bits are unchanged
         total += weight
         chosen = tl.where(places == place, tl.where(first < NUM_GROUPS * NUM_MEMBERS, first, 0), chosen)
         weights = tl.where(places == place, weight, weights)
@@ -132,7 +132,7 @@ def _route_kernel(
 def route(
     logits: Tensor, bias: Tensor | None, routing: Routing, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Like `reference_experts.route`, with experts as int32."""
+    """Implements `reference.experts.route`, with experts as int32."""
     num_tokens = logits.shape[0]
     chosen = torch.empty(num_tokens, routing.num_sent, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, routing.num_sent, dtype=torch.float32, device=logits.device)
@@ -182,7 +182,8 @@ def _norm_router_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's norm, which the first program of a token also leaves for the experts, and BLOCK of its logits."""
+    """One program: a token's norm, which the token's first program also stores for the experts, and BLOCK of its
+    logits."""
     let_next_start(PDL)
     experts = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.program_id(1).to(tl.int64)
@@ -212,7 +213,7 @@ def norm_route(
     routing: Routing,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `reference_experts.norm_route`, with experts as int32."""
+    """Implements `reference.experts.norm_route`, with experts as int32."""
     num_tokens, width = stream.shape
     if norm_weight is None or num_tokens > FEW_ROWS or width > MAX_WIDTH:
         x = stream if norm_weight is None else rms_norm(stream, norm_weight, eps)
@@ -243,10 +244,10 @@ def norm_route(
 # Sorting
 
 
-# Numbers that differ from step to step are not specialized on: a kernel compiles once, not while requests wait.
+# Numbers that differ between steps are not specialized on, so that no kernel is compiled while requests wait.
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(chosen_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """How many pairs of this block each expert got."""
+    """One program: counts a block's pairs of each expert."""
     let_next_start(PDL)
     block = tl.program_id(0)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
@@ -275,14 +276,14 @@ def _place_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Place BLOCKS blocks of pairs, and describe a share of the tiles. Nothing here is as large as a block times all
-    experts: with hundreds of them that takes the assembler many seconds."""
+    """One program: places BLOCKS blocks of pairs and describes some of the tiles. No tensor here is as large as a block
+    times all experts: with hundreds of experts that takes the assembler many seconds."""
     let_next_start(PDL)
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     wait_for_inputs(PDL)
     total = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)  # in earlier blocks
+    before = tl.zeros([EXPERTS], tl.int32)  # pairs in earlier blocks
     if COUNTED:
         for first_count in range(0, num_programs, COUNTS):
             counted = first_count + tl.arange(0, COUNTS)
@@ -315,7 +316,7 @@ def _place_kernel(
 
     own_tiles = (total + rows - 1) // rows
     tile_ends = tl.cumsum(own_tiles, 0)
-    for nth in range(program, tl.max(own_tiles, 0), num_programs):  # each expert's nth tile
+    for nth in range(program, tl.max(own_tiles, 0), num_programs):  # the nth tile of each expert
         described = tiles_ptr + (tile_ends - own_tiles + nth) * TILE_FIELDS
         first = starts + nth * rows
         tl.store(described, expert, mask=nth < own_tiles)
@@ -329,14 +330,14 @@ def _place_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    order: Tensor  # [pairs] int32: which pair (token * top_k + choice) stands at each place
+    order: Tensor  # [pairs] int32: pairs (token * top_k + choice) in sorted order
     tiles: Tensor  # [num_tiles, TILE_FIELDS] int32
     num_tiles: int
-    rows: int  # most rows of a tile
+    rows: int  # maximum rows of a tile
 
 
 def sort_by_expert(chosen: Tensor, num_experts: int, rows: int) -> SortedPairs:
-    """`chosen` [tokens, top_k] int32, cut into tiles of `rows`."""
+    """Sort the pairs of `chosen` [tokens, top_k] int32 by expert, and cut them into tiles of at most `rows`."""
     num_pairs, device = chosen.numel(), chosen.device
     num_tiles = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
     counted = num_pairs > FEW_PAIRS

@@ -1,10 +1,10 @@
-"""The latent attention of `latent` for Hopper and many heads: same meaning, latents of 512 + 64 in bfloat16 or float16.
+"""Latent attention for Hopper and many heads, with the meaning of `latent`: latents of 512 + 64 in bfloat16 or float16.
 
-Written in Gluon, because the matrix units are the limit there and Triton leaves them idle. A program has 64 heads of a
-token. One warp copies blocks of 64 entries with the copy engine; two groups of four warps take turns at them: a block's
-owner works out its scores and weights, and both multiply the weights with the entries' latents, each with one half of
-the columns. While one group is at its softmax the other has products under way. What lies in a page behind a row's end
-must be finite, as in the reference. `trial_latent` decides whether it is used.
+Written in Gluon, because the matrix units are the limit and Triton leaves them idle. A program computes 64 heads of a
+token, warp-specialized. One warp copies blocks of 64 entries with TMA; two groups of four warps alternate: a block's
+owner computes its scores and weights, and both multiply the weights with the entries' latents, each for half of the
+columns. While one group computes its softmax, the other has products in flight. Cache entries behind a row's end must
+be finite, as in the reference. `validation.latent_trials` decides whether it is used.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from quire.kernels.triton.gluon_names import thread_barrier
 def _find(
     tile, tokens_ptr, token_stride, rows_ptr, row_stride, positions_ptr, split, num_splits, MIN_BLOCKS: gl.constexpr
 ):
-    """This program's token and row (a stride of 0: in order), how many entries the token sees, of these the first block
-    and the number of blocks (0: nothing to do), and the number of shares."""
+    """This program's token and row (a stride of 0: in order), the number of entries the token sees, the program's first
+    block and number of blocks (0: nothing to do), and the number of shares."""
     token = tile.to(gl.int64)
     row = token
     if token_stride > 0:
         token = gl.load(tokens_ptr + tile * token_stride).to(gl.int64)
     if row_stride > 0:
         row = gl.load(rows_ptr + tile * row_stride).to(gl.int64)
-    row = gl.maximum(row, 0)  # a row that only pads the step has position -1: it sees nothing
+    row = gl.maximum(row, 0)  # a row that pads the step has position -1: it sees nothing
     length = gl.load(positions_ptr + token).to(gl.int32) + 1
     num_blocks = gl.maximum(gl.cdiv(length, 64), 1)
     share = gl.maximum(gl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
@@ -50,7 +50,7 @@ def _find(
 
 @gluon.jit
 def _find_slots(table_row, block, last_page, PAGE: gl.constexpr, ROWS: gl.constexpr):
-    """Where the boxes of a block's entries begin: as many rows as a page has together."""
+    """First slots of the boxes of a block of entries; a box holds at most a page."""
     slots = ()
     for box in gl.static_range(64 // ROWS):
         entry = block * 64 + box * ROWS
@@ -63,7 +63,8 @@ def _find_slots(table_row, block, last_page, PAGE: gl.constexpr, ROWS: gl.conste
 def _load_blocks(
     desc, halves, turned, barriers, table_row, length, first_block, num_blocks, PAGE: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Each block as what is turned and two halves of the latents; first the half that its owner multiplies first."""
+    """Copy each block as its rotary part and two halves of the latents; first the half that its owner multiplies
+    first."""
     BOXES: gl.constexpr = 64 // ROWS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     half_full, half_empty, turned_full, turned_empty = barriers
@@ -84,7 +85,7 @@ def _load_blocks(
             mbarrier.expect(half_full.index(place), 64 * 512)
             pieces = halves.index(place)._reinterpret(halves.dtype, [4 * BOXES, ROWS, 64], SHARED)
             for box in gl.static_range(BOXES):
-                for chunk in gl.static_range(4):  # 64 elements fill the 128 bytes over which memory is swizzled
+                for chunk in gl.static_range(4):  # 64 elements fill the 128 bytes of the swizzle
                     into = pieces.index(chunk * BOXES + box)
                     column = half * 256 + chunk * 64
                     tma.async_copy_global_to_shared(desc, [slots[box], column], half_full.index(place), into)
@@ -96,7 +97,7 @@ def _load_blocks(
 
 @gluon.jit
 def _fetch_queries(into, source_ptr, head_stride, first_head, NUM_HEADS: gl.constexpr, WIDTH: gl.constexpr):
-    """Begin copying WIDTH elements of each of 64 heads."""
+    """Start the asynchronous copy of WIDTH elements of each of 64 heads."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     heads = first_head + gl.arange(0, 64, gl.SliceLayout(1, LOADED))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LOADED))
@@ -109,7 +110,7 @@ def _fetch_queries(into, source_ptr, head_stride, first_head, NUM_HEADS: gl.cons
 def _get_queries(
     q_halves, q_turned, q_full, q_ptr, q_rope_ptr, q_head_stride, first_head, X: gl.constexpr, NUM_HEADS: gl.constexpr
 ):
-    """Copy this group's half, and wait for the other's."""
+    """Copy this group's half of the queries, and wait for the other group's half."""
     _fetch_queries(q_halves.index(X), q_ptr + X * 256, q_head_stride, first_head, NUM_HEADS, 256)
     if X == 0:
         _fetch_queries(q_turned.index(0), q_rope_ptr, 64, first_head, NUM_HEADS, 64)
@@ -123,8 +124,8 @@ def _get_queries(
 
 @gluon.jit
 def _weigh(scores, best, start, length, score_scale, told, full, MMA: gl.constexpr, A: gl.constexpr):
-    """The softmax of an own block, told to the other group as well: its weights as a factor of products, their sum, the
-    maximum so far, and what fades all that came before."""
+    """Softmax of a block of this group. Returns the weights as a product's operand, their sum, the running maximum, and
+    the factor that rescales earlier sums; weights, maximum and factor are also passed to the other group."""
     weights_buf, best_buf, fade_buf = told
     if start + 64 > length:
         keys = start + gl.arange(0, 64, gl.SliceLayout(0, MMA))
@@ -143,7 +144,7 @@ def _weigh(scores, best, start, length, score_scale, told, full, MMA: gl.constex
 
 @gluon.jit
 def _hear(acc, total, told, A: gl.constexpr, LANE: gl.constexpr, OUT_LANE: gl.constexpr):
-    """What the other group said of its block: weights and maximum; what came before it fades."""
+    """Receive the other group's weights and maximum for its block, and rescale the sums of this group."""
     weights_buf, best_buf, fade_buf = told
     p = weights_buf.load(A)
     best = best_buf.load(LANE)
@@ -166,7 +167,7 @@ def _leave(
     LANE: gl.constexpr,
     OUT: gl.constexpr,
 ):
-    """The result of a row that is not shared, or this share's part of it."""
+    """Store the result of a row that is not split, or this share's partial result."""
     out_ptr, partial_ptr, best_ptr, total_ptr = targets
     OUT_LANE: gl.constexpr = gl.SliceLayout(1, OUT)
     lanes = gl.arange(0, 64, OUT_LANE)
@@ -210,8 +211,8 @@ def _attend(
 ):
     """Group X: scores of every other block, and columns X * 256 onward of the result.
 
-    Of the four halves of the two stages, 3 X is its own block's in its own columns, 1 + X its own block's in the other
-    columns (for the scores only), and 2 - X the other group's block in its own columns."""
+    Of the four halves in the two stages, 3 X is the group's own block in its own columns, 1 + X its own block in the
+    other columns (for the scores only), and 2 - X the other group's block in its own columns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -226,19 +227,19 @@ def _attend(
 
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
     total = gl.full([64], 0.0, gl.float32, LANE)
-    # The sums begin as a product with zeros. Plain zeros are not known to belong to the matrix units: the assembler
-    # then puts waits of its own between the loop's products (it says C7517).
+    # The sums begin as a product with zeros. The assembler does not recognize plain zeros as accumulators of the matrix
+    # units and would insert waits of its own between the loop's products (warning C7517).
     p = gl.full([64, 64], 0.0, dtype, A)
     acc = gl.full([64, 256], 0.0, gl.float32, OUT)
     acc = warpgroup_mma(p, q_halves.index(0), acc, use_acc=False, is_async=True)
-    if X == 0:  # before the first block there seems to be another, of no weight
+    if X == 0:  # a virtual block before the first, with weights of zero
         weights_buf.store(gl.full([64, 64], 0.0, dtype, MMA))
         best_buf.store(gl.full([64], float("-inf"), gl.float32, LANE))
         fade_buf.store(gl.full([64], 1.0, gl.float32, LANE))
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
-    # Places in shared memory carry a zero that only the run knows and that is new in each turn: of fixed places all
-    # addresses are worked out before the loop, and there are no registers left to keep them in (224 bytes are spilled).
+    # Buffer indices include a zero that is known only at run time and changes every turn: with constant indices, all
+    # addresses are computed before the loop, and there are no registers left to hold them (224 bytes are spilled).
     zero = gl.minimum(length, 0)
     moved = zero
     for turn in range((num_blocks + 1 - X) // 2):
@@ -250,11 +251,11 @@ def _attend(
         scores = warpgroup_mma(
             q_halves.index(X + moved), halves.index(3 * X + moved).permute((1, 0)), scores, is_async=True
         )
-        # The block before, which is the other group's, goes between the parts of the own scores.
+        # The preceding block, which belongs to the other group, is processed between the parts of this group's scores.
         mbarrier.wait(weights_full.index(1 - X), (turn + X - 1) & 1)
         before = 2 - X
         if X == 0:
-            before = gl.where(turn == 0, 0, 2)  # what has no weight must be finite
+            before = gl.where(turn == 0, 0, 2)  # values with zero weights must be finite
         p, best, total, acc = _hear(acc, total, told, A, LANE, OUT_LANE)
         acc = warpgroup_mma(p, halves.index(before), acc, is_async=True)
         mbarrier.wait(half_full.index(1 + X), turn & 1)
@@ -276,7 +277,7 @@ def _attend(
         moved += zero
 
     best = best_buf.load(LANE)
-    if (num_blocks + X) % 2 == 0:  # the last block is the other group's
+    if (num_blocks + X) % 2 == 0:  # the last block belongs to the other group
         mbarrier.wait(weights_full.index(1 - X), ((num_blocks - 1) // 2) & 1)
         p, best, total, acc = _hear(acc, total, told, A, LANE, OUT_LANE)
         acc = warpgroup_mma(p, halves.index(2 - X), acc, is_async=True)
@@ -330,10 +331,10 @@ def _latent_hopper_kernel(
     MIN_BLOCKS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """64 heads of a token over a share of its row. Whatever differs between a step's kinds is read or given when it
-    runs: a model needs this compiled once."""
+    """One program: 64 heads of a token over a share of its row. What differs between kinds of steps is read or passed
+    at run time, so a model needs this compiled once."""
     gdc_wait()
-    gdc_launch_dependents()  # not earlier: who puts shares together asks for what was there before this kernel
+    gdc_launch_dependents()  # not earlier: the merge kernel reads, before it waits, what was written before this kernel
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -347,7 +348,7 @@ def _latent_hopper_kernel(
         return
     q_halves = gl.allocate_shared_memory(dtype, [2, 64, 256], SHARED)
     q_turned = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
-    halves = gl.allocate_shared_memory(dtype, [4, 64, 256], SHARED)  # of stage 0, then of stage 1
+    halves = gl.allocate_shared_memory(dtype, [4, 64, 256], SHARED)  # two halves of stage 0, then of stage 1
     turned = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     weights_buf = gl.allocate_shared_memory(dtype, [64, 64], SHARED)
     best_buf = gl.allocate_shared_memory(gl.float32, [64], LINE)

@@ -1,10 +1,9 @@
-"""Latent attention on the device: twins of `kernels.reference_latent`, absorbed.
+"""Latent attention (MLA, absorbed) on the device; implements `kernels.reference.latent`.
 
-All heads read the same entries, so heads are what the matrix units see as rows: a program takes up to 64 of them (heads
-of one token, or of some neighbouring tokens of a row where a token has fewer), reads each entry once, and uses its
-latent as key and as value. Catching up goes through the same kernel: with 64 rows its products are full anyway, no keys
-or values are written out in memory, and a chunk of any size over a context of any length takes no space of its own.
-"""
+All heads read the same cache entries, so heads are the rows of the matrix units' operand: a program takes up to 64 rows
+(heads of one token, or of several consecutive tokens of a row if there are fewer heads), reads each entry once, and
+uses its latent as key and value. Prefill uses the same kernel: with 64 rows its products are full anyway, keys and
+values are not materialized, and a chunk of any size over a context of any length needs no workspace."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def _latent_write_kernel(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The last program of a token writes its entry, the others turn HEADS queries each."""
+    """The last program of a token writes its cache entry; each other one rotates HEADS queries."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -118,7 +117,7 @@ def latent_write(
     slots: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """Like `reference_latent.latent_write`; `angles` must hold positions. Slots below 0 are skipped."""
+    """Implements `reference.latent.latent_write`; `angles` must contain positions. Slots below 0 are skipped."""
     num_tokens, num_heads, head_dim = q.shape
     rank = norm_weight.shape[0]
     rope_dim = entry.shape[1] - rank
@@ -199,8 +198,8 @@ def _latent_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of TOKENS tokens over a share of their row. TILED: which tokens stands in `tiles`; if not, a tile is
-    one token, as `decode_attention` finds it."""
+    """One program: HEADS heads of TOKENS tokens over a share of their row's keys. TILED: tokens are listed in `tiles`;
+    otherwise a tile is one token, found as in `decode_attention`."""
     let_next_start(PDL)
     head_block = tl.program_id(0)
     split = tl.program_id(1)
@@ -217,7 +216,7 @@ def _latent_kernel(
         token = tl.load(token_index_ptr + tile).to(tl.int64)
     if HAS_ROWS:
         row = tl.load(row_index_ptr + tile).to(tl.int64)
-    row = tl.maximum(row, 0)  # a row that only pads the step has position -1: nothing of it is read
+    row = tl.maximum(row, 0)  # a row that pads the step has position -1: nothing of it is read
     first_position = tl.load(positions_ptr + token).to(tl.int32)
     length = first_position + num_tokens
     num_blocks = tl.cdiv(length, BLOCK)
@@ -253,7 +252,7 @@ def _latent_kernel(
             keys = block * BLOCK + tl.arange(0, BLOCK)
             valid = keys < length
             place = next_page.to(INDEX) * page_stride + (keys % PAGE) * slot_stride
-            # A block ahead: where an entry lies must be known long before it is asked for.
+            # The page table is read one block ahead, so that an entry's address is known well before its load.
             next_page = tl.load(table_row + (keys + BLOCK) // PAGE, mask=keys + BLOCK < length, other=0)
             latent = tl.load(cache_ptr + place[:, None] + ranks[None, :], mask=valid[:, None], other=0.0).to(COMPUTE)
             turned = tl.load(
@@ -263,8 +262,8 @@ def _latent_kernel(
             ).to(COMPUTE)
             scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
             scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision=PRECISION) * score_scale
-            # Every token of a tile sees key 0, and a share begins where the first of them still sees all: only in the
-            # last blocks can a query see nothing, and it has seen something before.
+            # Every token of a tile sees key 0, and a share begins where its first token still sees all keys: a query
+            # can see nothing only in its last blocks, after it has seen something.
             scores = tl.where(keys[None, :] <= query_positions[:, None], scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))
             safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -284,10 +283,10 @@ def _latent_kernel(
             tl.store(partial_ptr + cell[:, None] * RANK + ranks[None, :], acc)
             tl.store(max_ptr + cell, best)
             tl.store(sum_ptr + cell, total)
-            tl.debug_barrier()  # all of this program's stores come before its arrival
+            tl.debug_barrier()  # all stores of this program precede its arrival
             arrived = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
             if arrived == num_shares - 1:
-                tl.store(counter_ptr + group, 0)  # for the next layer
+                tl.store(counter_ptr + group, 0)  # ready for the next layer
                 best = tl.full([LANES], float("-inf"), tl.float32)
                 total = tl.zeros([LANES], tl.float32)
                 acc = tl.zeros([LANES, RANK], tl.float32)
@@ -313,7 +312,7 @@ def _latent_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentTuning:
-    block: int = 64  # entries at a time
+    block: int = 64  # entries per iteration
     num_warps: int = 8
     num_stages: int = 2
 
@@ -321,7 +320,7 @@ class LatentTuning:
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float, tuning: LatentTuning | None = None
 ) -> Tensor:
-    """Like `reference_latent.latent_attention`."""
+    """Implements `reference.latent.latent_attention`."""
     num_heads, _, rank = q_latent.shape
     if plan.latent is None:
         num_processors = num_multiprocessors(q_latent.device.index)
@@ -343,20 +342,21 @@ def latent_attention(
 
 
 def tune(lanes: int, rank: int, element_size: int) -> LatentTuning:
-    """Blocks of entries on the way and the queries must fit into a multiprocessor's shared memory, with few lanes twice
-    over: then one program computes while the other waits for its entries."""
+    """Choose a tuning: blocks of entries in flight and the queries must fit into a multiprocessor's shared memory; with
+    few lanes twice, so that one program computes while the other waits for its entries."""
     if rank * element_size > 1024:
         return LatentTuning(block=16)
     return LatentTuning(block=32, num_warps=4, num_stages=3) if lanes <= FEW_LANES else LatentTuning()
 
 
 def _heads(num_heads: int) -> int:
-    """Heads of a program."""
+    """Heads per program."""
     return min(MAX_LANES, max(16, triton.next_power_of_2(num_heads)))
 
 
 def _num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
-    """Partial results are large, so rows are split only where whole ones would leave much of the card idle."""
+    """Number of splits. Partial results are large, so rows are split only where whole rows leave much of the GPU
+    idle."""
     if 4 * num_programs >= 3 * num_processors:
         return 1
     most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(len_bound, MIN_SPAN)))

@@ -1,7 +1,7 @@
-"""Latent attention with many heads on Hopper: the row of the ops table that launches `latent_hopper`, shares out long
-rows and puts their shares together.
+"""Latent attention with many heads on Hopper, as a row of the ops table: launches `latent.hopper`, splits long rows and
+merges their shares.
 
-What that kernel does not do (see `supports`) goes to `latent`, so this row can stand in the table in its place.
+Unsupported shapes (see `supports`) go through `latent.latent`, so this row can replace that one in the table.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from quire.kernels.triton.latent.work_list import MIN_SPAN, LatentWork, gains, p
 from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
 
 RANK, ROPE = 512, 64
-HEADS = 64  # of a program
-BLOCK = 64  # entries at a time
+HEADS = 64  # heads per program
+BLOCK = 64  # entries per iteration
 MAX_SPLITS = 64
-# What programs and shares cost on an H200, in us: a row of 8192 entries, a program's start and end, putting shares
-# together, and of that each share's part.
+# Cost model measured on an H200, in us: a row of 8192 entries, a program's start and end, a merge, and the merge's
+# additional cost per share.
 ROW, START, MERGE, SHARE = 230.0, 10.0, 4.0, 0.064
 MERGE_LANES = 2
-MERGE_SHARES = 4  # asked for at once, in registers: through shared memory fewer programs would fit
-MANY_MERGES = 6  # programs for each multiprocessor
+MERGE_SHARES = 4  # loaded at once into registers; buffers in shared memory would leave room for fewer programs
+MANY_MERGES = 6  # programs per multiprocessor from which the merge starts early
 
 
 @triton.jit
@@ -62,14 +62,14 @@ def _merge_latents_kernel(
     SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Put the shares of LANES heads of a token together; how many there are is found as the kernel before found it."""
+    """One program: merges the shares of LANES heads of a token. Their number is computed as in the preceding kernel."""
     let_next_start(PDL)
     head_block = tl.program_id(0)
     tile = tl.program_id(2).to(tl.int64)
     token = tile
     if token_stride > 0:
         token = tl.load(tokens_ptr + tile * token_stride).to(tl.int64)
-    # Older than the kernel before, which let this one start only when that was there.
+    # Positions are older than the preceding kernel, which let this one start only after it had waited itself.
     num_blocks = tl.maximum(tl.cdiv(tl.load(positions_ptr + token).to(tl.int32) + 1, BLOCK), 1)
     share = tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
     num_shares = tl.cdiv(num_blocks, share)
@@ -92,7 +92,7 @@ def _merge_latents_kernel(
                 totals = _with(totals, tl.load(total_ptr + place, mask=there, other=0.0))
             new_best = best
             for i in tl.static_range(SHARES):
-                new_best = tl.maximum(new_best, bests[i])  # finite: every share has entries the token sees
+                new_best = tl.maximum(new_best, bests[i])  # finite: every share has entries that the token sees
             fade = tl.exp2(best - new_best)
             total *= fade
             acc *= fade[:, None]
@@ -108,7 +108,7 @@ def _merge_latents_kernel(
 
 
 def supports(q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
-    """Whether the kernel can do it, and is the quicker one; `latent` does the rest."""
+    """Whether the kernel supports the inputs and is faster; else use `latent.latent`."""
     num_heads, _, rank = q_latent.shape
     return (
         gains(num_heads, rank, q_rope.shape[2], cache.shape[1], q_latent.dtype, cache.dtype)
@@ -120,7 +120,7 @@ def supports(q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
-    """Like `reference_latent.latent_attention`."""
+    """Implements `reference.latent.latent_attention`."""
     if not supports(q_latent, q_rope, cache):
         return latent.latent_attention(q_latent, q_rope, cache, plan, scale)
     num_heads = q_latent.shape[0]
@@ -136,7 +136,7 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
         )
     work: LatentWork = plan.latent
     out = torch.empty_like(q_latent)
-    if work.tiles is not None:  # a tile is one token: its row stands first, then itself
+    if work.tiles is not None:  # a tile is one token; its fields begin with the row and the token
         _launch(
             q_latent,
             q_rope,
@@ -170,8 +170,8 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
 
 
 def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
-    """Programs that start while the kernel before is at work crowd onto the few multiprocessors that it leaves free: of
-    a few most would be there, so these wait until it has ended. Of many the rest finds room elsewhere."""
+    """Merge the shares. Programs that start while the preceding kernel runs crowd onto the few multiprocessors it has
+    left: few programs would nearly all end up there, so they start after its end; of many, the rest runs elsewhere."""
     num_heads = out.shape[0]
     grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_singles)
     many = math.prod(grid) >= MANY_MERGES * num_multiprocessors(out.device.index)
@@ -197,8 +197,8 @@ def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
 
 
 def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
-    """Programs run one to a multiprocessor. Where whole rows leave some idle: as many shares as take the least time by
-    the costs above, in rounds of one program each."""
+    """Number of splits. A multiprocessor runs one program at a time. Where whole rows leave some idle: the number with
+    the least time by the cost model above, in rounds of one program per multiprocessor."""
     if num_programs >= num_processors:
         return 1
 
@@ -210,12 +210,12 @@ def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
 
 
 def _as_list(index: Tensor | None, plan: TritonPlan) -> tuple[Tensor, int]:
-    """Numbers as int32 and how far apart they stand, whatever type they have: one compiled kernel reads them all. 0: no
-    list, and any memory of that type does."""
+    """`index` as int32 with the stride of its entries, so that one compiled kernel reads lists of any integer type. A
+    stride of 0 means that there is no list; the tensor is then arbitrary."""
     if index is None:
         return plan.page_table, 0
     if index.dtype == torch.int64:
-        return index.view(torch.int32), 2  # their lower halves
+        return index.view(torch.int32), 2  # the lower halves
     return index, 1
 
 
@@ -236,7 +236,7 @@ def _launch(
     num_pages, page = cache.shape[:2]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     desc = TensorDescriptor(cache, [num_pages * page, RANK + ROPE], [RANK + ROPE, 1], [min(page, 64), 64], layout)
-    if work.partial is None:  # nobody reads or writes these, but their type is compiled for
+    if work.partial is None:  # neither read nor written, but their type is part of the kernel's signature
         work.partial = work.best = work.total = torch.empty(4, dtype=torch.float32, device=cache.device)
     _latent_hopper_kernel[(triton.cdiv(num_heads, HEADS), splits, num_tokens)](
         q_latent,

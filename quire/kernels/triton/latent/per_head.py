@@ -1,7 +1,7 @@
-"""Products of a few tokens with a matrix for each head: what brings queries into a latent's space and its mean back.
+"""Products of a few tokens with one matrix per head: the projections of queries into latent space and of results back.
 
-Reading the matrices is all the work, so a program has a block of one head's, which is on its way before the kernel
-before has ended; tokens are the rows of one product. Many tokens are torch's.
+Bound by reading the matrices, so a program loads a block of one head's matrix before the preceding kernel has ended;
+tokens are the rows of one product. With many tokens, torch's batched product is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
 
 MAX_TOKENS = 16
-BLOCK_BYTES = 16384  # of a matrix that a program has
+BLOCK_BYTES = 16384  # of a matrix, per program
 MAX_INPUTS = 512
 
 
@@ -44,7 +44,7 @@ def _head_product_kernel(
     ins = tl.arange(0, IN_BLOCK)
     inside = (ins < IN)[:, None] & (outs < OUT)[None, :]
     place = head * head_stride + ins[:, None] * in_stride + outs[None, :] * out_stride
-    weight = tl.load(weight_ptr + place, mask=inside, other=0.0)  # nobody's output
+    weight = tl.load(weight_ptr + place, mask=inside, other=0.0)  # weights are not written by any kernel
     tokens = tl.arange(0, TOKENS)
     live = (tokens < num_tokens)[:, None]
     wait_for_inputs(PDL)
@@ -56,8 +56,8 @@ def _head_product_kernel(
 
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [heads, tokens, in] times weight [heads, in, out] -> [heads, tokens, out], of a few tokens one token's heads
-    side by side in memory."""
+    """x [heads, tokens, in] times weight [heads, in, out] -> [heads, tokens, out]. With few tokens, the heads of a
+    token are contiguous in memory."""
     num_heads, num_tokens, num_in = x.shape
     num_out = weight.shape[2]
     if num_tokens > MAX_TOKENS or num_in > MAX_INPUTS or x.stride(2) != 1:

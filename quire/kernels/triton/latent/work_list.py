@@ -1,7 +1,7 @@
-"""What all layers of a step share in latent attention: which tokens, in which shares, and where these are left.
+"""Work list of latent attention, shared by all layers of a step: tokens, splits, and buffers for partial results.
 
-`latent` and `latent_many` prepare it when a step's first layer attends; it is kept on the plan. Nothing here depends
-on how long rows are at the moment, so a captured step stays right when they grow.
+`latent` and `many_heads` prepare it when a step's first layer attends and keep it on the plan. Nothing depends on the
+current lengths of rows, so a captured step stays valid as they grow.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from quire.kernels.triton.attention.paged import TritonPlan, upload_ints
 from quire.kernels.triton.attention.prefill import first_tokens, list_tiles
 
-# `latent_hopper` computes for 64 heads even if there are fewer. With 32 it reads 3.3 TB/s where `latent` reads 2.3
-# to 2.6, and catches up as quickly; with 16 `latent` reads 3.65 and fills its lanes with tokens when it catches up.
+# `latent.hopper` computes 64 heads even if there are fewer. With 32 heads it reads 3.3 TB/s where `latent` reads 2.3 to
+# 2.6, and prefills as quickly; with 16, `latent` reads 3.65 and fills its lanes with tokens in prefill.
 MANY_HEADS = 32
 MAX_LANES = 64  # heads times tokens of a program
-MIN_SPAN = 128  # entries that are not worth splitting further
+MIN_SPAN = 128  # entries below which a row is not split further
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class LatentWork:
     row_index: Tensor | None = None
     num_tiles: int = 0
     tiles: Tensor | None = None
-    partial: Tensor | None = None  # [singles * head blocks, splits, heads, rank] float32
-    best: Tensor | None = None  # [singles * head blocks, splits, heads] float32
+    partial: Tensor | None = None  # [decode rows * head blocks, splits, heads, rank] float32
+    best: Tensor | None = None  # [decode rows * head blocks, splits, heads] float32
     total: Tensor | None = None
     counters: Tensor | None = None
 
@@ -44,7 +44,8 @@ def prepare(
     device: torch.device,
     choose_splits: Callable[[int, int], int],
 ) -> LatentWork:
-    """For programs of `heads` heads. `choose_splits`: of how many programs there are, and the most entries of a row."""
+    """List the step's work for programs of `heads` heads. `choose_splits` takes the number of programs and the maximum
+    number of a row's entries."""
     if plan.work is not None:
         raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
     work = LatentWork()
@@ -54,7 +55,7 @@ def prepare(
     head_blocks = -(-num_heads // heads)
     if singles:
         work.num_singles = len(singles)
-        # The table's width, not the rows' lengths: those grow from replay to replay of a captured step.
+        # The table's width, not the rows' lengths, which grow between replays of a captured step.
         work.num_splits = choose_splits(len(singles) * head_blocks, plan.page_table.shape[1] * plan.page_tokens)
         if work.num_splits > 1:
             shape = (len(singles) * head_blocks, work.num_splits, heads)
@@ -75,7 +76,7 @@ def prepare(
 
 
 def gains(num_heads: int, rank: int, rope_dim: int, page: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Whether such a model is one for `latent_hopper`."""
+    """Whether `latent.hopper` supports the model's shape and is faster for it."""
     return (
         num_heads >= MANY_HEADS
         and (rank, rope_dim) == (512, 64)

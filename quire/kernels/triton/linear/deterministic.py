@@ -1,8 +1,8 @@
-"""Products of the deterministic mode on CUDA: a row's sums are taken in one order, however many rows there are.
+"""Batch-invariant products of the deterministic mode on CUDA: a row's sums have one order, whatever the number of rows.
 
-The weight is always the left operand of the matrix units and every element of the output is one chain of sums along the
-columns, sixteen at a time from the first to the last. The number of rows decides how many of them share a program, and
-so how wide the right operand is; it never decides how a sum is taken. `tests/gpu/test_deterministic.py` compares bits.
+The weight is always the left operand of the matrix units, and every output element is one chain of sums along the
+columns, sixteen at a time from first to last. The number of rows determines how many share a program, and so the width
+of the right operand, but never the order of a sum. `tests/gpu/test_deterministic.py` compares bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from quire.kernels.triton.launch import (
 )
 from quire.kernels.triton.linear import norm
 
-GROUP = 8  # tiles of outputs that are worked on side by side, so that the rows they share are read from L2
+GROUP = 8  # output tiles processed side by side, so that the rows they share are read from L2
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # a kernel must not be another for sixteen rows
+@triton.jit(do_not_specialize=["num_rows"])  # sixteen rows must not select another kernel
 def _fixed_linear_kernel(
     x_ptr,
     weight_ptr,
@@ -89,15 +89,15 @@ def _fixed_linear_kernel(
 class Tile:
     outs: int
     rows: int
-    columns: int  # that are fetched at a time: sums go on from one such piece to the next
+    columns: int  # columns loaded per iteration; sums continue from one iteration to the next
     num_warps: int
     num_stages: int
 
 
 def choose_tile(num_rows: int, in_features: int, out_features: int, dtype: torch.dtype, multiprocessors: int) -> Tile:
-    """By measurement on an H200. A program waits more than it works, so few rows are cut until every multiprocessor has
-    a program, or two that fit side by side; many rows share what is fetched."""
-    if dtype == torch.float32:  # on the plain units, whose operands lie in registers
+    """Choose a tile, by measurement on an H200. A program mostly waits, so few rows are cut until every multiprocessor
+    has a program, or two that fit side by side; many rows share their loads."""
+    if dtype == torch.float32:  # no tensor cores; operands are held in registers
         return Tile(64, 16, 32, 4, 2) if num_rows <= 16 else Tile(64, 64, 32, 8, 2)
     narrow = triton.cdiv(out_features, 64)
     if narrow * triton.cdiv(num_rows, 16) <= multiprocessors or num_rows <= 16:
@@ -109,7 +109,7 @@ def choose_tile(num_rows: int, in_features: int, out_features: int, dtype: torch
     wide = triton.cdiv(out_features, 128)
     if wide * triton.cdiv(num_rows, 128) < multiprocessors:
         return Tile(64, 128, 64, 4, 4)
-    is_plenty = wide * triton.cdiv(num_rows, 256) >= 8 * multiprocessors  # so that a last, partly empty round is cheap
+    is_plenty = wide * triton.cdiv(num_rows, 256) >= 8 * multiprocessors  # so that a partial last round is cheap
     return Tile(128, 256 if is_plenty else 128, 64, 8, 3)
 
 
@@ -121,7 +121,7 @@ def fixed_linear(
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [rows, in] times `weight` [out, in], + bias, + residual [rows, out], rounded once: to x's type by default."""
+    """x [rows, in] times `weight` [out, in], + bias, + residual [rows, out]; rounded once, to x's type by default."""
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
     out = x.new_empty(num_rows, out_features, dtype=out_dtype or x.dtype)

@@ -1,8 +1,7 @@
-"""Products with FP8 (e4m3) weights: one scale per output channel, worked out once from the plain weight.
+"""Products with FP8 (e4m3) weights, which have one scale per output channel, computed once from the plain weight.
 
-One row keeps its activations as they are (`skinny`); more rows are scaled row by row to FP8 as well, where the matrix
-units are twice as fast, and multiplied by torch's scaled product, which won from two rows on.
-"""
+A single row keeps its activations unquantized (`skinny`). More rows are quantized row by row to FP8, in which the
+matrix units are twice as fast, and multiplied by torch's scaled product, which is faster from two rows on."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from quire.kernels.triton.activations import curved
 from quire.kernels.triton.launch import INTERPRETED, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.linear.skinny import skinny_linear
 
-MULTIPLE = 16  # what the matrix units want both sides of a weight to be; others are padded with zeros
+MULTIPLE = 16  # sides of a weight must be multiples of this for the matrix units; others are padded with zeros
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def _quantize_rows_kernel(
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
     most = tl.maximum(tl.max(tl.abs(x), 0), 1e-12)
-    stored = (x * (448.0 / most)).to(out_ptr.dtype.element_ty)  # past the row's end 0
+    stored = (x * (448.0 / most)).to(out_ptr.dtype.element_ty)  # 0 past the row's end
     tl.store(out_ptr + row * out_width + columns, stored, mask=columns < out_width)
     tl.store(scale_ptr + row, most / 448.0)
 
@@ -56,9 +55,9 @@ def _quantize_rows_kernel(
 def quantize_rows(
     x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0, gate: Curve | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, width] as float8_e4m3fn and what each row is to be multiplied with, [rows] float32; after its norm, or
-    after `gate` of its first half times its second, which leaves half the width. A width that is no `MULTIPLE`
-    is filled up with zeros."""
+    """x [rows, width] as float8_e4m3fn, and each row's scale, [rows] float32; after a norm, or after the activation
+    `gate` of the first half times the second half, which halves the width. The width is padded with zeros to a
+    `MULTIPLE`."""
     rows, width = x.shape[0], x.shape[1] // 2 if gate is not None else x.shape[1]
     out_width = triton.cdiv(width, MULTIPLE) * MULTIPLE
     out = torch.empty(rows, out_width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -82,7 +81,7 @@ def quantize_rows(
 
 
 def _quantize_warps(rows: int, block: int) -> int:
-    """By measurement: many rows keep memory busy with few warps each, few rows want many."""
+    """Number of warps, by measurement: many rows keep memory busy with few warps each, few rows need many."""
     return min(max(block // 1024, 1), 8) if rows >= 1024 else min(max(block // 512, 1), 32)
 
 
@@ -104,7 +103,7 @@ def _dequantize_pages_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A page is done by as many programs as it has pieces: few pages should fill the card too."""
+    """One program: one piece of a page. Pages are split into pieces so that few pages also occupy the GPU."""
     let_next_start(PDL)
     place = tl.program_id(0)
     begin = tl.program_id(1) * PIECE
@@ -132,8 +131,8 @@ def dequantize_pages(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Page `page_table[rows[i], columns[i]]` of the FP8 caches [pages, page_tokens, kv_heads, head_dim] becomes page i
-    of the outputs. Attention that reads a page many times had better do it in a type its matrix units take."""
+    """Dequantize page `page_table[rows[i], columns[i]]` of the FP8 caches [pages, page_tokens, kv_heads, head_dim] into
+    page i of the outputs. Worth it for attention that reads a page many times."""
     page_elements, piece = k_out[0].numel(), 16384
     _dequantize_pages_kernel[(len(rows), triton.cdiv(page_elements, piece))](
         k_cache,
@@ -155,7 +154,7 @@ def dequantize_pages(
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times `weight` [out, in] float8_e4m3fn with `weight_scale` [out] float32 (both of `quantize_rows`).
+    """x [rows, in] times `weight` [out, in] float8_e4m3fn with `weight_scale` [out] float32, both from `quantize_rows`.
     Returns x's type."""
     if x.shape[0] == 1 or INTERPRETED:
         return skinny_linear(x, weight, bias, weight_scale=weight_scale)
@@ -166,7 +165,7 @@ def scaled_product(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x [rows, in] times `weight` [out, in], both float8_e4m3fn with their scales [rows] and [out]."""
-    inside = None if dtype == torch.float32 else bias  # torch adds no bias inside a product that gives float32
+    inside = None if dtype == torch.float32 else bias  # torch cannot add a bias inside a product with a float32 result
     out = torch._scaled_mm(
         x,
         weight.t(),

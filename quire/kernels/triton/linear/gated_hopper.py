@@ -1,10 +1,9 @@
-"""The product of a fused gate-up weight with its gate, for Hopper and many rows, in bfloat16 or float16.
+"""Product with a fused gate-up weight and its gated activation, for Hopper and many rows, in bfloat16 or float16.
 
-Written in Gluon: one warp copies with the copy engine and two groups of four warps multiply, 64 rows each of a tile of
-128 rows and 128 columns of the result, whose gate and up halves are one product 256 wide. One program stays on each
-multiprocessor and goes from tile to tile. A tile's sums are rounded as the plain path rounds them; their gate is
-done while the products of the next tile are under way, so nothing waits for it. `trial_gated` decides whether it is
-used.
+Written in Gluon, warp-specialized and persistent: one warp copies with TMA, and two groups of four warps multiply, 64
+rows each of a tile of 128 rows and 128 result columns, whose gate and up halves are one product 256 wide. One program
+per multiprocessor walks over tiles. A tile's sums are rounded as in the plain path; their activation is computed while
+the next tile's products are in flight. `validation.gated_trial` decides whether it is used.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from quire.kernels.triton.launch import num_multiprocessors
 CURVES: tuple[Curve, ...] = ("silu", "gelu_tanh")
 STAGES = 4
 GROUP = 16
-MIN_WIDTH = 320  # of x: a tile's first steps finish the tile before, and there must be as many
+MIN_WIDTH = 320  # columns of x: a tile's first iterations finish the preceding tile, so there must be enough of them
 
 
 @gluon.jit
 def _find(tile, num_row_tiles, num_column_tiles, GROUP: gl.constexpr):
-    """Row and column of a tile. GROUP rows of tiles go together from column to column: what runs at the
-    same time shares its rows and its weights in L2."""
+    """Row and column of a tile. GROUP rows of tiles advance together from column to column, so that programs that run
+    concurrently share rows and weights in L2."""
     group = tile // (GROUP * num_column_tiles)
     within = tile - group * (GROUP * num_column_tiles)
     height = gl.minimum(num_row_tiles - group * GROUP, GROUP)
@@ -63,7 +62,7 @@ def _load_tiles(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """64 columns of 128 rows, of 128 gates and of their 128 ups at a time."""
+    """Load 64 columns of 128 rows, of 128 gates and of their 128 ups at a time."""
     done = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
         row, column = _find(tile, num_row_tiles, num_column_tiles, GROUP)
@@ -89,13 +88,13 @@ def _load_tiles(
 
 @gluon.jit
 def _halve(values):
-    """Left and right columns. All stay with the threads that have them."""
+    """Left and right half of the columns, in the threads that hold them."""
     return values.reshape([values.shape[0], 2, values.shape[1] // 2]).permute(0, 2, 1).split()
 
 
 @gluon.jit
 def _pack(sums, dtype: gl.constexpr):
-    """Gate and up, rounded, in one word; in four parts, by columns."""
+    """Gate and up, rounded and packed into one word; as four parts, by columns."""
     gate, up = _halve(sums)
     if dtype == gl.bfloat16:
         words = gl.inline_asm_elementwise(
@@ -141,8 +140,8 @@ def _unpack(words, dtype: gl.constexpr):
 
 @gluon.jit
 def _gate_mul(words, dtype: gl.constexpr, CURVE: gl.constexpr):
-    """Of what is packed. The sigmoid in five instructions: to the compiler's own exp and division belong as many again
-    for numbers that no gate has. GELU is one, too, of something else (`curves.gelu_tanh`)."""
+    """Activation of packed gates times ups. The sigmoid takes five instructions; the compiler's exp and division take
+    twice as many, for values that no gate has. GELU is a sigmoid of another argument (see `activations.gelu_tanh`)."""
     gate, up = _unpack(words, dtype)
     steep = gate
     if CURVE == "gelu_tanh":
@@ -170,7 +169,7 @@ def _gate_mul(words, dtype: gl.constexpr, CURVE: gl.constexpr):
 
 @gluon.jit
 def _finish(words, out_desc, out_tile, row, column, CURVE: gl.constexpr):
-    """A part of a tile: 64 rows, 32 columns."""
+    """Compute and store a part of a tile: 64 rows, 32 columns."""
     out_tile.store(_gate_mul(words, out_tile.dtype, CURVE))
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [row, column], out_tile)
@@ -196,7 +195,7 @@ def _multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     dtype: gl.constexpr = out_tiles.dtype
     nothing = gl.full([64, 256], 0.0, gl.float32, MMA)
-    # What is left to finish. Before the first tile there seems to be another, outside the result: nobody stores it.
+    # The parts to finish. A virtual tile before the first lies outside the result, so it is not stored.
     parts = _pack(nothing, dtype)
     old_row = num_rows
     old_column = 0
@@ -336,16 +335,16 @@ def _gated_hopper_kernel(
 
 
 def fits(num_outputs: int, in_features: int, dtype: torch.dtype, curve: Curve) -> bool:
-    """Whether a weight of [gates and ups, in_features] and its gate are for this kernel."""
+    """Whether the kernel supports a weight of [num_outputs (gates and ups), in_features] with this activation."""
     whole = num_outputs % 256 == 0 and in_features % 64 == 0 and curve in CURVES
     return whole and in_features >= MIN_WIDTH and dtype in (torch.bfloat16, torch.float16)
 
 
 def gated_linear(x: Tensor, weight: Tensor, curve: Curve = "silu") -> Tensor:
-    """x [rows, in_features], weight [2 * width, in_features], gates first -> [rows, width]: `gate_mul` of the product.
-    The weight `fits` with the curve, is contiguous and begins at a multiple of 16 bytes."""
+    """x [rows, in_features] times weight [2 * width, in_features], gates first -> [rows, width]: `gate_mul` of the
+    product. The weight `fits` with the activation, is contiguous and aligned to 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single row where and as it lies
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` would return a single row unchanged
     num_rows, num_columns = x.shape[0], weight.shape[0] // 2
     out = x.new_empty(num_rows, num_columns)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -367,10 +366,10 @@ def gated_linear(x: Tensor, weight: Tensor, curve: Curve = "silu") -> Tensor:
 
 
 class GatedLinear:
-    """Implements the table's `FusedLinear`, for many rows and weights of the one shape and gate it was tried and timed
-    with."""
+    """Implements the ops table's `FusedLinear` for many rows and weights of the one shape and activation that was tried
+    and timed."""
 
-    MIN_ROWS = 1024  # with fewer, a last round of tiles that leaves most of the card idle counts for too much
+    MIN_ROWS = 1024  # with fewer, a partial last round of tiles leaves too much of the GPU idle
 
     def __init__(
         self,
@@ -402,6 +401,6 @@ class GatedLinear:
         x = x if norm_weight is None else self._rms_norm(x, norm_weight, eps)
         if bias is None:
             out = gated_linear(x, weight, self._curve)
-        else:  # another layer of the same shape: as if this had not won
+        else:  # another layer of the same shape, computed without the kernel
             out = self._gate_mul(functional.linear(x, weight, bias), self._curve)
         return out if residual is None else out.add_(residual)

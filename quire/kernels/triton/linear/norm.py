@@ -1,5 +1,5 @@
-"""RMS norm and gate times up, Triton twins of `kernels.reference`, and a norm that is added to the stream at once; math
-in float32."""
+"""RMS norm, gated activation (`gate_mul`), and a norm fused with the addition to the residual stream. Implements
+`kernels.reference.small_ops`; math in float32."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _gate_mul_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Twin of `reference.rms_norm`; `weight` is [width] or [heads, width] for x of [tokens, heads, width]."""
+    """RMS norm over the last dimension; `weight` is [width], or [heads, width] for x of [tokens, heads, width]."""
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty_like(x)
@@ -74,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_add(x: Tensor, weight: Tensor, eps: float, stream: Tensor, factor: float) -> Tensor:
-    """`stream` [tokens, width] plus `factor` times rms_norm(x, weight, eps), in the stream's memory."""
+    """Add `factor` times rms_norm(x, weight, eps) to `stream` [tokens, width] in place."""
     x = x.contiguous()
     block, num_warps = _whole_row(x.shape[1])
     _norm_add_kernel[(len(x),)](
@@ -84,13 +84,13 @@ def norm_add(x: Tensor, weight: Tensor, eps: float, stream: Tensor, factor: floa
 
 
 def _whole_row(width: int) -> tuple[int, int]:
-    """The block that holds it, and how many warps."""
+    """Block size that holds a whole row, and number of warps."""
     block = triton.next_power_of_2(width)
     return block, min(max(block // 512, 1), 16)
 
 
 def gate_mul(gate_up: Tensor, curve: Curve = "silu") -> Tensor:
-    """Twin of `reference.gate_mul`."""
+    """Activation `curve` of the first half of each row times the second half."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     num_rows = out.numel() // width

@@ -1,8 +1,8 @@
-"""Matrix products of a few rows, where reading the weight is all the work: one kernel with what stands around it.
+"""Products of a few rows, bound by reading the weight, fused with the surrounding operations.
 
-x [rows, in] times weight [out, in], with optional RMS norm before, bias, and gate or residual addition behind: a layer
-of a one-token step is a handful of launches. One row multiplies on the plain units; up to 32 go through the matrix
-units with the weight as their left operand.
+x [rows, in] times weight [out, in], with optional RMS norm before, and bias, gated activation or residual addition
+after, so that a layer of a one-token step takes few launches. One row uses plain arithmetic units; up to 32 rows use
+the matrix units with the weight as the left operand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.kernels.triton.linear.norm import rms_norm
 
 @triton.jit
 def _weight_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.constexpr):
-    """EVEN: tiles fill the weight exactly. If not, there are zeros past its ends."""
+    """A weight's tile. EVEN: tiles fill the weight exactly; otherwise zeros are read past its ends."""
     ptr = weight_ptr + outs.to(tl.int64)[:, None] * in_features + columns[None, :]
     if EVEN:
         return tl.load(ptr)
@@ -32,7 +32,7 @@ def _weight_tile(weight_ptr, outs, columns, in_features, num_outs, EVEN: tl.cons
 @triton.jit
 def _input_tile(x_ptr, norm_ptr, columns, in_features, squares, NORM: tl.constexpr):
     """The input's columns, times the norm's weight if there is one, and the running squares."""
-    columns = columns[None, :]  # loaded as one row of a tile, it lies in the threads that hold the weight's columns
+    columns = columns[None, :]  # as one row of a tile, it is in the threads that hold the weight's columns
     inside = columns < in_features
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -43,7 +43,7 @@ def _input_tile(x_ptr, norm_ptr, columns, in_features, squares, NORM: tl.constex
 
 @triton.jit
 def _add_products(acc, weight, x, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Eight neighbours, which one thread holds, are added up at once: an eighth of the registers."""
+    """`acc` plus products: eight neighbours, held by one thread, are added at once, which saves registers."""
     return acc + tl.sum(tl.reshape(weight.to(tl.float32) * x, [BLOCK_OUT, BLOCK_IN // 8, 8]), 2)
 
 
@@ -74,9 +74,9 @@ def _one_row_kernel(
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
-    up_ptr = weight_ptr + tl.cast(out_features, tl.int64) * in_features  # one output: Triton makes it a constant
-    # The weight is nobody's output: its first tile is under way before the input is there, each later one before the
-    # one in hand is used.
+    up_ptr = weight_ptr + tl.cast(out_features, tl.int64) * in_features  # Triton makes an `out_features` of 1 constant
+    # Weights are not written by any kernel: the first tile is loaded before the input is ready, and each later one
+    # before the current one is used.
     weight = _weight_tile(weight_ptr, outs, columns, in_features, out_features, EVEN)
     other = weight
     if GATE is not None:
@@ -86,7 +86,7 @@ def _one_row_kernel(
     squares = tl.zeros([1, BLOCK_IN], tl.float32)
     wait_for_inputs(PDL)
     last = 0
-    if LOOP:  # more than one tile; else the registers of a second are spared
+    if LOOP:  # more than one tile; otherwise the registers of a second one are saved
         last = (in_features - 1) // BLOCK_IN * BLOCK_IN
         for start in range(0, last, BLOCK_IN):
             x, squares = _input_tile(x_ptr, norm_ptr, start + columns, in_features, squares, NORM)
@@ -124,7 +124,7 @@ def _one_row_kernel(
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or sixteen rows would get a kernel of their own
+@triton.jit(do_not_specialize=["num_rows"])  # sixteen rows must not select another kernel
 def _few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -204,18 +204,18 @@ class SkinnyTuning:
 
 
 def tune(num_rows: int, out_features: int, in_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
-    """By measurement on an H200, for the products of nine models."""
+    """Choose a tuning, by measurement on an H200 for the products of nine models."""
     if num_rows > 1:
         return _tune_few(num_rows, out_features, element_size, gate)
-    if element_size == 1:  # all columns at once: a loop would rearrange the input for every tile
+    if element_size == 1:  # all columns at once: a loop would convert the input's layout for every tile
         if in_features > 4096:
             narrows = gate is None and out_features <= in_features <= 16384
             return SkinnyTuning(1, 16384, 4, 1) if narrows else SkinnyTuning(2, 16384, 8, 1)
         return SkinnyTuning(2, 4096, 4, 1) if out_features <= 4096 and gate is None else SkinnyTuning(4, 4096, 4, 1)
-    # All columns at once: a loop's end waits for its last tile. Unless too much of that one tile lay past their end.
+    # All columns at once, as a loop's end waits for its last tile, unless too much of that tile is past their end.
     columns = triton.next_power_of_2(in_features)
     fills = 3 * in_features >= 2 * columns
-    if gate is not None:  # two tiles in hand at once
+    if gate is not None:  # two tiles are held at once
         return _tune_gated(in_features, columns, fills)
     if in_features <= 1024:
         return SkinnyTuning(4, 1024, 1, 1)
@@ -223,7 +223,7 @@ def tune(num_rows: int, out_features: int, in_features: int, element_size: int, 
         return SkinnyTuning(2, 2048, 8, 1) if out_features <= 2048 else SkinnyTuning(4, 2048, 2, 1)
     if in_features <= 4096 and fills:
         return SkinnyTuning(2, 4096, 4, 1) if out_features <= 3072 else SkinnyTuning(4, 4096, 4, 1)
-    # Programs of four outputs have as much on their way as those of eight only if they are enough to fill the card.
+    # Programs of four outputs have as many bytes in flight as those of eight only if they are enough to fill the GPU.
     return SkinnyTuning(4, 1024, 4, 1) if in_features > 4096 and out_features >= 3840 else SkinnyTuning(8, 1024, 4, 1)
 
 
@@ -236,8 +236,8 @@ def _tune_gated(in_features: int, columns: int, fills: bool) -> SkinnyTuning:
 
 
 def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve | None) -> SkinnyTuning:
-    """Blocks so small that there are several programs for each multiprocessor, if outputs suffice for it, with much of
-    the weight on its way. More rows want larger ones: every program reads all of x."""
+    """Choose blocks so small that there are several programs per multiprocessor, if there are enough outputs, with much
+    of the weight in flight. More rows need larger blocks, because every program reads all of x."""
     if element_size == 1:
         return SkinnyTuning(64, 128, 4, 5)
     if gate is not None:
@@ -246,8 +246,8 @@ def _tune_few(num_rows: int, out_features: int, element_size: int, gate: Curve |
         return SkinnyTuning(16, 256, 4, 6) if out_features <= 2048 else SkinnyTuning(32, 256, 4, 6)
     if out_features <= 1024:
         return SkinnyTuning(32, 256, 4, 4)
-    # Where outputs are few and inputs many, larger blocks are quicker by themselves, but not in a model: small programs
-    # start beside those of the kernel before.
+    # With few outputs and many inputs, larger blocks are faster in isolation but not in a model: small programs start
+    # beside those of the preceding kernel.
     return SkinnyTuning(16, 256, 2, 6) if out_features <= 4096 else SkinnyTuning(16, 512, 2, 3)
 
 
@@ -264,14 +264,14 @@ def skinny_linear(
     tuning: SkinnyTuning | None = None,
 ) -> Tensor:
     """x [rows <= 32, in], contiguous, times `weight` [out, in] (x's type, or float8_e4m3fn with `weight_scale` [out]
-    float32). In order: rms_norm(x, norm_weight, eps), the product, + bias, `gate` of the output's first half times its
-    second, + residual. Returns [rows, out], or [rows, out / 2] with `gate`.
+    float32). In order: rms_norm(x, norm_weight, eps), product, + bias, activation `gate` of the output's first half
+    times its second half, + residual. Returns [rows, out], or [rows, out / 2] with `gate`.
     """
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // 2 if gate is not None else weight.shape[0]
     tuning = tuning or tune(num_rows, out_features, in_features, weight.element_size(), gate)
     if num_rows > 1 and norm_weight is not None:
-        # Worth a launch: inside the product every program would norm every row again.
+        # Worth a launch: inside the product every program would normalize every row again.
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     out = x.new_empty(num_rows, out_features)
     block_in = min(tuning.block_in, triton.next_power_of_2(in_features))

@@ -65,7 +65,7 @@ def gluon_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def test_gluon_is_used_by_names_that_all_its_tritons_have() -> None:
     """Else only those would see it who have another one than we."""
-    sources = [(path, path.read_text()) for path in sorted(KERNELS.glob("*.py"))]
+    sources = [(path, path.read_text()) for path in sorted(KERNELS.rglob("*.py"))]
     found = {(path.name, *name) for path, text in sources if "gluon" in text for name in gluon_names(ast.parse(text))}
     assert len(found) > 100
     moved = [use for use in sorted(found) if use[2] not in IN_ALL_TRITONS[use[1]]]

@@ -51,7 +51,7 @@ from quire.models.loading.loader import (
     load_model,
     read_config,
     resolve_dtype,
-    takes_fp8,
+    supports_fp8,
 )
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
@@ -270,7 +270,7 @@ def try_sampling_ops(
     model: Model, config: Config, device: torch.device, at: torch.device, findings: Findings | None = None
 ) -> SamplingOps | None:
     """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
-    `settle_model`."""
+    `build_tried_model`."""
     engine = config.engine
     ops = None if engine.kernels == "torch" else select_sampling(device.type, engine.deterministic)
     if ops is None:
@@ -382,7 +382,7 @@ def memory_report(config: Config) -> MemoryPlan:
     plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
     quant = config.model.quant
-    smaller = quant == "none" and takes_fp8(model, device, config.engine.kernels, config.engine.deterministic)
+    smaller = quant == "none" and supports_fp8(model, device, config.engine.kernels, config.engine.deterministic)
     in_blocks = keeps_blocks(model, config.model.dtype, hf_config)
     return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
 

@@ -23,7 +23,7 @@ from quire.config_build import override_config
 from quire.kernels.table import select_ops
 from quire.kernels.triton import compile_worker
 from quire.models.fallback.model import FallbackModel
-from quire.models.loading.loader import read_config, settle_model
+from quire.models.loading.loader import build_tried_model, read_config
 from quire.models.loading.sources import finish_module
 from quire.models.registry import find_family, find_model_type
 from quire.runtime.graphs import decode_rows, graph_sizes
@@ -111,7 +111,7 @@ def rehearse(config: Config) -> Iterator[None]:
     hf_config = read_config(find_files(config, None))
     if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
         return
-    model, _ = settle_model(
+    model, _ = build_tried_model(
         hf_config,
         dtype=config.model.dtype,
         device=CUDA,

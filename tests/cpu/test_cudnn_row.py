@@ -19,7 +19,7 @@ from quire.kernels.libraries.seam import LibraryPlan, with_library
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.validation.trials import TrialShape
 from quire.models.loading import loader
-from quire.models.loading.kernel_trials import Trials, settle_library
+from quire.models.loading.kernel_trials import Trials, select_library
 from quire.types import QuireError
 from tests.gpu.library_checks import check_fresh
 from tests.gpu.where import Where
@@ -186,6 +186,6 @@ def test_a_model_without_work_for_a_library_refuses_it(fields: dict[str, Any], h
     ops = replace(REFERENCE, plan_attention=lambda *args: None) if has_attention else REFERENCE
     trials = Trials(model, torch.bfloat16, torch.device("cuda"), 64)
     with pytest.raises(QuireError, match=why) as refused:
-        settle_library(ops, trials, "cudnn")
+        select_library(ops, trials, "cudnn")
     assert "kernels=cudnn can't be used" in str(refused.value)
-    assert settle_library(ops, trials, "auto") is ops
+    assert select_library(ops, trials, "auto") is ops

@@ -27,7 +27,7 @@ from quire.kernels.reference import attention as reference_attention
 from quire.kernels.reference import experts as reference_experts
 from quire.kernels.reference import small_ops as reference
 from quire.kernels.table import FIXED, select_choice
-from quire.models.loading.deterministic_support import IN_TORCH, fixed_ops, kind_of
+from quire.models.loading.deterministic_support import TORCH_KINDS, kind_of, select_deterministic_ops
 from quire.models.loading.loader import load_model
 from quire.models.registry import Model
 from quire.sampling.noise import Noise
@@ -118,7 +118,7 @@ def test_the_same_bits_whatever_surrounds_a_row(model: Model) -> None:
 
 
 LATENT = [family.name for family in all_families() if kind_of(model_type(family)) == "latent"]
-COVERED = [family.name for family in all_families() if kind_of(model_type(family)) in IN_TORCH]
+COVERED = [family.name for family in all_families() if kind_of(model_type(family)) in TORCH_KINDS]
 
 
 @pytest.mark.slow
@@ -291,8 +291,15 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
 def test_models_it_does_not_cover_are_refused(family: str) -> None:
     """By torch alone: sinks; a family of its own; what transformers' code runs."""
     with pytest.raises(QuireError, match="deterministic mode does not cover"):
-        fixed_ops(family, fits_native=False, in_blocks=False, device_type="cpu", dtype="auto", quant="none",
-                  kernels="torch")  # fmt: skip
+        select_deterministic_ops(
+            family,
+            fits_native=False,
+            in_blocks=False,
+            device_type="cpu",
+            dtype="auto",
+            quant="none",
+            kernels="torch",
+        )
 
 
 @pytest.mark.parametrize(("change", "said"), [({"quant": "fp8"}, "no --quant fp8 on CUDA"),
@@ -304,9 +311,9 @@ def test_what_it_can_not_do_on_cuda_is_refused(change: dict[str, str], said: str
     monkeypatch.setattr("quire.models.loading.deterministic_support.select_fixed_ops", lambda *args: FIXED)
     ask: dict[str, Any] = {"model_type": "qwen3", "fits_native": True, "in_blocks": False, "device_type": "cuda",
                            "dtype": "auto", "quant": "none", "kernels": "auto"}  # fmt: skip
-    assert fixed_ops(**ask) is FIXED
+    assert select_deterministic_ops(**ask) is FIXED
     with pytest.raises(QuireError, match=said):
-        fixed_ops(**{**ask, **change})
+        select_deterministic_ops(**{**ask, **change})
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])

@@ -23,7 +23,7 @@ from quire.files.source import resolve_model
 from quire.models import registry
 from quire.models.fallback import model as fallback
 from quire.models.fallback import tensor_names as fallback_names
-from quire.models.loading.language_model_part import text_part
+from quire.models.loading.language_model_part import language_model_config
 from quire.models.loading.loader import build_model, load_model
 from quire.startup.assemble import memory_report
 from quire.types import QuireError
@@ -250,9 +250,9 @@ def test_the_language_model_of_one_with_eyes_is_found(kind: str, model_class: st
 
 
 def test_a_language_model_that_nobody_knows_is_not() -> None:
-    assert text_part({"model_type": "odd", "text_config": {"model_type": "odd_text"}}) is None
-    assert text_part({"model_type": "odd", "text_config": {"vocab_size": 7}}) is None
-    assert text_part({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}) is not None
+    assert language_model_config({"model_type": "odd", "text_config": {"model_type": "odd_text"}}) is None
+    assert language_model_config({"model_type": "odd", "text_config": {"vocab_size": 7}}) is None
+    assert language_model_config({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}) is not None
 
 
 def test_what_would_have_to_be_recomputed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quire.files.source import ModelFiles, named_float
 from quire.layers.weights import iter_weights
-from quire.models.loading.language_model_part import text_part
+from quire.models.loading.language_model_part import language_model_config
 from quire.models.loading.loader import build_model, load_model
 from quire.models.registry import FAMILIES as REGISTRY
 from quire.types import QuireError
@@ -47,7 +47,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidde
 
 def fields_of(kind: str) -> Fields:
     config = json.loads(FAMILIES[kind].config().to_json_string(use_diff=False), object_hook=named_float)
-    return text_part(config) or config
+    return language_model_config(config) or config
 
 
 def text_fields(config: Fields) -> Fields:
@@ -191,7 +191,7 @@ def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:
     """Of text and images, with the method said of the whole."""
     family = next(family for family in all_families() if family.name == "gemma3 of text and images")
     config = json.loads(family.config().to_json_string(use_diff=False), object_hook=named_float)
-    part = text_part({**config, "quantization_config": {"quant_method": "hqq"}})
+    part = language_model_config({**config, "quantization_config": {"quant_method": "hqq"}})
     assert part is not None and "is quantized (hqq)" in refuse(part)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from quire.layers.rope import RopeConfig
 from quire.layers.weights import iter_weights
-from quire.models.loading.language_model_part import text_part
+from quire.models.loading.language_model_part import language_model_config
 from quire.models.loading.loader import build_model
 from quire.models.registry import FAMILIES, find_family
 from quire.types import QuireError
@@ -29,7 +29,7 @@ LIMITS = ("max_positions", "original_len")
 
 
 def read(config: Fields) -> Any:
-    text = text_part(config) or config
+    text = language_model_config(config) or config
     try:
         return find_family(text["model_type"]).read_config(text)
     except QuireError:
@@ -38,7 +38,9 @@ def read(config: Fields) -> Any:
 
 def tensors(config: Fields) -> Any:
     try:
-        model, _ = build_model(text_part(config) or config, dtype="float32", device=torch.device("cpu"), page_tokens=16)
+        model, _ = build_model(
+            language_model_config(config) or config, dtype="float32", device=torch.device("cpu"), page_tokens=16
+        )
     except QuireError:
         return None
     return {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts}

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.files.source import resolve_model
 from quire.layers.weights import PartSource
 from quire.models.fallback.model import FallbackModel
-from quire.models.loading.loader import LoadedModel, list_notes, load_model, takes_fp8
+from quire.models.loading.loader import LoadedModel, list_notes, load_model, supports_fp8
 from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.packed import Quantization, find_floats
 from quire.types import QuireError
@@ -233,7 +233,7 @@ def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> 
 
 def test_fp8_is_offered_where_it_is_taken() -> None:
     cuda, model = torch.device("cuda"), torch.nn.Module()
-    assert takes_fp8(model, cuda, "auto", False)
-    assert not takes_fp8(model, CPU, "auto", False) and not takes_fp8(model, cuda, "torch", False)
-    assert not takes_fp8(model, cuda, "auto", True)
-    assert not takes_fp8(FallbackModel.__new__(FallbackModel), cuda, "auto", False)
+    assert supports_fp8(model, cuda, "auto", False)
+    assert not supports_fp8(model, CPU, "auto", False) and not supports_fp8(model, cuda, "torch", False)
+    assert not supports_fp8(model, cuda, "auto", True)
+    assert not supports_fp8(FallbackModel.__new__(FallbackModel), cuda, "auto", False)

@@ -22,7 +22,7 @@ from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows
 from quire.kernels.validation.recurrent_trials import MambaTrialShape, mamba_row, short_conv_row
 from quire.kernels.validation.trials import failure, settle_ops
 from quire.models.loading import loader
-from quire.models.loading.kernel_trials import Trials, settle_kernels
+from quire.models.loading.kernel_trials import Trials, select_kernels
 from quire.types import QuireError, SamplingParams
 from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 from tests.cpu.families.harness import all_families, save_checkpoint
@@ -220,20 +220,20 @@ def test_what_a_model_uses_is_tried_and_no_more(
         warnings.simplefilter("error")
         for deterministic in (False, True):
             how = {"kernels": "auto", "strict": False, "deterministic": deterministic}
-            assert settle_kernels(STAND_INS, trials, **how) is STAND_INS
+            assert select_kernels(STAND_INS, trials, **how) is STAND_INS
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, replace(STAND_INS, native=object())], ids=["torch", "native"])
 def test_nothing_is_tried_where_the_reference_or_a_cpus_library_runs(ops: Ops) -> None:
     broken = ops if ops is REFERENCE else replace(ops, run_experts=fails)
     trials = Trials(build("qwen3_moe", REFERENCE), torch.float32, CPU, 64)
-    assert settle_kernels(broken, trials, kernels="auto", strict=True, deterministic=False) is broken
+    assert select_kernels(broken, trials, kernels="auto", strict=True, deterministic=False) is broken
 
 
 def test_the_deterministic_mode_has_no_second_path() -> None:
     trials = Trials(build("qwen3_moe", STAND_INS), torch.float32, CPU, 64)
     with pytest.raises(QuireError, match="experts kernel") as refused:
-        settle_kernels(replace(STAND_INS, run_experts=fails), trials, kernels="auto", strict=False, deterministic=True)
+        select_kernels(replace(STAND_INS, run_experts=fails), trials, kernels="auto", strict=False, deterministic=True)
     assert refused.value.code == "kernel_failed"
 
 

@@ -106,7 +106,7 @@ class FallbackModel(nn.Module):
         rebuild_buffers(self.causal, config.model_type, device)
         make_weights(self.causal, dtype)
         self.head = _Head(self.causal)
-        self.needless_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self.ignored_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
         self._call_tokens, self._call_bytes = 0, 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.layers.weights import PartSource
 from quire.models.fallback.attention import unsupported
-from quire.models.loading.sources import Checkpoint, bad_weights, lacks
+from quire.models.loading.sources import Checkpoint, bad_weights, missing_weights
 
 _NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number in a name: the expert's, not the layer's
 Rename = Callable[
@@ -111,7 +111,7 @@ class OwnNames:
             if entry not in names
         ]
         if missing:
-            raise lacks(self.where, missing)
+            raise missing_weights(self.where, missing)
         places, start, columns = [], 0, shapes[sample][1:]
         for pattern in join.patterns:
             rows = shapes[found[pattern][0]][0]

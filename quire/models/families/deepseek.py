@@ -80,7 +80,7 @@ class DeepSeekConfig:
     dense_width: int  # of the feed-forward blocks without experts
     sparse_layers: frozenset[int]  # layers with experts
     moe: MoEShape | None  # None: no layer has experts
-    needless: tuple[str, ...]  # prefixes of tensors that are ignored
+    ignored_tensors: tuple[str, ...]  # prefixes of tensors that are ignored
     tied: bool
     mlp_bias: bool = False
     embedding_scale: float = 1.0
@@ -109,7 +109,7 @@ class DeepSeekConfig:
             dense_width=whole(config, "intermediate_size"),
             sparse_layers=sparse_layers(config, num_layers) if has_experts else frozenset(),
             moe=_experts(config) if has_experts else None,
-            needless=draft_layers(config, num_layers),
+            ignored_tensors=draft_layers(config, num_layers),
             tied=flag(config, "tie_word_embeddings", False),
         )
         return _minicpm(config, latent) if config["model_type"] == "minicpm3" else latent
@@ -155,7 +155,7 @@ class DeepSeekModel(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.needless = config.needless
+        self.ignored_tensors = config.ignored_tensors
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions

@@ -318,7 +318,7 @@ class Gemma4Model(nn.Module):
         if config.experts is not None:
             widest = max(widest + config.width, moe_activations(config.experts))
         self.activation_elements = 5 * config.width + widest + 3 * len(config.layers) * config.input_width
-        self.needless = tuple(  # published although unused
+        self.ignored_tensors = tuple(  # published although unused
             f"model.layers.{index}.self_attn.{name}."
             for index, layer in enumerate(config.layers)
             if layer.source != index

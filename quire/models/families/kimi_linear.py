@@ -72,7 +72,7 @@ class KimiLinearConfig:
     inner_width: int  # of the feed-forward blocks without experts
     sparse_layers: frozenset[int]  # layers with experts
     moe: MoEShape
-    needless: tuple[str, ...]  # prefixes of tensors that are ignored
+    ignored_tensors: tuple[str, ...]  # prefixes of tensors that are ignored
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> KimiLinearConfig:
@@ -93,7 +93,7 @@ class KimiLinearConfig:
             inner_width=whole(config, "intermediate_size", 9216),
             sparse_layers=sparse_layers(config, num_layers),
             moe=shared_beside_routed(config),
-            needless=draft_layers(config, num_layers),
+            ignored_tensors=draft_layers(config, num_layers),
         )
 
 
@@ -164,7 +164,7 @@ class KimiLinearModel(HybridModel):
             ops=ops,
             scheme=scheme,
         )
-        self.needless = config.needless
+        self.ignored_tensors = config.ignored_tensors
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> KimiLinearConfig:

@@ -35,7 +35,7 @@ class MoEConfig:
     shape: MoEShape
     sparse_layers: frozenset[int]  # the other layers have a feed-forward block
     names: ExpertNames  # relative to a layer
-    needless: tuple[str, ...]  # prefixes of tensors that are ignored
+    ignored_tensors: tuple[str, ...]  # prefixes of tensors that are ignored
     as_granite: bool = False  # two tensors per layer, shared block apart: see `granite_moe`
     residual_scale: float = 1.0  # of these blocks' and attention's outputs; multiplied into matrices while loading
 
@@ -89,7 +89,7 @@ class MoEModel(DenseModel):
             feed_forward=feed_forward,
         )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
-        self.needless = config.needless
+        self.ignored_tensors = config.ignored_tensors
         if scale is not None:
             for layer in self.layers:
                 assert isinstance(layer, DenseLayer)

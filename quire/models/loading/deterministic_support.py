@@ -1,7 +1,8 @@
 """Selects the ops of the deterministic mode for a model, and refuses the models that it does not cover.
 
-The loader calls `fixed_ops` for `--deterministic`. A model is covered if every op of its layers is in the selected row
-of the ops table and a test compares its bits: `tests/cpu/test_deterministic.py`, `tests/gpu/test_deterministic.py`.
+The loader calls `select_deterministic_ops` for `--deterministic`. A model is covered if every op of its layers
+is in the selected row of the ops table and a test compares its bits: `tests/cpu/test_deterministic.py`,
+`tests/gpu/test_deterministic.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from quire.models.registry import FAMILIES
 from quire.types import QuireError
 
 # dense models covered in plain torch; the native kernels cover every dense model
-FIXED_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+TORCH_DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _CLASSES = {  # class name of a family -> kind of model
     "DenseModel": "dense",
     "MoEModel": "mixture",
@@ -28,12 +29,12 @@ _CLASSES = {  # class name of a family -> kind of model
     "Lfm2Model": "hybrid",
 }
 _TYPES = {"granitemoe_swa": "mixture with sinks"}  # model types whose kind differs from that of their class
-IN_TORCH = ("mixture", "latent", "hybrid")
-NATIVE_OP_BY_OP = ("mixture", "mixture with sinks", "hybrid")
-ON_CUDA = ("dense", "mixture", "mixture with sinks", "hybrid")
+TORCH_KINDS = ("mixture", "latent", "hybrid")
+NATIVE_KINDS = ("mixture", "mixture with sinks", "hybrid")
+CUDA_KINDS = ("dense", "mixture", "mixture with sinks", "hybrid")
 
 
-def fixed_ops(
+def select_deterministic_ops(
     model_type: str,
     *,
     fits_native: bool,
@@ -51,16 +52,16 @@ def fixed_ops(
     """
     ops, kind = select_fixed_ops(device_type, kernels), kind_of(model_type)
     if device_type == "cuda":
-        return _on_cuda(ops, kind, model_type, quant, kv_dtype)
-    if ops.native is not None and (fits_native or (in_blocks and kind in NATIVE_OP_BY_OP)):
+        return _select_cuda_ops(ops, kind, model_type, quant, kv_dtype)
+    if ops.native is not None and (fits_native or (in_blocks and kind in NATIVE_KINDS)):
         return ops
-    if model_type not in FIXED_DENSE and kind not in IN_TORCH:
+    if model_type not in TORCH_DENSE and kind not in TORCH_KINDS:
         hint = "Leave --deterministic out; `quire doctor` shows the kernels."
         if kind == "mixture with sinks":
             hint = (
                 "Its attention needs the native kernels: build them and add --quant q8_0, or leave --deterministic out."
             )
-        raise _uncovered(f"{model_type} models", hint)
+        raise _not_covered(f"{model_type} models", hint)
     for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
         if given not in allowed:
             reason = "here" if ops.native is not None else "without the native kernels"
@@ -75,12 +76,12 @@ def kind_of(model_type: str) -> str | None:
     return _TYPES.get(model_type) or _CLASSES.get(class_name)
 
 
-def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: str) -> Ops:
+def _select_cuda_ops(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: str) -> Ops:
     """Returns the CUDA ops if the mode covers the model. Work of a layer outside the ops table is elementwise, or is
     done one row at a time whatever the number of rows.
     """
-    if kind not in ON_CUDA:
-        raise _uncovered(f"{model_type} models on CUDA", "Leave --deterministic out.")
+    if kind not in CUDA_KINDS:
+        raise _not_covered(f"{model_type} models on CUDA", "Leave --deterministic out.")
     if quant != "none":
         what = f"The deterministic mode takes no --quant {quant} on CUDA: its products go by the number of rows."
         raise QuireError("invalid_parameter", what, "Leave --quant or --deterministic out.", param="quant")
@@ -90,5 +91,5 @@ def _on_cuda(ops: Ops, kind: str | None, model_type: str, quant: str, kv_dtype: 
     return ops
 
 
-def _uncovered(what: str, hint: str) -> QuireError:
+def _not_covered(what: str, hint: str) -> QuireError:
     return QuireError("invalid_parameter", f"The deterministic mode does not cover {what}.", hint)

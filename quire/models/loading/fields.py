@@ -55,8 +55,8 @@ def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """Returns the config completed with the family's defaults. Null overrides a default (no window, for example),
     except in `rope_parameters`, where a family's own default holds.
     """
-    unsaid = ("rope_parameters",) if config.get("rope_parameters") is None else ()
-    return {**defaults, **{key: value for key, value in config.items() if key not in unsaid}}
+    omitted = ("rope_parameters",) if config.get("rope_parameters") is None else ()
+    return {**defaults, **{key: value for key, value in config.items() if key not in omitted}}
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -1,6 +1,6 @@
 """Selects the kernels that a model is built with: every op that its layers use is tried on its shapes first.
 
-The loader calls `settle_kernels` with a model on meta, whose modules determine the ops and shapes. Hopper-only kernels
+The loader calls `select_kernels` with a model on meta, whose modules determine the ops and shapes. Hopper-only kernels
 come first, so that the kernels they replace are not compiled in vain. Then each op must agree with its reference or is
 replaced by it (`kernels.validation`). Last come the kernels that are taken only if they are also faster.
 """
@@ -104,7 +104,7 @@ class Trials:
     def attention(self) -> list[TrialShape]:
         """Returns one shape per cache group whose layers attend to keys and values."""
         if isinstance(self.model, FallbackModel):
-            return [self._foreign_shape(spec) for spec in self.model.paged_specs if not self.model.gathers]
+            return [self._fallback_shape(spec) for spec in self.model.paged_specs if not self.model.gathers]
         layers = [module for module in self._modules() if isinstance(getattr(module, "shape", None), AttentionShape)]
         found = []
         for spec in self.model.specs:
@@ -188,7 +188,7 @@ class Trials:
             got = linear(x, norm=norm, gate=gate)
             if isinstance(got, Scaled):  # its columns are zero-padded where the kernels need it
                 got = (got.values.float() * got.scale[:, None])[:, : like.out_features // 2]
-            compare(got, partial(_plain, norm, x, weight, gate), self.dtype, FP8_TOLERANCE)
+            compare(got, partial(_reference_product, norm, x, weight, gate), self.dtype, FP8_TOLERANCE)
 
     def _product(self) -> Product | None:
         """Returns the first gate/up projection with a plain weight; without one, the first output projection of an
@@ -234,7 +234,7 @@ class Trials:
             sinks=shape.sinks,
         )
 
-    def _foreign_shape(self, spec: CacheSpec) -> TrialShape:
+    def _fallback_shape(self, spec: CacheSpec) -> TrialShape:
         """Returns the shape of an attention layer in a transformers model."""
         layer = self.model.layer_shapes[spec.layers[0]]
         return TrialShape(
@@ -301,13 +301,13 @@ class Trials:
         return self.model.modules() if isinstance(self.model, nn.Module) else iter(())
 
 
-def _plain(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:
+def _reference_product(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:
     """Computes the reference of `_try_scaled` in torch."""
     out = norm(x) @ weight.t()
     return out if gate is None else REFERENCE.gate_mul(out, gate)
 
 
-def settle_kernels(
+def select_kernels(
     ops: Ops, trials: Trials, *, kernels: str, strict: bool, deterministic: bool, findings: Findings | None = None
 ) -> Ops:
     """Returns the ops table to build the model with. In the deterministic mode no other kernel may replace one of its
@@ -316,20 +316,20 @@ def settle_kernels(
     device, findings = trials.device, findings or Findings()
     try:
         if not deterministic:
-            ops = _settle_hopper(ops, trials, strict, findings)
+            ops = _select_hopper(ops, trials, strict, findings)
         if ops is not REFERENCE and ops is not FIXED and ops.native is None:
             ops = settle_ops(ops, trials.rows(), strict=strict or deterministic, findings=findings)
         if not deterministic and device.type != "cpu" and (gate_up := trials.largest_gate_up()) is not None:
             ops = settle_gated(ops, gate_up, device, strict=strict, findings=findings)
         if not deterministic and device.type == "cuda":
-            ops = settle_library(ops, trials, kernels)
+            ops = select_library(ops, trials, kernels)
     finally:  # memory that torch's allocator caches counts as used wherever free memory is measured next
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return ops
 
 
-def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
+def _select_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -> Ops:
     """Tries the Hopper-only kernels and puts those that pass into the table."""
     latent, net, by_channel, mamba = trials.latent(), trials.delta_net(), trials.channel_delta(), trials.mamba()
     device = trials.device
@@ -345,7 +345,7 @@ def _settle_hopper(ops: Ops, trials: Trials, strict: bool, findings: Findings) -
     return ops
 
 
-def settle_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
+def select_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
     """Puts a library's attention kernels into the table, if one is installed and faster, or requested by name."""
     if kernels not in ("auto", *LIBRARY_NAMES):
         return ops

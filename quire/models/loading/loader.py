@@ -26,10 +26,10 @@ from quire.layers.weights import iter_weights, weights_bytes
 from quire.models.fallback.model import FallbackModel
 from quire.models.fallback.tensor_names import OwnNames
 from quire.models.gguf import checkpoint as gguf
-from quire.models.loading.deterministic_support import fixed_ops
+from quire.models.loading.deterministic_support import select_deterministic_ops
 from quire.models.loading.device_memory import available_memory
-from quire.models.loading.kernel_trials import Trials, settle_kernels
-from quire.models.loading.language_model_part import TextPart, text_part
+from quire.models.loading.kernel_trials import Trials, select_kernels
+from quire.models.loading.language_model_part import LanguageModelCheckpoint, language_model_config
 from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.loading.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
 from quire.models.packed import read_quantization
@@ -78,7 +78,7 @@ def load_model(
     """
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
-    model, config = settle_model(
+    model, config = build_tried_model(
         hf_config,
         dtype=dtype,
         device=device,
@@ -96,7 +96,7 @@ def load_model(
     dtype = resolve_dtype(dtype, device, hf_config)
     max_model_len = _resolve_len(max_model_len, model.max_positions)
     eos_ids = () if file is not None else read_eos_ids(files.generation_config, hf_config, model.vocab_size)
-    smaller = quant == "none" and takes_fp8(model, device, kernels, deterministic)
+    smaller = quant == "none" and supports_fp8(model, device, kernels, deterministic)
     for note in list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks):
         warnings.warn(note, stacklevel=2)
     num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
@@ -124,7 +124,7 @@ def load_model(
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
 
 
-def settle_model(
+def build_tried_model(
     hf_config: Mapping[str, Any],
     *,
     dtype: str,
@@ -166,13 +166,13 @@ def settle_model(
     trials = Trials(
         model, DTYPES[resolve_dtype(dtype, device, hf_config)], at, _resolve_len(max_model_len, model.max_positions)
     )
-    tried = settle_kernels(
+    tried = select_kernels(
         ops, trials, kernels=kernels, strict=strict_kernels, deterministic=deterministic, findings=findings
     )
     return (model, config) if tried is ops else build(ops=tried)
 
 
-def takes_fp8(model: Any, device: torch.device, kernels: str, deterministic: bool) -> bool:
+def supports_fp8(model: Any, device: torch.device, kernels: str, deterministic: bool) -> bool:
     """Returns whether `--quant fp8` is possible for this model and device."""
     is_own = not isinstance(model, FallbackModel)
     return is_own and device.type == "cuda" and kernels != "torch" and not deterministic
@@ -191,13 +191,14 @@ def list_notes(
     packed tensors are not decoded.
     """
     notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
-    if text_part(files.config or {}) is not None:
+    if language_model_config(files.config or {}) is not None:
         notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
     quantized = read_quantization(hf_config)
     if quantized is not None and quant == "none" and not in_blocks:
-        keeps = f" (`--quant fp8` {quantized.in_fp8})" if smaller else ""
+        keeps = f" (`--quant fp8` {quantized.fp8_note})" if smaller else ""
         notes.append(
-            f"{files.name} is in {quantized.called}; its weights are decoded to {dtype} while they are read{keeps}."
+            f"{files.name} is in {quantized.display_name}; "
+            f"its weights are decoded to {dtype} while they are read{keeps}."
         )
     return notes
 
@@ -230,7 +231,7 @@ def build_model(
         ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
-    with _in_one_line(model_type):
+    with _one_line_errors(model_type):
         model = family(
             config,
             dtype=compute_dtype,
@@ -245,12 +246,12 @@ def build_model(
 
 
 def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
-    with _in_one_line(hf_config["model_type"]):
+    with _one_line_errors(hf_config["model_type"]):
         return family.read_config(hf_config)
 
 
 @contextmanager
-def _in_one_line(model_type: str) -> Iterator[None]:
+def _one_line_errors(model_type: str) -> Iterator[None]:
     """Turns an unexpected exception of a family into a one-line error. The expected ones name the wrong field
     themselves.
     """
@@ -332,7 +333,7 @@ def _deterministic_ops(
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
-    return fixed_ops(
+    return select_deterministic_ops(
         model_type,
         fits_native=_fits_native(family, config),
         device_type=device.type,
@@ -380,7 +381,7 @@ def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
     if file is not None:
         return gguf.read_config(file)
     config = dict(files.config or {})
-    config = text_part(config) or config
+    config = language_model_config(config) or config
     if config.get("quantization_config") and _has_weights(files):
         config["tensor_types"] = _open_shards(files).types
     return config
@@ -394,10 +395,10 @@ def _has_weights(files: ModelFiles) -> bool:
         return False
 
 
-def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | TextPart:
+def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | LanguageModelCheckpoint:
     config = files.config or {}
     shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path), read_quantization(config))
-    return TextPart(shards) if text_part(config) is not None else shards
+    return LanguageModelCheckpoint(shards) if language_model_config(config) is not None else shards
 
 
 def _resolve_len(requested: int | None, max_positions: int) -> int:

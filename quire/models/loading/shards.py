@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.files.safetensors import check_safetensors
 from quire.layers.weights import PartSource
-from quire.models.loading.sources import NEEDLESS, READ_ELEMENTS, bad_weights
-from quire.models.packed import Quantization, Stored, find_floats
+from quire.models.loading.sources import IGNORED_TENSORS, READ_ELEMENTS, bad_weights
+from quire.models.packed import Quantization, StoredTensors, find_floats
 from quire.types import QuireError
 
 CPU = torch.device("cpu")
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Scales of activations and caches, which Quire does not quantize by the file's scales.
-USELESS = (
+IGNORED_SCALES = (
     "activation_scale",
     "input_scale",
     "input_scale_ub",
@@ -52,11 +52,11 @@ class SafetensorsCheckpoint:
         for name, packed in self._packed.items():
             self.shapes[name], self.types[name] = packed.shape, packed.kind
         for name, entry in entries.items():
-            if name in used or (self._packed and name.rpartition(".")[2] in USELESS):
+            if name in used or (self._packed and name.rpartition(".")[2] in IGNORED_SCALES):
                 continue
             if name in self._packed:
                 raise bad_weights(f"{where} holds {name} both packed and as it is")
-            if entry.dtype not in FLOATS and not NEEDLESS.fullmatch(name):
+            if entry.dtype not in FLOATS and not IGNORED_TENSORS.fullmatch(name):
                 what = f"{where} holds {name} as {entry.dtype}, which is not supported."
                 raise QuireError("unsupported_model", what, f"Supported types are {', '.join(FLOATS)}.")
             self.shapes[name], self.types[name] = entry.shape, entry.dtype
@@ -86,7 +86,7 @@ class SafetensorsCheckpoint:
             return PartSource(shape[1:], lambda first, count: found[index, first : first + count])
         if len(shape) == 3 and index is None:
             return PartSource(shape, lambda first, count: self._entries(name, range(first, first + count)))
-        type_name, blocks = packed.blocks(Stored(self._file_of, index, CPU)) or (packed.kind, None)
+        type_name, blocks = packed.blocks(StoredTensors(self._file_of, index, CPU)) or (packed.kind, None)
         return PartSource(
             shape[-2:], lambda first, count: self._decode(name, index, first, count, CPU), type_name, blocks
         )
@@ -98,7 +98,7 @@ class SafetensorsCheckpoint:
     def _decode(self, name: str, entry: int | None, first: int, count: int, device: torch.device) -> Tensor:
         """Returns rows of a packed matrix, or of one entry of a stack of them, in float32."""
         packed = self._packed[name]
-        return packed.decode(Stored(self._file_of, entry, device), first, min(count, packed.shape[-2] - first))
+        return packed.decode(StoredTensors(self._file_of, entry, device), first, min(count, packed.shape[-2] - first))
 
     def _tensor(self, name: str) -> Tensor:
         return self._file_of(name).get_tensor(name)

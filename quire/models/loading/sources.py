@@ -38,7 +38,7 @@ HEAD = "lm_head.weight"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # Tensors that are ignored: tables that follow from the config, the head of a tied model, draft heads, and the vision
 # tower where only the language model runs.
-NEEDLESS = re.compile(
+IGNORED_TENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
     r"model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
 )
@@ -164,26 +164,31 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    beginnings: tuple[str, ...] = getattr(model, "needless", ())  # prefixes that the family ignores
-    needless = [NEEDLESS.fullmatch, *(re.compile(p).search for p in getattr(model, "needless_patterns", ()))]
+    ignored_prefixes: tuple[str, ...] = getattr(model, "ignored_tensors", ())  # prefixes that the family ignores
+    ignored_tensors = [
+        IGNORED_TENSORS.fullmatch,
+        *(re.compile(p).search for p in getattr(model, "ignored_patterns", ())),
+    ]
     unexpected = [
         name
         for name in found
-        if name not in wanted and not name.startswith(beginnings) and not any(fits(name) for fits in needless)
+        if name not in wanted
+        and not name.startswith(ignored_prefixes)
+        and not any(fits(name) for fits in ignored_tensors)
     ]
-    unexpected = [name for name in unexpected if not _adds_nothing(checkpoint, name, wanted)]
+    unexpected = [name for name in unexpected if not _is_zero_bias(checkpoint, name, wanted)]
     misshapen = [name for name, shape in wanted.items() if name in found and found[name] != shape]
     if missing:
-        raise lacks(checkpoint.where, missing)
+        raise missing_weights(checkpoint.where, missing)
     if unexpected:
-        raise bad_weights(f"{checkpoint.where} holds {_some(unexpected)}, which this model has no place for")
+        raise bad_weights(f"{checkpoint.where} holds {_name_some(unexpected)}, which this model has no place for")
     if misshapen:
         name = misshapen[0]
-        what = f"{checkpoint.where} holds {_some(misshapen)} in the wrong shape: {list(found[name])}"
+        what = f"{checkpoint.where} holds {_name_some(misshapen)} in the wrong shape: {list(found[name])}"
         raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
 
 
-def _adds_nothing(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
+def _is_zero_bias(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
     """Returns whether a tensor is an all-zero bias of a layer without bias. Some quantizers write these."""
     shape = checkpoint.shapes[name]
     if not name.endswith(".bias") or name.replace(".bias", ".weight") not in wanted or len(shape) != 1:
@@ -220,16 +225,16 @@ def _are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return True
 
 
-def lacks(where: str, names: list[str]) -> QuireError:
-    return bad_weights(f"{where} lacks {_some_experts(names) or _some(names)}")
+def missing_weights(where: str, names: list[str]) -> QuireError:
+    return bad_weights(f"{where} lacks {_name_experts(names) or _name_some(names)}")
 
 
-def _some(names: list[str]) -> str:
+def _name_some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
 
 
-def _some_experts(names: list[str]) -> str:
+def _name_experts(names: list[str]) -> str:
     """Names the missing experts by layer; empty if other tensors are missing, too."""
     found = [_EXPERT.fullmatch(name) for name in names]
     layers: dict[str, list[int]] = {}
@@ -237,11 +242,11 @@ def _some_experts(names: list[str]) -> str:
         if match is None:
             return ""
         layers.setdefault(match[1], []).append(int(match[2]))
-    spelled = [f"{_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
+    spelled = [f"{_name_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
     return "; ".join(spelled[:3]) + (f" and experts of {len(spelled) - 3} more layers" if len(spelled) > 3 else "")
 
 
-def _numbers(experts: list[int]) -> str:
+def _name_numbers(experts: list[int]) -> str:
     more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
     return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
 

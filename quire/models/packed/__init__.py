@@ -2,8 +2,8 @@
 table, `config.METHODS`, that maps `quantization_config` to it. `shards` reads packed tensors as if they were floats.
 """
 
-from quire.models.packed.base import Packed, Stored
+from quire.models.packed.base import Packed, StoredTensors
 from quire.models.packed.config import Quantization, read_quantization
 from quire.models.packed.floats import find_floats
 
-__all__ = ["Packed", "Quantization", "Stored", "find_floats", "read_quantization"]
+__all__ = ["Packed", "Quantization", "StoredTensors", "find_floats", "read_quantization"]

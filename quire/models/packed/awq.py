@@ -13,11 +13,11 @@ from quire.kernels.formats.packed_ints import Grouped, unpack_bits
 from quire.models.packed.base import (
     FLOATS,
     Entries,
-    Find,
+    Finder,
     GroupedMatrix,
     Packed,
-    Stored,
-    bad,
+    StoredTensors,
+    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -27,11 +27,11 @@ from quire.models.packed.base import (
 )
 
 BITS = 4
-A_WORD = 32 // BITS
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position within a word of each of eight consecutive outputs
+PER_WORD = 32 // BITS
+WORD_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # position within a word of each of eight consecutive outputs
 
 
-def find_awq(config: Mapping[str, Any]) -> Find:
+def find_awq(config: Mapping[str, Any]) -> Finder:
     version = str(config.get("version") or "gemm").lower()
     if version != "gemm":
         raise unsupported(f"This checkpoint is in AWQ's version {version!r}, which is not supported")
@@ -39,23 +39,25 @@ def find_awq(config: Mapping[str, Any]) -> Find:
     if bits != BITS:
         raise unsupported(f"This checkpoint is in AWQ with {bits} bits, which is not supported")
 
-    said = read_group_size(config, 128)
+    declared = read_group_size(config, 128)
 
     def find(entries: Entries, _: Callable[[str], Tensor]) -> dict[str, Packed]:
         prefixes = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
-        return {f"{prefix}.weight": _find_one(prefix, entries, said) for prefix in prefixes}
+        return {f"{prefix}.weight": _find_one(prefix, entries, declared) for prefix in prefixes}
 
     return find
 
 
-def _find_one(prefix: str, entries: Entries, said: int) -> GroupedMatrix:
+def _find_one(prefix: str, entries: Entries, declared: int) -> GroupedMatrix:
     weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
     scales = check_entry(entries, f"{prefix}.scales", FLOATS)
     if len(weight.shape) != 2 or len(scales.shape) != 2 or not weight.shape[0] or not scales.shape[0]:
-        raise bad(f"{prefix}.qweight and scales are {list(weight.shape)} and {list(scales.shape)}, which no layer has")
+        raise bad_weights(
+            f"{prefix}.qweight and scales are {list(weight.shape)} and {list(scales.shape)}, which no layer has"
+        )
     columns, words = weight.shape
-    rows, groups = words * A_WORD, scales.shape[0]
-    group = group_size(f"{prefix}.scales", columns, groups, said)
+    rows, groups = words * PER_WORD, scales.shape[0]
+    group = group_size(f"{prefix}.scales", columns, groups, declared)
     check_entry(entries, f"{prefix}.scales", FLOATS, (groups, rows))
     uses = [f"{prefix}.qweight", f"{prefix}.scales"]
     if f"{prefix}.qzeros" in entries:
@@ -64,12 +66,12 @@ def _find_one(prefix: str, entries: Entries, said: int) -> GroupedMatrix:
 
     def unpack(packed: Tensor, skip: int, count: int) -> Tensor:
         """Unpacks [n, words] int32 into [count, n]: the outputs after the first `skip` in these words."""
-        numbers = unpack_bits(packed, BITS).unflatten(1, (-1, A_WORD))[:, :, PLACES].flatten(1)
+        numbers = unpack_bits(packed, BITS).unflatten(1, (-1, PER_WORD))[:, :, WORD_ORDER].flatten(1)
         return numbers[:, skip : skip + count].t().contiguous()
 
-    def take(stored: Stored, first: int, count: int) -> Grouped:
-        word, skip = divmod(first, A_WORD)
-        num_words = -(-(skip + count) // A_WORD)
+    def take(stored: StoredTensors, first: int, count: int) -> Grouped:
+        word, skip = divmod(first, PER_WORD)
+        num_words = -(-(skip + count) // PER_WORD)
         numbers = unpack(stored.columns(uses[0], word, num_words), skip, count)
         zeros = unpack(stored.columns(uses[2], word, num_words), skip, count) if len(uses) > 2 else 1 << (BITS - 1)
         return Grouped(numbers, stored.columns(uses[1], first, count).t(), zeros, group)

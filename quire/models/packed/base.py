@@ -23,7 +23,7 @@ Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensors:
     """Read access to the tensors of a packed matrix, on the device that decodes them."""
 
     open: Callable[[str], safe_open]  # tensor name -> open file that holds it
@@ -58,15 +58,15 @@ class Packed(Protocol):
     def kind(self) -> str:
         """Name of the packed format, which schemes use to choose how to keep the weight."""
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         """Returns rows of a matrix, [count, columns] float32."""
 
-    def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
+    def blocks(self, stored: StoredTensors) -> tuple[str, Tensor] | None:
         """Returns a GGUF type name and the same values as its blocks; None if no GGUF type holds them exactly."""
 
 
 # Finds the packed tensors among a file's entries. The callable reads a tensor whose contents the description needs.
-Find = Callable[[Entries, Callable[[str], Tensor]], dict[str, Packed]]
+Finder = Callable[[Entries, Callable[[str], Tensor]], dict[str, Packed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +76,36 @@ class GroupedMatrix:
     shape: tuple[int, ...]
     uses: tuple[str, ...]
     kind: str  # if in `GROUPED`, a GGUF type holds the same values
-    take: Callable[[Stored, int, int], Grouped]
+    take: Callable[[StoredTensors, int, int], Grouped]
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         return self.take(stored, first, count).floats()
 
-    def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
+    def blocks(self, stored: StoredTensors) -> tuple[str, Tensor] | None:
         form = GROUPED.get(self.kind)
         return None if form is None else (form, self.take(stored, 0, self.shape[0]).blocks(form))
 
 
-def grouped_kind(called: str, bits: int, group: int | None, columns: int, has_zeros: bool) -> str:
-    """Returns the kind of a grouped integer matrix, or `called` if no GGUF type fits. `group`: consecutive columns that
+def grouped_kind(name: str, bits: int, group: int | None, columns: int, has_zeros: bool) -> str:
+    """Returns the kind of a grouped integer matrix, or `name` if no GGUF type fits. `group`: consecutive columns that
     share a scale; None if they are not consecutive.
     """
     if group is None or group % BLOCK or columns % group:
-        return called
+        return name
     if bits == 8:
-        return called if has_zeros else "INT8"
+        return name if has_zeros else "INT8"
     return "INT4" if bits == 4 and not has_zeros else "UINT4"
 
 
-def group_size(scales: str, columns: int, groups: int, said: int) -> int:
-    """Returns the columns that share a scale: `said` by config.json, where -1 means all of them, or else derived from
-    the number of groups, since single layers may differ from the config.
+def group_size(scales: str, columns: int, groups: int, declared: int) -> int:
+    """Returns the columns that share a scale: `declared` by config.json, where -1 means all of them, or else derived
+    from the number of groups, since single layers may differ from the config.
     """
-    size = columns if said == -1 else min(said, columns)
+    size = columns if declared == -1 else min(declared, columns)
     if groups and -(-columns // size) != groups and columns % groups == 0:
         size = columns // groups
     if not groups or -(-columns // size) != groups:
-        raise bad(f"{scales} has {groups} groups, where {columns} inputs in groups of {size} are needed")
+        raise bad_weights(f"{scales} has {groups} groups, where {columns} inputs in groups of {size} are needed")
     return size
 
 
@@ -113,21 +113,21 @@ def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: t
     """Returns the entry of this name, which must have one of these dtypes and shapes."""
     entry = entries.get(name)
     if entry is None:
-        raise bad(f"{name} is missing beside the tensors that it belongs to")
+        raise bad_weights(f"{name} is missing beside the tensors that it belongs to")
     check_filled(name, entry)
     if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
         wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
-        raise bad(f"{name} is {entry.dtype} {list(entry.shape)}, where its layer needs {wanted}")
+        raise bad_weights(f"{name} is {entry.dtype} {list(entry.shape)}, where its layer needs {wanted}")
     return entry
 
 
 def check_filled(name: str, entry: TensorEntry) -> None:
     """Refuses an empty tensor."""
     if 0 in entry.shape:
-        raise bad(f"{name} is empty: {list(entry.shape)}")
+        raise bad_weights(f"{name} is empty: {list(entry.shape)}")
 
 
-def bad(what: str) -> QuireError:
+def bad_weights(what: str) -> QuireError:
     return QuireError("bad_weights", f"{what}.", HINT)
 
 
@@ -135,18 +135,18 @@ def unsupported(what: str, hint: str = "Use the original checkpoint, one in FP8,
     return QuireError("unsupported_model", f"{what}.", hint)
 
 
-def read_order(name: str, stored: Stored, groups: int) -> Tensor:
+def read_order(name: str, stored: StoredTensors, groups: int) -> Tensor:
     """Returns each column's group index, [columns] int64."""
     of_column = stored.whole(name).long()
     if not bool(((of_column >= 0) & (of_column < groups)).all()):
-        raise bad(f"{name} names groups that there are no scales for")
+        raise bad_weights(f"{name} names groups that there are no scales for")
     return of_column
 
 
 def read_group_size(config: Mapping[str, Any], default: int) -> int:
     """Returns the group size of the config; -1 means that all columns share a scale."""
-    said = config.get("group_size")
-    return default if said is None else said if said == -1 else whole_number(config, "group_size", default)
+    declared = config.get("group_size")
+    return default if declared is None else declared if declared == -1 else whole_number(config, "group_size", default)
 
 
 def whole_number(config: Mapping[str, Any], key: str, default: int) -> int:

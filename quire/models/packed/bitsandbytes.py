@@ -16,18 +16,18 @@ from torch.nn import functional
 from quire.kernels.formats.packed_ints import Grouped, dequantize_table
 from quire.models.packed.base import (
     Entries,
-    Find,
+    Finder,
     GroupedMatrix,
     Packed,
-    Stored,
-    bad,
+    StoredTensors,
+    bad_weights,
     check_entry,
     grouped_kind,
     unsupported,
 )
 
 STATE = ".quant_state.bitsandbytes__"
-MOST_STATE_BYTES = 1 << 16
+MAX_STATE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TableMatrix:
     offset: float  # added to decoded scales
     uses: tuple[str, ...]
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         columns, run = self.shape[1], self.run
         start, stop = first * columns, (first + count) * columns
         first_run, last_run = start // run, -(-stop // run)
@@ -52,7 +52,7 @@ class TableMatrix:
         numbers = dequantize_table(data, table, self._scales(stored, first_run, last_run))
         return numbers[start - first_run * run : stop - first_run * run].view(count, columns)
 
-    def _scales(self, stored: Stored, first: int, last: int) -> Tensor:
+    def _scales(self, stored: StoredTensors, first: int, last: int) -> Tensor:
         scales = stored.whole(f"{self.weight}.absmax").flatten()[first:last]
         if not self.run_of_scales:
             return scales.float()
@@ -61,11 +61,11 @@ class TableMatrix:
         share = torch.arange(first, last, device=stored.device) // self.run_of_scales
         return table[scales.int()] * of_scales[share] + self.offset
 
-    def blocks(self, stored: Stored) -> None:
+    def blocks(self, stored: StoredTensors) -> None:
         return None
 
 
-def find_bitsandbytes(config: Mapping[str, Any]) -> Find:
+def find_bitsandbytes(config: Mapping[str, Any]) -> Finder:
     def find(entries: Entries, read: Callable[[str], Tensor]) -> dict[str, Packed]:
         found: dict[str, Packed] = {}
         for name, entry in entries.items():
@@ -80,11 +80,11 @@ def find_bitsandbytes(config: Mapping[str, Any]) -> Find:
 
 
 def _table(weight: str, kind: str, state: str, entries: Entries, read: Callable[[str], Tensor]) -> TableMatrix:
-    said = _read_state(state, entries, read)
+    declared = _read_state(state, entries, read)
     nested = f"{weight}.nested_absmax" in entries
-    shape, run, run_of_scales, offset = _read_sizes(said, nested) or ((0, 0), 0, 0, 0.0)
+    shape, run, run_of_scales, offset = _read_sizes(declared, nested) or ((0, 0), 0, 0, 0.0)
     if not run:
-        raise bad(f"{state} does not say what shape and runs {weight} has")
+        raise bad_weights(f"{state} does not say what shape and runs {weight} has")
     rows, columns = shape
     num_scales = -(-rows * columns // run)
     check_entry(entries, weight, ("U8",), (-(-rows * columns // 2), 1))
@@ -99,13 +99,13 @@ def _table(weight: str, kind: str, state: str, entries: Entries, read: Callable[
     return TableMatrix((rows, columns), weight, kind.upper(), run, run_of_scales, offset, uses)
 
 
-def _read_sizes(said: Mapping[str, Any], nested: bool) -> tuple[tuple[int, int], int, int, float] | None:
+def _read_sizes(declared: Mapping[str, Any], nested: bool) -> tuple[tuple[int, int], int, int, float] | None:
     """Returns the shape, elements per scale, scales per second-level scale, and the scales' offset; None if they are
     invalid.
     """
-    shape: Any = said.get("shape")
-    run: Any = said.get("blocksize")
-    shared, offset = said.get("nested_blocksize", 256), said.get("nested_offset", 0.0)
+    shape: Any = declared.get("shape")
+    run: Any = declared.get("blocksize")
+    shared, offset = declared.get("nested_blocksize", 256), declared.get("nested_offset", 0.0)
     if not isinstance(shape, list) or len(shape) != 2 or not isinstance(offset, int | float):
         return None
     if not all(type(size) is int and size > 0 for size in (*shape, run, shared)) or run % 2:
@@ -115,28 +115,28 @@ def _read_sizes(said: Mapping[str, Any], nested: bool) -> tuple[tuple[int, int],
 
 def _read_state(name: str, entries: Entries, read: Callable[[str], Tensor]) -> dict[str, Any]:
     entry = check_entry(entries, name, ("U8",))
-    said = None
-    if len(entry.shape) == 1 and entry.shape[0] <= MOST_STATE_BYTES:
+    declared = None
+    if len(entry.shape) == 1 and entry.shape[0] <= MAX_STATE_BYTES:
         try:
-            said = json.loads(bytes(read(name).tolist()))
+            declared = json.loads(bytes(read(name).tolist()))
         except (ValueError, RecursionError):
-            said = None
-    if not isinstance(said, dict):
-        raise bad(f"{name} is not the JSON object that it should be")
-    return said
+            declared = None
+    if not isinstance(declared, dict):
+        raise bad_weights(f"{name} is not the JSON object that it should be")
+    return declared
 
 
 def _rows(name: str, entries: Entries, read: Callable[[str], Tensor]) -> GroupedMatrix:
     shape = check_entry(entries, name, ("I8",)).shape
     if len(shape) != 2:
-        raise bad(f"{name} is I8 {list(shape)}, which is no matrix")
+        raise bad_weights(f"{name} is I8 {list(shape)}, which is no matrix")
     rows, columns = shape
     scales, form = (f"{name.removesuffix('.weight')}.{end}" for end in ("SCB", "weight_format"))
     check_entry(entries, scales, ("F32",), (rows,))
     if form in entries and bool(read(form).any()):
         raise unsupported(f"{name} is laid out for a kind of GPU ({form} is not 0), which is not supported")
 
-    def take(stored: Stored, first: int, count: int) -> Grouped:
+    def take(stored: StoredTensors, first: int, count: int) -> Grouped:
         numbers = stored.rows(name, first, count).view(torch.uint8) ^ 128
         return Grouped(numbers, stored.rows(scales, first, count).unsqueeze(1) / 127, 128, columns)
 

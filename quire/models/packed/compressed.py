@@ -17,11 +17,11 @@ from quire.kernels.formats.packed_ints import Grouped, unpack_bits
 from quire.models.packed.base import (
     FLOATS,
     Entries,
-    Find,
+    Finder,
     GroupedMatrix,
     Packed,
-    Stored,
-    bad,
+    StoredTensors,
+    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -48,31 +48,31 @@ BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Quantization settings of config.json for the layers that `targets` match."""
 
     targets: tuple[str, ...]
     bits: int
     size: int  # columns that share a scale; -1: all of them
-    is_even: bool  # symmetric: no zero points
+    is_symmetric: bool  # symmetric: no zero points
     block: Block | None
 
-    def names(self, layer: str) -> bool:
-        return any(_matches(target, layer) for target in self.targets)
+    def matches(self, layer: str) -> bool:
+        return any(_target_matches(target, layer) for target in self.targets)
 
     @property
-    def names_kinds(self) -> bool:
+    def targets_classes(self) -> bool:
         """Whether targets are module classes, which apply to all layers that no group names."""
         return any(target[:1].isupper() for target in self.targets)
 
 
-def find_compressed(config: Mapping[str, Any]) -> Find:
+def find_compressed(config: Mapping[str, Any]) -> Finder:
     form = config.get("format", "dense")
     if form not in FORMATS:
         raise unsupported(f"This checkpoint is in compressed-tensors' format {form!r}, which is not supported")
     for key in ("sparsity_config", "transform_config"):
-        said = config.get(key)
-        if said and not (isinstance(said, dict) and said.get("format", "") == "dense"):
+        declared = config.get(key)
+        if declared and not (isinstance(declared, dict) and declared.get("format", "") == "dense"):
             raise unsupported(f"This checkpoint has a {key}, which is not supported")
     groups = [] if form == "dense" else _read_groups(config.get("config_groups"))
     blocks = [group.block for group in groups if group.block is not None]
@@ -91,13 +91,13 @@ def find_compressed(config: Mapping[str, Any]) -> Find:
     return find
 
 
-def _read_groups(config: Any) -> list[Group]:
+def _read_groups(config: Any) -> list[LayerGroup]:
     if not isinstance(config, dict) or not config:
         raise _bad_config("config_groups", config, "groups of layers")
     return [_read_group(group) for group in config.values()]
 
 
-def _read_group(group: Any) -> Group:
+def _read_group(group: Any) -> LayerGroup:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _bad_config("config_groups", group, "what a group's weights are")
@@ -113,7 +113,7 @@ def _read_group(group: Any) -> Group:
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
         raise _bad_config("block_structure", block, "two whole numbers above 0")
-    return Group(
+    return LayerGroup(
         tuple(targets),
         whole_number(weights, "num_bits", 8),
         read_group_size(weights, -1),
@@ -127,48 +127,50 @@ def _bad_config(key: str, value: Any, wanted: str) -> QuireError:
     return QuireError("bad_config", what, "Check config.json.")
 
 
-def _matches(target: str, layer: str) -> bool:
+def _target_matches(target: str, layer: str) -> bool:
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), layer) is not None
     return target == layer
 
 
-def _group_of(layer: str, groups: list[Group]) -> Group:
-    named = next((group for group in groups if group.names(layer)), None)
-    group = named or next((group for group in groups if group.names_kinds), None)
+def _group_of(layer: str, groups: list[LayerGroup]) -> LayerGroup:
+    named = next((group for group in groups if group.matches(layer)), None)
+    group = named or next((group for group in groups if group.targets_classes), None)
     if group is None:
-        raise bad(f"{layer} is packed, but no group of config.json names it")
+        raise bad_weights(f"{layer} is packed, but no group of config.json names it")
     return group
 
 
-def _words(prefix: str, entries: Entries, group: Group) -> GroupedMatrix:
+def _words(prefix: str, entries: Entries, group: LayerGroup) -> GroupedMatrix:
     bits = group.bits
     if bits not in BITS:
         raise unsupported(f"{prefix} is packed with {bits} bits, which is not supported")
     weight = check_entry(entries, f"{prefix}.weight_packed", ("I32",))
     scales = check_entry(entries, f"{prefix}.weight_scale", FLOATS)
     if len(weight.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
-        raise bad(f"{prefix}.weight_packed and weight_scale are {list(weight.shape)} and {list(scales.shape)}")
+        raise bad_weights(f"{prefix}.weight_packed and weight_scale are {list(weight.shape)} and {list(scales.shape)}")
     rows, words = weight.shape
     columns, groups = words * 32 // bits, scales.shape[1]
     size = group_size(f"{prefix}.weight_scale", columns, groups, group.size)
     check_entry(entries, f"{prefix}.weight_scale", FLOATS, (rows, groups))
     names = [f"{prefix}.{end}" for end in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")]
-    if not group.is_even:
+    if not group.is_symmetric:
         check_entry(entries, names[2], ("I32",), (-(-rows * bits // 32), groups))
     has_order = names[3] in entries
     if has_order:
         check_entry(entries, names[3], ("I32", "I64"), (columns,))
 
-    def take(stored: Stored, first: int, count: int) -> Grouped:
+    def take(stored: StoredTensors, first: int, count: int) -> Grouped:
         numbers = unpack_bits(stored.rows(names[0], first, count), bits)
         zeros: Tensor | int = 1 << (bits - 1)
-        if not group.is_even:
+        if not group.is_symmetric:
             zeros = unpack_bits(stored.whole(names[2]).t(), bits).t()[first : first + count]
         of_column = read_order(names[3], stored, groups) if has_order else size
         return Grouped(numbers, stored.rows(names[1], first, count), zeros, of_column)
 
-    kind = grouped_kind(f"packed INT{bits}", bits, None if has_order else size, columns, has_zeros=not group.is_even)
+    kind = grouped_kind(
+        f"packed INT{bits}", bits, None if has_order else size, columns, has_zeros=not group.is_symmetric
+    )
     uses = [name for name in (*names, f"{prefix}.weight_shape") if name in entries]
     return GroupedMatrix((rows, columns), tuple(uses), kind, take)
 
@@ -177,18 +179,20 @@ def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
     """Describes a signed eight-bit matrix. It is decoded as unsigned with 128 added, as the other formats are."""
     weight = check_entry(entries, f"{prefix}.weight", ("I8",))
     if len(weight.shape) != 2:
-        raise bad(f"{prefix}.weight is I8 {list(weight.shape)}, which is no matrix")
+        raise bad_weights(f"{prefix}.weight is I8 {list(weight.shape)}, which is no matrix")
     rows, columns = weight.shape
     names = [f"{prefix}.{end}" for end in ("weight", "weight_scale", "weight_zero_point")]
     scales = check_entry(entries, names[1], FLOATS)
     shape = (*scales.shape, 1, 1)[: max(2, len(scales.shape))]  # trailing dimensions of size 1 are optional
     if len(shape) != 2 or shape[0] not in (1, rows) or columns % shape[1]:
-        raise bad(f"{names[1]} is {list(scales.shape)}, where {list(weight.shape)} needs one for each row or group")
+        raise bad_weights(
+            f"{names[1]} is {list(scales.shape)}, where {list(weight.shape)} needs one for each row or group"
+        )
     has_zeros = names[2] in entries
     if has_zeros:
         check_entry(entries, names[2], ("I8",), scales.shape)
 
-    def take(stored: Stored, first: int, count: int) -> Grouped:
+    def take(stored: StoredTensors, first: int, count: int) -> Grouped:
         numbers = stored.rows(names[0], first, count).view(torch.uint8) ^ 128
 
         def spread(name: str) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.models.packed.awq import find_awq
-from quire.models.packed.base import Find, unsupported
+from quire.models.packed.base import Finder, unsupported
 from quire.models.packed.bitsandbytes import find_bitsandbytes
 from quire.models.packed.compressed import find_compressed
 from quire.models.packed.floats import Block, find_floats
@@ -23,36 +23,36 @@ FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # synonyms
 class Quantization:
     """How a checkpoint is quantized."""
 
-    called: str  # display name
-    find: Find
+    display_name: str  # display name
+    find: Finder
 
     @property
-    def in_fp8(self) -> str:
+    def fp8_note(self) -> str:
         """Describes, for a note, what `--quant fp8` would keep."""
         kept = {"FP8": "linear layers and experts so", "MXFP4": "them in half of that, as good as exactly"}
-        return f"keeps {kept.get(self.called, 'linear layers and experts in half of that')}"
+        return f"keeps {kept.get(self.display_name, 'linear layers and experts in half of that')}"
 
 
 def read_quantization(hf_config: Mapping[str, Any]) -> Quantization | None:
     """Returns the checkpoint's quantization; None if it has none. Unlisted MXFP4 needs none: its tensors are
     self-describing.
     """
-    said = hf_config.get("quantization_config")
-    if not said:
+    declared = hf_config.get("quantization_config")
+    if not declared:
         return None
-    method = said.get("quant_method", "an unknown method") if isinstance(said, dict) else said
-    found = METHODS.get(method) if isinstance(said, dict) and isinstance(method, str) else None
+    method = declared.get("quant_method", "an unknown method") if isinstance(declared, dict) else declared
+    found = METHODS.get(method) if isinstance(declared, dict) and isinstance(method, str) else None
     if found is None:
         known = ", ".join(sorted(METHODS))
         raise unsupported(
             f"This checkpoint is quantized ({method!s:.80}), which is not supported",
             f"Use the original checkpoint, a GGUF file, or one of {known}.",
         )
-    called, make = found
-    return Quantization(called, make(said))
+    display_name, make = found
+    return Quantization(display_name, make(declared))
 
 
-def _find_fp8(config: Mapping[str, Any]) -> Find:
+def _find_fp8(config: Mapping[str, Any]) -> Finder:
     if config.get("fmt", "e4m3") not in FP8_FORMATS:
         what = f"This checkpoint is in FP8 of the format {config['fmt']!r}, which is not supported"
         raise unsupported(what, "Use the original checkpoint, or one in the format e4m3.")
@@ -68,16 +68,16 @@ def _read_block(block: Any) -> Block | None:
     return block[0], block[1]
 
 
-def _find_by_tensors(config: Mapping[str, Any]) -> Find:
+def _find_by_tensors(config: Mapping[str, Any]) -> Finder:
     """ModelOpt (NVIDIA) and FBGEMM (Meta) are fully described by the shapes of their scales. Blocks are 128 x 128."""
     return find_floats((128, 128))
 
 
-def _find_mxfp4(config: Mapping[str, Any]) -> Find:
+def _find_mxfp4(config: Mapping[str, Any]) -> Finder:
     return find_floats(has_fp8=False)
 
 
-def _find_auto_round(config: Mapping[str, Any]) -> Find:
+def _find_auto_round(config: Mapping[str, Any]) -> Finder:
     form = str(config.get("packing_format"))
     if "awq" in form:
         return find_awq(config)
@@ -86,7 +86,7 @@ def _find_auto_round(config: Mapping[str, Any]) -> Find:
     return find_gptq(config)
 
 
-METHODS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Find]]] = {
+METHODS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Finder]]] = {
     "fp8": ("FP8", _find_fp8),
     "fbgemm_fp8": ("FP8", _find_by_tensors),
     "modelopt": ("ModelOpt", _find_by_tensors),

@@ -23,7 +23,16 @@ from quire.kernels.formats.packed_ints import (
     mxfp4_as_blocks,
     power_of_two,
 )
-from quire.models.packed.base import FLOATS, Entries, Find, Packed, Stored, bad, check_entry, check_filled
+from quire.models.packed.base import (
+    FLOATS,
+    Entries,
+    Finder,
+    Packed,
+    StoredTensors,
+    bad_weights,
+    check_entry,
+    check_filled,
+)
 
 MXFP4_BYTES = 16  # bytes of a block of 32 elements
 FP8 = "F8_E4M3"
@@ -35,7 +44,7 @@ Block = tuple[int, int]  # rows and columns that share a scale
 ALL = 1 << 62
 
 
-def find_floats(block: Block | None = None, has_fp8: bool = True) -> Find:
+def find_floats(block: Block | None = None, has_fp8: bool = True) -> Finder:
     """Returns the finder of FP8 and FP4 tensors. `block`: block size of FP8 scales from config.json; None: their shape
     determines it.
     """
@@ -67,11 +76,11 @@ class Fp8Matrix:
     block: Block
     kind: str = "FP8"
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         rows = stored.rows(self.uses[0], first, count)
         return dequantize_fp8(rows, self._scales(stored, first, count), first % self.block[0], block=self.block)
 
-    def _scales(self, stored: Stored, first: int, count: int) -> Tensor:
+    def _scales(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         rows = self.block[0]
         if rows == ALL:  # one scale per matrix, whatever the dimensions of the scale tensor
             return stored.whole(self.uses[1]).reshape(-1, 1, 1)[stored.entry or 0]
@@ -80,14 +89,14 @@ class Fp8Matrix:
         scales = scales.view(len(scales), -1)
         return power_of_two(scales) if scales.dtype == torch.uint8 else scales
 
-    def blocks(self, stored: Stored) -> None:
+    def blocks(self, stored: StoredTensors) -> None:
         return None
 
 
 def _fp8(name: str, entry: TensorEntry, entries: Entries, block: Block | None) -> Fp8Matrix:
     named = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in entries), None)
     if named is None:
-        raise bad(f"{name} is in FP8, but there is neither {name}_scale_inv nor _scale")
+        raise bad_weights(f"{name} is in FP8, but there is neither {name}_scale_inv nor _scale")
     scales = entries[named]
     check_filled(name, entry)
     *outer, rows, columns = entry.shape
@@ -96,7 +105,7 @@ def _fp8(name: str, entry: TensorEntry, entries: Entries, block: Block | None) -
     if found is None or scales.dtype not in FP8_SCALES:
         size = "one scale for each matrix or row" if block is None else f"scales for blocks of {block[0]} x {block[1]}"
         what = f"{named} is {scales.dtype} {list(scales.shape)}, where {list(entry.shape)} with {size}"
-        raise bad(f"{what} needs {' or '.join(FP8_SCALES)}{f' {list(wanted)}' if wanted else ''}")
+        raise bad_weights(f"{what} needs {' or '.join(FP8_SCALES)}{f' {list(wanted)}' if wanted else ''}")
     kind = "MXFP8" if scales.dtype in POWERS and found == (1, BLOCK) else "FP8"
     return Fp8Matrix(entry.shape, (name, named), (min(found[0], ALL), min(found[1], ALL)), kind)
 
@@ -128,14 +137,14 @@ class Fp4Matrix:
     kind: str  # NVFP4 or MXFP4
     divides: bool = False  # the scale of the whole matrix is a divisor
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         data, scales = (stored.rows(name, first, count) for name in self.uses[:2])
         if self.kind == "MXFP4":
             return dequantize_fp4(data, power_of_two(scales.view(torch.uint8)))
         overall = stored.whole(self.uses[2]).float().reshape(1, 1)
         return dequantize_fp4(data, scales.float() / overall if self.divides else scales.float() * overall)
 
-    def blocks(self, stored: Stored) -> tuple[str, Tensor] | None:
+    def blocks(self, stored: StoredTensors) -> tuple[str, Tensor] | None:
         if self.kind != "MXFP4":
             return None
         data, scales = (stored.rows(name, 0, self.shape[0]) for name in self.uses[:2])
@@ -152,7 +161,7 @@ def _fp4(name: str, whole: str, entry: TensorEntry, entries: Entries) -> Fp4Matr
         return None
     group = BLOCK if overall is None else NVFP4_GROUP
     if columns % group:
-        raise bad(f"{name} is U8 {list(entry.shape)}, whose {columns} columns do not make groups of {group}")
+        raise bad_weights(f"{name} is U8 {list(entry.shape)}, whose {columns} columns do not make groups of {group}")
     if overall is None:
         check_entry(entries, f"{whole}_scale", POWERS, (rows, columns // group))
         return Fp4Matrix((rows, columns), (name, f"{whole}_scale"), "MXFP4")
@@ -170,11 +179,11 @@ class Mxfp4Stack:
     uses: tuple[str, str]
     kind: str = "MXFP4"
 
-    def decode(self, stored: Stored, first: int, count: int) -> Tensor:
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
         data, scales = (stored.rows(name, first, count) for name in self.uses)
         return dequantize_mxfp4(data, scales)
 
-    def blocks(self, stored: Stored) -> tuple[str, Tensor]:
+    def blocks(self, stored: StoredTensors) -> tuple[str, Tensor]:
         data, scales = (stored.rows(name, 0, self.shape[-2]) for name in self.uses)
         return "MXFP4", mxfp4_as_blocks(data.flatten(1), scales)
 

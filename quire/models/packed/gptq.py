@@ -15,11 +15,11 @@ from quire.kernels.formats.packed_ints import Grouped, unpack_bits
 from quire.models.packed.base import (
     FLOATS,
     Entries,
-    Find,
+    Finder,
     GroupedMatrix,
     Packed,
-    Stored,
-    bad,
+    StoredTensors,
+    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -40,11 +40,11 @@ class GptqConfig:
     bits: int  # for layers whose tensors do not determine it
     group_size: int  # inputs that share a scale; -1: all inputs of a layer
     in_order: bool  # inputs of a group are consecutive
-    is_even: bool  # symmetric: every zero point is the middle of the range
-    less: int  # difference between a zero point and its stored value
+    is_symmetric: bool  # symmetric: every zero point is the middle of the range
+    zero_offset: int  # difference between a zero point and its stored value
 
 
-def find_gptq(config: Mapping[str, Any]) -> Find:
+def find_gptq(config: Mapping[str, Any]) -> Finder:
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     form = AUTO_ROUND.get(str(config.get("packing_format")), form)
     if form not in FORMATS:
@@ -68,12 +68,14 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
     weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
     order = check_entry(entries, f"{prefix}.g_idx", ("I32", "I64")) if f"{prefix}.g_idx" in entries else None
     if len(weight.shape) != 2 or (order is not None and len(order.shape) != 1):
-        raise bad(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx no single line")
+        raise bad_weights(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx no single line")
     words, rows = weight.shape
     columns = words * 32 // config.bits if order is None else order.shape[0]
     bits = words * 32 // columns if columns else 0
     if bits not in BITS or words * 32 != columns * bits:
-        raise bad(f"{prefix}.qweight is {list(weight.shape)}, which is no {columns} inputs of 2, 3, 4 or 8 bits")
+        raise bad_weights(
+            f"{prefix}.qweight is {list(weight.shape)}, which is no {columns} inputs of 2, 3, 4 or 8 bits"
+        )
     scales = check_entry(entries, f"{prefix}.scales", FLOATS)
     groups = scales.shape[0] if scales.shape else 0
     group = group_size(f"{prefix}.scales", columns, groups, config.group_size)
@@ -81,9 +83,9 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
     check_entry(entries, f"{prefix}.qzeros", ("I32",), (groups, rows * bits // 32))
     names = [f"{prefix}.{end}" for end in ("qweight", "scales", "qzeros", *(["g_idx"] if order else []))]
     kept = group if config.in_order else None
-    kind = grouped_kind("GPTQ", bits, kept, columns, has_zeros=not config.is_even)
+    kind = grouped_kind("GPTQ", bits, kept, columns, has_zeros=not config.is_symmetric)
 
-    def take(stored: Stored, first: int, count: int) -> Grouped:
+    def take(stored: StoredTensors, first: int, count: int) -> Grouped:
         numbers = unpack_bits(stored.columns(names[0], first, count).t(), bits)
         scales = stored.columns(names[1], first, count).t()
         written = unpack_bits(stored.whole(names[2]), bits)[:, first : first + count].t()
@@ -91,7 +93,9 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
         of_column = None if order is None else read_order(names[3], stored, groups)
         if of_column is not None and config.in_order:
             if not torch.equal(of_column, torch.arange(columns, device=stored.device) // group):
-                raise bad(f"{names[3]} changes the order of inputs, though config.json says that it stays (desc_act)")
+                raise bad_weights(
+                    f"{names[3]} changes the order of inputs, though config.json says that it stays (desc_act)"
+                )
             of_column = None
         return Grouped(numbers, scales, zeros, group if of_column is None else of_column)
 
@@ -103,8 +107,8 @@ def _zeros(name: str, written: Tensor, bits: int, config: GptqConfig) -> Tensor 
     ignore the field then, so published files have both.
     """
     middle = 1 << (bits - 1)
-    if not config.is_even:
-        return (written + config.less).bitwise_and_((1 << bits) - 1)
+    if not config.is_symmetric:
+        return (written + config.zero_offset).bitwise_and_((1 << bits) - 1)
     if not bool(((written == middle) | (written == middle - 1)).all()):
-        raise bad(f"{name} has zeros other than {middle}, though config.json says that it has none (sym)")
+        raise bad_weights(f"{name} has zeros other than {middle}, though config.json says that it has none (sym)")
     return middle

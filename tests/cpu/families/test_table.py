@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.models.loading.language_model_part import text_part
+from quire.models.loading.language_model_part import language_model_config
 from quire.models.loading.loader import build_model
 from quire.models.registry import FAMILIES
 from tests.cpu.families.checks import CHECKS
@@ -34,7 +34,7 @@ def test_windows_are_proved_where_there_are_any() -> None:
     found = set()
     for family in all_families():
         config = family.config().to_dict()
-        text = text_part(config) or config
+        text = language_model_config(config) or config
         model, _ = build_model(text, dtype="float32", device=torch.device("cpu"), page_tokens=16)
         if any(spec.window is not None for spec in model.specs):
             assert "memory" not in family.without

@@ -224,11 +224,11 @@ def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> 
     files: Any = SimpleNamespace(name="it", config={})
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
     for smaller in (True, False):
-        notes = list_notes(None, files, config, "bfloat16", "none", smaller, False)
+        notes = list_notes(torch.nn.Module(), files, config, "bfloat16", "none", smaller, False)
         assert "decoded to bfloat16" in "".join(notes)
         assert (f"`--quant fp8` {words}" in "".join(notes)) is smaller
-    assert not list_notes(None, files, config, "bfloat16", "fp8", False, False)
-    assert not list_notes(None, files, config, "float32", "none", False, True)
+    assert not list_notes(torch.nn.Module(), files, config, "bfloat16", "fp8", False, False)
+    assert not list_notes(torch.nn.Module(), files, config, "float32", "none", False, True)
 
 
 def test_fp8_is_offered_where_it_is_taken() -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quire.chaos.traffic import Choice, Script, Seen
+from quire.bench.online.streamed_chat import Choice, Seen
+from quire.chaos.traffic import Script
 
 LAST_DIGITS = 1e-3  # of a logit in float32, which the order of sums moves
 WIDEST_TIE = 0.05  # nats: what moves tokens by more has no near-ties, it has other answers

@@ -25,14 +25,15 @@ from typing import Any
 from quire.bench.hostile.requests import costly_template
 from quire.bench.hostile.watch import status_bytes
 from quire.bench.online.stream_client import Endpoint, Fault, parse_url
+from quire.bench.online.streamed_chat import Seen, ask, call, error_code
 from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
 from quire.chaos.faults import poison_seed, send_order
 from quire.chaos.hostile import HostileTraffic
 from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
-from quire.chaos.tiny import make_tiny_model
-from quire.chaos.traffic import SCHEMA, Script, Seen, ask, call, error_code, hostile_bodies, make_scripts
+from quire.chaos.traffic import SCHEMA, Script, hostile_bodies, make_scripts
 from quire.files.source import resolve_model
+from quire.files.tiny_model import make_tiny_model
 from quire.text.loading import load_tokenizer
 from quire.text.template import template_source
 from quire.types import QuireError

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from quire.bench.online.streamed_chat import Seen
 from quire.chaos.compare import WIDEST_TIE, Divergence, Verdict
-from quire.chaos.traffic import Script, Seen
+from quire.chaos.traffic import Script
 from quire.files.progress import format_bytes
 
 MAX_EXAMPLES = 20

@@ -17,7 +17,7 @@ NUM_PAGES, NUM_STREAMS = 200, 4
 
 
 def serve(folder: Path, out_of_memory: str) -> Started:
-    from quire.chaos.tiny import make_tiny_model
+    from quire.files.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / "model")
     command = [sys.executable, "-m", "quire.chaos.server_process", str(folder / "orders"), "--model", str(model),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quire.bench.online.stream_client import Endpoint, parse_url
-from quire.chaos.tiny import make_tiny_model
-from quire.chaos.traffic import call
+from quire.bench.online.streamed_chat import call
+from quire.files.tiny_model import make_tiny_model
 from tests.e2e.conftest import start
 
 TOTAL = int(os.environ.get("SOAK_REQUESTS", "20000"))

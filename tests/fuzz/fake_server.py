@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from quire.chaos.tiny import make_tiny_model
 from quire.client.engine_client import EngineClient
 from quire.client.supervisor import Supervisor, SupervisorLimits
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.host import wire
 from quire.files.source import ModelFiles
+from quire.files.tiny_model import make_tiny_model
 from quire.server.app import create_app
 from quire.server.logs import Log
 from quire.server.run import make_server

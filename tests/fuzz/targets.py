@@ -80,7 +80,7 @@ class TokenizerFile(Fuzzed):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        from quire.chaos.tiny import make_tiny_model
+        from quire.files.tiny_model import make_tiny_model
 
         self._model = make_tiny_model(folder / "model")
         self._seed = json.loads((self._model / "tokenizer.json").read_text())

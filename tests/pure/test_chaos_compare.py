@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from quire.bench.online.streamed_chat import Choice, Seen
 from quire.chaos.compare import WIDEST_TIE, Arithmetic, compare, measure_shift
-from quire.chaos.traffic import Choice, Script, Seen
+from quire.chaos.traffic import Script
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 6}
 GREEDY = Script("s", "greedy", {"temperature": 0.0})

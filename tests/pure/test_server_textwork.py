@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("tokenizers")
 pytest.importorskip("fastapi")
 
-from quire.chaos.tiny import make_tiny_model
+from quire.files.tiny_model import make_tiny_model
 from quire.server.conversation import Conversation
 from quire.server.http.bodies import decode_json
 from quire.server.http.errors import ApiError

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from quire.chaos.tiny import make_tiny_model
+from quire.files.tiny_model import make_tiny_model
 from quire.text import prompts
 from quire.text.prompts import encode_chat, encode_within, render_chat
 from quire.text.template import ChatTemplate

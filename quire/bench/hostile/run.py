@@ -27,8 +27,8 @@ from quire.bench.hostile.watch import MemoryWatch, quantile, read_histograms, su
 from quire.bench.offline import load_average
 from quire.bench.online.stream_client import Connection, Endpoint, parse_url
 from quire.bench.stats import Bar, Report
-from quire.chaos.tiny import make_tiny_model
 from quire.files.source import resolve_model
+from quire.files.tiny_model import make_tiny_model
 from quire.text.loading import load_tokenizer
 from quire.text.template import template_source
 from quire.types import QuireError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.online.stream_client import Endpoint, Fault
-from quire.chaos.traffic import WORDS, Choice, Seen, ask
+from quire.bench.online.streamed_chat import WORDS, Choice, Seen, ask
 from quire.types import QuireError
 
 LATER = (429, 503)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.chaos.faults import Faults, poison_of
-from quire.cli.serve_engine import build as build_engine
 from quire.config import Config
 from quire.engine.host.process import Built, Socket, run_engine_process
 from quire.engine.loop import FillMasks
 from quire.engine.workers import Ticket, Workers
+from quire.startup.build_engine import build_engine
 from quire.types import Plan, Request, StepOutput
 
 BALLAST_BYTES = 1 << 30

@@ -10,11 +10,12 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cli.main import _unexpected
-from quire.cli.output import print_error
-from quire.cli.serve import serve_config
+import uvloop
+
+from quire import __version__
 from quire.config_build import add_config_flags, config_from_args
-from quire.files.source import ModelFiles
+from quire.files.source import ModelFiles, resolve_model
+from quire.server.run import serve
 from quire.text.loading import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
@@ -45,12 +46,17 @@ def main(orders: str, arguments: Sequence[str]) -> int:
     add_config_flags(parser)
     command = (sys.executable, "-m", "quire.chaos.engine_process", orders)
     try:
-        return serve_config(config_from_args(parser.parse_args(list(arguments))), command, load_disturbed)
+        config = config_from_args(parser.parse_args(list(arguments)))
+        model = config.model
+        files = resolve_model(model.model, offline=model.offline, random_weights=model.random_weights)
+        return uvloop.run(serve(config, files, command, print_url, __version__, load_disturbed))
     except QuireError as error:
-        print_error(error.what, error.hint)
+        print(f"quire: error: {error.what} {error.hint}", file=sys.stderr)
         return 1
-    except Exception as error:
-        return _unexpected(error)
+
+
+def print_url(url: str) -> None:
+    print(f"The server under test is ready at {url}", flush=True)
 
 
 if __name__ == "__main__":

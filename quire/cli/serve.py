@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -13,9 +12,8 @@ from quire import __version__
 from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import print_note, waiting
 from quire.cli.run import short_name
-from quire.config import Config
 from quire.config_build import add_config_flags, config_from_args
-from quire.files.source import ModelFiles, resolve_model
+from quire.files.source import resolve_model
 from quire.types import QuireError
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.cli.serve_engine")
@@ -34,14 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Namespace) -> int:
-    return serve_config(config_from_args(take_positional_model(args)))
-
-
-def serve_config(
-    config: Config, engine_command: Sequence[str] | None = None, load: Callable[[ModelFiles], Any] | None = None
-) -> int:
-    """Serve until a signal stops the process; returns the exit code. Tests and the chaos gate pass their own
-    `engine_command` or `load`."""
+    """Serve until a signal stops the process; returns the exit code."""
+    config = config_from_args(take_positional_model(args))
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         what = f"The Python package {missing[0]} is not installed."
@@ -59,7 +51,6 @@ def serve_config(
     import uvloop  # imported late, so that --help and errors are fast
 
     from quire.server.run import serve
-    from quire.text.loading import load_tokenizer
 
     with ExitStack() as loading:
         loading.enter_context(waiting(f"Loading {short_name(config)} …"))
@@ -68,6 +59,4 @@ def serve_config(
             loading.close()
             print(f"Quire serves {short_name(config)} at {url}", flush=True)
 
-        return uvloop.run(
-            serve(config, files, engine_command or ENGINE_COMMAND, ready, __version__, load or load_tokenizer)
-        )
+        return uvloop.run(serve(config, files, ENGINE_COMMAND, ready, __version__))

@@ -1,0 +1,74 @@
+"""A class name means one thing in the whole package `quire`.
+
+A protocol and its implementations share a suffix, not a name, so they need no exception.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Names that still stand for two or three classes. The list only shrinks.
+DUPLICATES: frozenset[str] = frozenset(
+    {
+        "Blocks",
+        "Budget",
+        "Call",
+        "ChannelParser",
+        "Check",
+        "Checked",
+        "Chunks",
+        "Columns",
+        "Connection",
+        "Conversation",
+        "Decoded",
+        "Fault",
+        "Findings",
+        "Gate",
+        "Group",
+        "Job",
+        "Join",
+        "Limits",
+        "Note",
+        "Order",
+        "Partials",
+        "Prepared",
+        "ProductTuning",
+        "Ready",
+        "Refused",
+        "Rows",
+        "Run",
+        "Scale",
+        "Settings",
+        "Tool",
+        "Verdict",
+        "Vocabulary",
+        "Work",
+        "_Geometry",
+        "_Lists",
+        "_Outputs",
+        "_Planned",
+        "_Reader",
+        "_Watch",
+    }
+)
+
+
+def class_names() -> dict[str, list[str]]:
+    """For each class name, nested classes included, the places that define it."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "quire").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return places
+
+
+def test_class_names_are_unique() -> None:
+    places = class_names()
+    assert len(places) > 500
+    repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES}
+    assert not repeated, f"rename the less central class of each: {repeated}"

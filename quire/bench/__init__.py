@@ -1,5 +1,5 @@
-"""Benchmarks: the same work again and again, timed truthfully. `quire bench` calls them, and so may a script.
+"""Benchmarks behind `quire bench`; scripts may call them too.
 
-Each benchmark returns a report of plain numbers, ready for JSON; `tables` shows it to a person. They use the engine
-through its public classes only, and torch comes in with `quire.llm` where a model is needed.
+Each benchmark returns a report of plain numbers that JSON can hold, and `tables` prints it. Benchmarks use the engine
+through its public classes only; torch is imported with `quire.llm`, if a model is needed.
 """

@@ -1,7 +1,7 @@
-"""`quire bench batch`: what a batch gains over one stream, both measured in the same run, turn about.
+"""`quire bench batch`: throughput of a batch against one stream, alternating in the same run.
 
-The command opens the model and calls `bench_batch`. Greedy requests with fresh prompts; tokens per second count from
-submitting to the last token, so the prompts are paid for on both sides.
+Requests are greedy and have fresh prompts. Tokens per second count from submission to the last token, so both sides
+include prefill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.bench.workloads import Job, Shape, draw_shape, fold_into, make_job
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-MIN_RATIO = 4.0  # of a batch of 16 on the built-in model, two cores, default settings
+MIN_RATIO = 4.0  # batch of 16 over one stream; built-in model, two cores, default settings
 MIN_TPS = 100.0
 
 

@@ -1,7 +1,7 @@
-"""Drives an engine with all of a benchmark's requests at once and writes down when each token came.
+"""Runs all requests of a benchmark at once and records the time of each token.
 
-Offline and batch benchmarks call `run_jobs`. It does what `LLM.generate` does, detokenizing included, but keeps the
-time of every token. While the clock runs it only appends to lists; `measure` works everything out afterwards.
+The offline and batch benchmarks call `run_jobs`, which does what `LLM.generate` does, detokenization included, and also
+records the time of every token. During the run it only appends to lists; `measure` computes the figures afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RawRun:
-    """What was written down: seconds on one monotonic clock, and sizes in the order of steps."""
+    """Raw records of a run: times in seconds of one monotonic clock, and sizes in the order of steps."""
 
     begin: float
     end: float = 0.0
@@ -35,7 +35,7 @@ class RawRun:
     token_times: list[list[float]] = field(default_factory=list)  # per request
     rows_per_step: list[int] = field(default_factory=list)
     tokens_per_step: list[int] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)  # of scheduler and cache, for this run alone
+    counters: dict[str, int] = field(default_factory=dict)  # differences of the scheduler's and cache's counters
 
     @property
     def first_token_at(self) -> float:
@@ -43,10 +43,10 @@ class RawRun:
 
 
 def run_jobs(llm: LLM, jobs: Sequence[Job], *, salt: bytes = b"", advance: Advance | None = None) -> RawRun:
-    """Submit all jobs at once and run them to their ends. Prompts are shared only within one `salt`."""
+    """Submit all jobs at once and run them to their ends. The prefix cache is shared only within one `salt`."""
     check_jobs(llm, jobs)
     engine = llm.engine
-    engine.run_until_idle()  # whatever an earlier run left in flight
+    engine.run_until_idle()  # finishes steps that an earlier run left in flight
     before = _counters(engine)
     run = RawRun(time.perf_counter(), token_times=[[] for _ in jobs])
     watched, engine.tracer = engine.tracer, StepRecorder(engine.tracer, run)
@@ -60,7 +60,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], *, salt: bytes = b"", advance: Advan
 
 
 def check_jobs(llm: LLM, jobs: Sequence[Job]) -> None:
-    """A request the model would refuse or cut short is an error before anything is timed."""
+    """Raise QuireError if the model would refuse a job or cut its answer short."""
     vocab_size, max_len = llm.edge.vocab_size, llm.max_model_len
     for job in jobs:
         largest = max(job.tokens)
@@ -76,7 +76,7 @@ def check_jobs(llm: LLM, jobs: Sequence[Job]) -> None:
 
 
 class StepRecorder(Tracer):
-    """Notes the size of every committed step, and passes everything on to the tracer that was there."""
+    """Records the size of every committed step, and forwards every call to the previous tracer."""
 
     def __init__(self, inner: Tracer, run: RawRun):
         self._inner = inner
@@ -101,7 +101,7 @@ class StepRecorder(Tracer):
 
 
 class _Drive:
-    """The requests of one run, from all waiting to all done."""
+    """Submits and finishes the requests of one run."""
 
     def __init__(self, llm: LLM, run: RawRun, jobs: Sequence[Job], salt: bytes):
         self._engine = llm.engine
@@ -109,7 +109,7 @@ class _Drive:
         edge = llm.edge
         self._waiting: deque[Request] = deque()
         self._replies: list[Reply] = []
-        self._places: dict[str, int] = {}  # request id -> which job; those that are not done yet
+        self._places: dict[str, int] = {}  # request id -> index of its job, for unfinished requests
         for index, job in enumerate(jobs):
             requests = edge.requests(edge.encode(job.tokens), job.params, request_id=f"bench-{index}", salt=salt)
             self._replies.append(Reply(edge, requests))
@@ -138,11 +138,11 @@ class _Drive:
                 advance(num_tokens)
             self._run.end = now()
         finally:
-            for request_id in places:  # interrupted: leave nothing running
+            for request_id in places:  # unfinished only if the run was interrupted
                 self._engine.cancel(request_id)
 
     def _submit(self) -> None:
-        """As many as the queue takes; that is all of them, unless the work is larger than max_waiting."""
+        """Submit as many requests as the queue accepts: all, unless they are more than max_waiting."""
         while self._waiting:
             try:
                 self._engine.add(self._waiting[0])
@@ -154,7 +154,7 @@ class _Drive:
 
 
 def _check_end(delta: Delta, reply: Reply) -> None:
-    """Every answer has the length that was asked for, or the figures would be about other work."""
+    """Raise QuireError unless the answer has its full length, since figures of shorter answers do not compare."""
     if delta.finish_reason is not FinishReason.LENGTH:
         what = delta.error or f"Request {reply.ids[0]} ended early ({delta.finish_reason})."
         raise QuireError(delta.error_code or "request_failed", what)
@@ -166,11 +166,11 @@ def _counters(engine: Any) -> dict[str, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# After the clock has stopped
+# After the run
 
 
 def measure(run: RawRun) -> Report:
-    """Figures of one run. Times to first token count from the moment all requests were submitted."""
+    """Return the figures of one run. Times to first token count from the start of submission."""
     wall = run.end - run.begin
     num_outputs = sum(map(len, run.token_times))
     first = [times[0] - run.begin for times in run.token_times]

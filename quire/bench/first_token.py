@@ -1,6 +1,6 @@
-"""The process that `bench_start` times: opens a model, answers one prompt, and prints when it had got how far.
+"""The process that `bench_start` times: opens a model, answers one prompt, and prints the time of each phase.
 
-Told by JSON on stdin what to open and when it was started; the last line of stdout is its answer.
+Reads the settings and its start time as JSON from stdin; the last line of stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         return time.monotonic() - task["started"]
 
     class Watch(QuietProgress):
-        """Weights are read last: torch is imported then, the model built, its kernels tried."""
+        """Records when loading weights starts: by then torch is imported, the model is built, and trials have run."""
 
         tried = 0.0
 

@@ -1,8 +1,8 @@
-"""`quire bench gap`: does the device ever wait for the host? Many requests decode; each step is timed on both sides.
+"""`quire bench gap`: idle time of the device between steps. Many requests decode; host and device are timed per step.
 
-The host's own time of a step is its turn of the loop less the wait for tokens. On CUDA events around everything a step
-launches give the device's time, and the pause before the next step's first kernel: with the host ahead it is next to
-nothing. Without CUDA the host's side alone is reported.
+The host's time of a step is the loop's turn minus the wait for tokens. With CUDA, events before and after each step's
+launches give the device's time and its idle time before the next step, which is close to 0 if the host runs ahead.
+Without CUDA only the host's times are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.types import Plan
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-SKIPPED = 10  # steps after the prompts, before any is counted
+SKIPPED = 10  # uncounted steps after prefill
 
 
 def bench_gap(
@@ -82,14 +82,14 @@ def bench_gap(
 
 
 class _Watch:
-    """Stands at the engine's two seams while it is open: its tracer and its workers."""
+    """Replaces the engine's tracer and workers by ones that record times, until it is closed."""
 
     def __init__(self, engine: Any):
         self._engine = engine
         self._waited = 0.0
-        self.turns: list[tuple[float, float]] = []  # (whole turn, of that waiting)
+        self.turns: list[tuple[float, float]] = []  # (whole turn, wait for tokens within it), in seconds
         self.steps: list[tuple[Any, Any]] = []  # CUDA events before and after each step
-        self.kinds: dict[str, list[float]] = {}  # what the host spent its time on
+        self.kinds: dict[str, list[float]] = {}  # host seconds by the tracer's span name
 
     def __enter__(self) -> _Watch:
         self._before = self._engine.tracer, self._engine.workers
@@ -147,7 +147,7 @@ class _Spans(Tracer):
 
 
 class _Timed:
-    """Workers with an event before the first kernel of each step and one after its last."""
+    """Forwards to workers, and records CUDA events before the first and after the last kernel of each step."""
 
     def __init__(self, inner: Any, steps: list[tuple[Any, Any]]):
         self._inner, self._steps = inner, steps

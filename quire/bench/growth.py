@@ -1,7 +1,7 @@
-"""`quire bench growth`: does a process that serves request after request grow? Resident memory early and late.
+"""`quire bench growth`: resident memory after few and after many requests; it must not grow.
 
-The command opens the model and calls `bench_growth`. A cache that fills up is no leak, so it gets few enough pages to
-be full long before the first reading; after that pages are evicted, and nothing may grow any more.
+A KV cache that fills up is not a leak, so it gets few enough pages to be full before the first reading. From then on
+pages are evicted, and resident memory must stay constant.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 MAX_RATIO = 1.02
-BATCH = 50  # requests handed over at once
-FAMILIAR = 8  # prompts that come again and again, every other request
+BATCH = 50  # requests per `generate` call
+FAMILIAR = 8  # repeated prompts; every other request uses one
 OUTPUT_LEN = 2
 
 
 def fit_cache(config: Config, first: int) -> Config:
-    """A cache that `first` requests fill, unless the person said how large it is to be."""
+    """Return `config` with a cache that `first` requests fill, unless it sets the cache's size itself."""
     if config.cache.num_pages is not None or config.cache.cache_memory is not None:
         return config
     return override_config(config, {"num_pages": max(64, first // 2)})
 
 
 def bench_growth(open_llm: Callable[[], LLM], *, first: int = 200, last: int = 2000, seed: int = 0) -> Report:
-    """Half of the requests are new prompts that push others out of the cache, half are served from it."""
+    """Run `last` requests and report resident memory after `first` and after all. Half of the prompts are new and evict
+    pages, half repeat and hit the prefix cache."""
     readings: list[Report] = []
     with open_llm() as llm, progress_bar("requests", last) as advance:
         prompts = _Prompts(llm, seed)
@@ -69,7 +70,7 @@ def bench_growth(open_llm: Callable[[], LLM], *, first: int = 200, last: int = 2
 
 
 class _Prompts:
-    """Token ids, a page and a little more each: new ones and familiar ones by turns."""
+    """Prompts of one page and a few tokens: new and repeated ones alternate."""
 
     def __init__(self, llm: LLM, seed: int):
         self._rng = random.Random(seed)

@@ -1,8 +1,8 @@
-"""`quire bench latency`: what running requests and newcomers feel of each other, in one process and without HTTP.
+"""`quire bench latency`: how decodes and arriving long prompts delay each other, in one process without HTTP.
 
-Some requests decode; prompts arrive at a fixed pace while they do. Reported are the gaps between the decodes' tokens,
-alone and meanwhile, and the prompts' times to first token, once for each step-time target; then a long prompt on an
-idle engine, fresh and with all but its end in the cache. Times to first token count from the moment a prompt was due.
+Some requests decode while prompts arrive at a fixed rate. The report holds, for each step-time target, the inter-token
+latency of the decodes alone and under load, and the prompts' times to first token; then the time to first token of a
+long prompt on an idle engine, uncached and cached except for its end. It counts from the moment a prompt was due.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from quire.types import Delta, QuireError
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-ROUNDS = 5  # of the prompts on an idle engine
-REHEARSED_PROMPTS = 2
-SETTLE_TOKENS = 8  # of each decode, before anything is timed
+ROUNDS = 5  # prompts on an idle engine
+REHEARSED_PROMPTS = 2  # in the warm-up of each target
+SETTLE_TOKENS = 8  # tokens of each decode before the measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,8 @@ class Load:
     prompt_len: int = 8192
     every: float = 0.25  # seconds between arrivals
     fresh_tail: int = 64  # tokens of the warm prompt that are not in the cache
-    alone_s: float = 2.0  # how long the decodes are watched by themselves
-    rest_s: float = (
-        1.0  # before a prompt on an idle engine: a card that just worked hard is held back by its power limit
-    )
+    alone_s: float = 2.0  # how long the decodes are measured without prompts
+    rest_s: float = 1.0  # pause before a prompt on an idle engine; a hot GPU is throttled by its power limit
 
 
 def bench_latency(
@@ -52,7 +50,7 @@ def bench_latency(
         _check(llm, load)
         llm.prepare()
         watch = _Watch(llm, load, seed)
-        for target in targets_ms:  # what compiles at first sight compiles now
+        for target in targets_ms:  # warm-up: compiles kernels for the shapes of each target
             watch.under_load(target, REHEARSED_PROMPTS, alone_s=0.0)
         under_load = []
         for index, target in enumerate(targets_ms):
@@ -85,7 +83,7 @@ def _check(llm: LLM, load: Load) -> None:
 
 
 class _Watch:
-    """Turns the engine and writes down when each request's tokens came."""
+    """Runs the engine's loop and records the time of each request's tokens."""
 
     def __init__(self, llm: LLM, load: Load, seed: int):
         self._llm, self._load = llm, load
@@ -93,7 +91,7 @@ class _Watch:
         self._random = random.Random(seed)
         self._num_made = 0
         self._times: dict[str, list[float]] = {}
-        self._cached: dict[str, int] = {}  # what the cache offered, of requests that ended
+        self._cached: dict[str, int] = {}  # cached prompt tokens of finished requests
 
     def under_load(self, target_ms: float | None, num_prompts: int, alone_s: float) -> Report:
         engine, load = self._engine, self._load
@@ -103,10 +101,10 @@ class _Watch:
         while any(len(self._times[name]) < SETTLE_TOKENS for name in decodes):
             self._turn()
         quiet_from = time.perf_counter()
-        enough = len(self._times[decodes[0]]) + (SETTLE_TOKENS if alone_s else 0)  # however slow the machine is
+        enough = len(self._times[decodes[0]]) + (SETTLE_TOKENS if alone_s else 0)  # gaps even on a slow machine
         while time.perf_counter() - quiet_from < alone_s or len(self._times[decodes[0]]) < enough:
             self._turn()
-        prompts = [self._prompt(load.prompt_len) for _ in range(num_prompts)]  # before the clock runs
+        prompts = [self._prompt(load.prompt_len) for _ in range(num_prompts)]  # drawn before the measurement
         begin = time.perf_counter()
         waiting = deque((begin + load.every * index, prompt) for index, prompt in enumerate(prompts))
         due: dict[str, float] = {}
@@ -127,7 +125,7 @@ class _Watch:
         }
 
     def on_idle_engine(self) -> Report:
-        """One long prompt at a time: nothing of it cached, then all but its end."""
+        """Time one long prompt at a time: first uncached, then cached except for its end."""
         load = self._load
         cold, warm = [], []
         for _ in range(ROUNDS):
@@ -155,7 +153,7 @@ class _Watch:
         return self._times[name][0] - begin, self._cached[name]
 
     def _gaps(self, names: list[str], begin: float, end: float) -> Report | None:
-        """Between tokens of one request that both came within this time."""
+        """Percentiles of the gaps between tokens of one request, if both tokens lie between `begin` and `end`."""
         times = ([at for at in self._times[name] if begin <= at <= end] for name in names)
         return percentiles([later - earlier for each in times for earlier, later in pairwise(each)])
 

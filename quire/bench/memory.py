@@ -1,4 +1,4 @@
-"""How much memory this process takes: now, at its peak, and on a GPU. Benchmarks that load a model ask."""
+"""Memory of this process: resident now, peak resident, and peak on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.bench.stats import Report
 
 
 def resident_bytes() -> int:
-    """What is in memory now; where the system does not say, the most there has ever been."""
+    """Return the resident set size, or its peak on systems without /proc."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -22,24 +22,24 @@ def resident_bytes() -> int:
 
 
 def settle_memory() -> None:
-    """Collect garbage and have the allocator give free memory back: what is resident then is what is held.
+    """Collect garbage and make malloc return free memory to the system.
 
-    Without it readings wander by more than a per cent, with what malloc happened to keep for the next time.
+    Without it, readings vary by more than one per cent with the free memory that malloc keeps.
     """
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in the GNU C library
     if trim is not None:
         trim(0)
 
 
 def peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB everywhere but there
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
 def peak_memory() -> Report:
-    """Peaks since the process began, so loading counts too. The GPU's is what tensors took, not the driver."""
-    torch = sys.modules.get("torch")  # whoever loaded a model has imported it; nobody else needs it for this
+    """Return peaks since the start of the process, loading included. The GPU's peak counts tensors, not the driver."""
+    torch = sys.modules.get("torch")  # already imported if a model was loaded
     on_gpu = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
         "peak_rss_bytes": peak_resident_bytes(),

@@ -1,7 +1,7 @@
-"""`quire bench offline`: a workload from start to end, all requests at once; how fast, how late, how full the steps.
+"""`quire bench offline`: submit all requests of a workload at once; throughput, latency, and tokens per step.
 
-The command opens the model and calls `bench_offline`. Each run draws fresh prompts and has a salt of its own, so that
-no run is served from what an earlier one left in the cache; hits within a run count.
+Each run draws fresh prompts and has its own salt, so that no run hits prefixes that an earlier run cached. Hits within
+a run count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ WARMUP_OUTPUT = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A workload by name, or a file: `draw` gives its jobs for a seed."""
+    """A named workload or a file; `draw` returns its jobs for a seed."""
 
     name: str
     draw: Callable[[int], list[Job]]
-    may_fold: bool  # its token ids are made up, so a smaller vocabulary may wrap them around
+    may_fold: bool  # token ids are random, so they may be taken modulo a smaller vocabulary
 
 
 def bench_offline(
@@ -46,7 +46,7 @@ def bench_offline(
     warmup: bool = True,
     min_output_tps: float | None = None,
 ) -> Report:
-    """Open a model, warm it up, time `repeat` runs with the seeds after `seed`, and report each and the median."""
+    """Open a model, warm it up, time `repeat` runs with consecutive seeds, and report each and the median."""
     busy = load_average()
     launched = time.perf_counter()
     with open_llm() as llm:
@@ -90,7 +90,7 @@ def bench_offline(
 
 
 def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """The first few requests cut short: memory gets touched, threads and kernels are started."""
+    """Return the first few jobs with short prompts and answers, which touch memory and start threads and kernels."""
     return [
         replace(
             job,
@@ -102,8 +102,8 @@ def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def settings(llm: LLM) -> Report:
-    """What the figures depend on, as it was decided at start."""
-    from quire.startup.assemble import pick_device  # torch is here already
+    """Return the effective settings that the figures depend on."""
+    from quire.startup.assemble import pick_device  # torch is imported already
 
     limits = llm.engine.scheduler.limits
     return {
@@ -122,5 +122,5 @@ def settings(llm: LLM) -> Report:
 
 
 def load_average() -> float | None:
-    """How busy the machine is before we begin: figures from a busy one say little."""
+    """Return the machine's load average, or None if unknown. Figures of a busy machine are not reliable."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

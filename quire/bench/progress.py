@@ -1,6 +1,6 @@
-"""A bar on stderr while a benchmark runs, on a terminal only. It draws twice a second, to leave the time to the work.
+"""A progress bar on stderr while a benchmark runs, on a terminal only.
 
-Benchmarks get an `Advance`, which costs a comparison while nothing is drawn.
+It is redrawn at most twice a second; between redraws a call of `Advance` costs one comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Advance = Callable[[int], None]  # told how much is done so far
+Advance = Callable[[int], None]  # takes the amount done so far
 SECONDS_BETWEEN = 0.5
 
 

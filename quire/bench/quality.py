@@ -1,7 +1,7 @@
-"""`quire bench quality`: what a way of keeping weights costs in quality, against float32 on the same checkpoint.
+"""`quire bench quality`: the quality that quantization costs, against float32 weights of the same checkpoint.
 
-Perplexity of a text, the divergence of the next-token distributions from those of the float32 model, and how often the
-most likely token is the same one. Both models read the same stretches of tokens, one after the other.
+Reports the perplexity of a text, the KL divergence of next-token distributions from those of the float32 model, and how
+often both models agree on the most likely token. Both models read the same stretches of tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from quire.config import Config
 
 PAGE = 16
-CHUNK = 256  # tokens of a step
+CHUNK = 256  # tokens per step
 
 
 def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int = 1024) -> Report:
-    """`config` is the way to be judged; float32 is what it is judged by."""
+    """Compare the model of `config` with the same checkpoint in float32."""
     from quire.config_build import override_config
     from quire.startup.assemble import find_files
     from quire.text.loading import load_tokenizer
@@ -78,7 +78,7 @@ def _load(config: Config) -> Any:
 
 
 def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Log-probabilities of what follows each token, [n, vocab], and what really does; a chunk at a time."""
+    """Yield log-probabilities of the next tokens, [n, vocab], and the actual next tokens, one chunk at a time."""
     import torch
 
     from quire.layers.step import PagedInputs, Step
@@ -105,4 +105,4 @@ def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[in
         with torch.inference_mode():
             hidden = model.forward(step, caches)[: len(targets)]
             scores = model.logits(hidden).float().log_softmax(-1)
-        yield scores, targets  # outside: two of these run turn about, and would end each other's mode
+        yield scores, targets  # outside inference_mode, since two generators alternate and would end each other's mode

@@ -1,9 +1,8 @@
-"""`quire bench start`: from the start of a process to its first token, with compiled kernels forgotten and remembered.
-With `run_pairs` also `quire run` to its first token, turn about with a Python that imports torch and nothing else.
+"""`quire bench start`: the time from the start of a process to its first token, with a cold and a warm kernel cache.
+With `run_pairs`, also `quire run` to its first token, alternating with a Python process that only imports torch.
 
-Each run is a fresh Python (`first_token`) with cache folders of its own for compiled kernels: the first finds them
-empty, the others what the first left there. Both processes read the machine's one monotonic clock, so that importing
-and everything before it counts too.
+Each run is a fresh Python process (`first_token`). All share a new kernel cache folder, which is empty for
+the first run and warm for the others. Both processes read the system-wide monotonic clock, so imports count too.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ def bench_start(
 
 
 def _compare_run(config: Config, pairs: int, caches: dict[str, str]) -> Report:
-    """Seconds by the clock until each says its first word."""
+    """Time `quire run` and `import torch` until their first byte of output, in pairs."""
     variables = {knobs()[name].variable: str(value) for name, value in engine_settings(config).items()}
     env = os.environ | caches | variables | {"PYTHONPATH": _path()}
     importing = [sys.executable, "-c", "import torch; print('imported')"]
     answering = [sys.executable, "-m", "quire", "run", "--max-tokens", "1", "Hello"]
-    _first_word(answering, env)  # once for nothing: what both find in the page cache is to be there
+    _first_word(answering, env)  # untimed run that fills the page cache for both
     times = [(_first_word(importing, env), _first_word(answering, env)) for _ in range(pairs)]
     importing_s, answering_s = (median(pair[which] for pair in times) for which in (0, 1))
     return {
@@ -97,12 +96,12 @@ def _first_word(command: list[str], env: dict[str, str]) -> float:
 
 
 def _path() -> str:
-    root = str(Path(quire.__file__).parents[1])  # a checkout need not be installed, nor be where we are
+    root = str(Path(quire.__file__).parents[1])  # a checkout may be neither installed nor the working directory
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
 
 
 def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
-    """One process from its start to its tenth token; seconds since it was started."""
+    """Run one process to its tenth token; returns the phases in seconds since its start."""
     task = {"settings": engine_settings(config), "prompt_len": prompt_len, "started": time.monotonic()}
     done = subprocess.run(
         [sys.executable, "-m", "quire.bench.first_token"],

@@ -1,7 +1,7 @@
-"""The arithmetic of reports: percentiles, histograms, medians over runs, and bars that a figure must meet.
+"""Statistics for reports: percentiles, histograms, medians over runs, and gates that a figure must meet.
 
-Every benchmark uses it, after the clock has stopped. Reports are dicts of plain numbers; None stands where there is
-nothing to measure, such as the time between tokens when each answer has one.
+Benchmarks call these functions after their measurement. Reports are dicts of plain numbers; a figure without data,
+such as the inter-token latency of one-token answers, is None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which this share of the sorted values lies, straight lines between neighbours."""
+    """Return the value below which this share of the sorted values lies, by linear interpolation."""
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -34,7 +34,7 @@ def percentiles(values: Sequence[float]) -> Report | None:
 
 
 def distribution(values: Sequence[int]) -> Report | None:
-    """Mean, maximum and a histogram over ranges that double: 0, 1, 2, 3 to 4, 5 to 8, …"""
+    """Return mean, maximum and a histogram over ranges that double: 0, 1, 2, 3 to 4, 5 to 8, …"""
     if not values:
         return None
     counts = Counter((value - 1).bit_length() if value else -1 for value in values)
@@ -48,7 +48,7 @@ def _bucket(power: int, num_steps: int) -> Report:
 
 
 def median_of(records: Sequence[Any]) -> Any:
-    """The medians of every number the records have in common; what is no number is left out, as None."""
+    """Return the median of each number that all records hold, at any depth; other values are left out."""
     first = records[0]
     if isinstance(first, dict) and all(isinstance(record, dict) for record in records):
         merged = {key: median_of([record.get(key) for record in records]) for key in first}
@@ -60,7 +60,7 @@ def median_of(records: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a figure must reach, or must not exceed."""
+    """A gate: the bound that a figure must reach or must not exceed."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""Shows a benchmark's report to a person: tables on stdout. `quire bench` calls `show` unless --json was given."""
+"""Prints a benchmark's report as tables on stdout. `quire bench` calls `show` unless --json was given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAR_WIDTH = 32
 
 
 def show(report: Report) -> None:
-    from rich.console import Console  # a tenth of a second
+    from rich.console import Console  # imported late, since it takes 0.1 s
 
     console = Console(highlight=False, markup=False, emoji=False)
     _DRAW[report["benchmark"]](console, report)
@@ -22,7 +22,7 @@ def show(report: Report) -> None:
 
 
 def _table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column names, the others are figures."""
+    """Print a table whose first column holds names and whose other columns hold figures."""
     from rich import box
     from rich.table import Table
 
@@ -66,7 +66,7 @@ def _offline(console: Console, report: Report) -> None:
 
 
 def _environment(console: Console, report: Report) -> None:
-    """What the figures depend on, and whether something else was running."""
+    """Print the settings that the figures depend on, and a warning if the machine was busy."""
     options, load = report["settings"], report["load_before"]
     shown = ("device", "dtype", "max_rows", "max_batch_tokens", "depth", "num_cores")
     console.print(" · ".join(f"{name} {options[name]}" for name in shown), style="dim", soft_wrap=True)
@@ -118,7 +118,7 @@ def _latencies(values: Report | None) -> tuple[str, ...]:
 
 
 def _histogram(buckets: Sequence[Report]) -> list[str]:
-    """A line for every range that occurred."""
+    """Return one line per range that occurred."""
     filled = [bucket for bucket in buckets if bucket["steps"]]
     most = max(bucket["steps"] for bucket in filled)
     lines = []
@@ -130,7 +130,7 @@ def _histogram(buckets: Sequence[Report]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The others
+# Other benchmarks
 
 
 def _batch(console: Console, report: Report) -> None:
@@ -239,7 +239,7 @@ def _scheduler(console: Console, report: Report) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beside llama.cpp
+# llama.cpp and quality
 
 
 def _llama_cpp(console: Console, report: Report) -> None:
@@ -279,7 +279,7 @@ _DRAW = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Figures
+# Formats
 
 
 def _rate(value: float) -> str:
@@ -287,7 +287,7 @@ def _rate(value: float) -> str:
 
 
 def _count(value: Any) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"  # a median may lie between two
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"  # a median can be a half
 
 
 def _seconds(value: float | None) -> str:

@@ -1,7 +1,7 @@
-"""The work a benchmark does: prompts as token ids and how many tokens each answer has.
+"""Workloads of benchmarks: prompts as token ids, and the number of tokens of each answer.
 
-Named workloads are the ones other engines are timed on, drawn from a seed in the same order, so that figures compare;
-a new seed gives fresh prompts of the same shape. `read_jobs` takes any other work from a file, one request a line.
+A named workload is drawn from a seed in the same order as for other engines, so that figures compare; another seed
+gives other prompts of the same shape. `read_jobs` reads a workload from a file with one request per line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, TypeGuard
 from quire.types import QuireError, SamplingParams
 
 TEMPERATURE = 0.6
-LARGEST_ID = 10_000  # of the token ids in named workloads
-_SEED_STEP = 1_000_003  # so that the requests of two runs never share a seed
+LARGEST_ID = 10_000  # largest token id of named workloads
+_SEED_STEP = 1_000_003  # more than the requests of a run, so that two runs share no request seed
 _FIELDS = ("prompt_token_ids", "max_tokens", "temperature", "seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of a benchmark. `origin` is what to call it when something is wrong with it."""
+    """One request of a benchmark. `origin` names it in error messages."""
 
     tokens: list[int]
     params: SamplingParams
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many requests, and the range of their prompt and output lengths."""
+    """The number of requests, and the ranges of their prompt and output lengths."""
 
     num_requests: int
     prompt_len: tuple[int, int]
@@ -63,9 +63,9 @@ def draw_workload(name: str, seed: int, temperature: float = TEMPERATURE) -> lis
 
 
 def draw_shape(shape: Shape, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts one after the other, each length before its tokens, then all output lengths.
+    """Draw each prompt's length and then its tokens, and after all prompts the output lengths.
 
-    A length that is fixed takes nothing from the generator: that is the order everyone draws in.
+    A fixed length draws nothing. Benchmarks of other engines draw in the same order, which must not change.
     """
     rng = random.Random(seed)
 
@@ -85,7 +85,7 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def make_job(tokens: list[int], max_tokens: int, origin: str, temperature: float | None, seed: int | None) -> Job:
-    """Sampling from the whole distribution whatever the model's own defaults are: the same work for every model."""
+    """Make a job that samples without filters and ignores the model's defaults, so that all models do the same work."""
     params = SamplingParams(
         temperature=temperature,
         top_k=0,
@@ -100,7 +100,7 @@ def make_job(tokens: list[int], max_tokens: int, origin: str, temperature: float
 
 
 def fold_into(jobs: Sequence[Job], vocab_size: int) -> list[Job]:
-    """Token ids modulo the vocabulary, for models whose vocabulary is smaller than the ids of a workload."""
+    """Return jobs with token ids modulo `vocab_size`, for vocabularies smaller than a workload's largest id."""
     return [replace(job, tokens=[token % vocab_size for token in job.tokens]) for job in jobs]
 
 
@@ -109,7 +109,8 @@ def fold_into(jobs: Sequence[Job], vocab_size: int) -> list[Job]:
 
 
 def read_jobs(path: Path, seed: int, temperature: float = TEMPERATURE) -> list[Job]:
-    """One JSON object a line: prompt_token_ids and max_tokens, and if wanted temperature and seed. Blank lines pass."""
+    """Read one JSON object per line: prompt_token_ids, max_tokens, and optionally temperature and seed. Blank lines are
+    skipped."""
     jobs: list[Job] = []
     try:
         with path.open("rb") as file:
@@ -128,7 +129,7 @@ def read_jobs(path: Path, seed: int, temperature: float = TEMPERATURE) -> list[J
 def _parse_line(line: bytes, origin: str, defaults: dict[str, Any]) -> Job:
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of too many digits
         raise _bad_line(origin, f"is not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise _bad_line(origin, "is not a JSON object")

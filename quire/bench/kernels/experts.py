@@ -1,4 +1,4 @@
-"""Experts and latents for `quire bench kernels`: one layer in the shapes of Qwen3-30B-A3B and of DeepSeek V3."""
+"""MoE and MLA kernels for `quire bench kernels`: one layer with the shapes of Qwen3-30B-A3B and of DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.bench.kernels.suite import Work
 if TYPE_CHECKING:
     import torch
 
-ENOUGH_LAYERS = 2  # a layer's experts take over a gigabyte: no cache keeps any of the last
+ENOUGH_LAYERS = 2  # alternating layers of over a gigabyte each, so that no weights stay in the L2 cache
 
 
 def experts(device: torch.device) -> Iterator[Work]:
-    """128 experts of 2048 × 768, eight a token, routed at random. Bytes are those of the experts that are touched."""
+    """128 experts of 2048 × 768, top-8, random routing. Bytes are the weights of all experts with a token."""
     import torch
 
     from quire.kernels.expert_types import ExpertWeights, Routing
@@ -66,9 +66,8 @@ def experts(device: torch.device) -> Iterator[Work]:
 
 
 def latent(device: torch.device) -> Iterator[Work]:
-    """Absorbed attention over latents of 512 + 64. At 128 heads a byte read is worth 241 operations, more than the card
-    has time for while it reads one: the matrix units are the ceiling there, and the share is of that. Each shape runs
-    through the kernel that a model of that shape would be given."""
+    """Absorbed MLA over latents of 512 + 64. With 128 heads there are 241 operations per byte read, so the matrix units
+    are the ceiling rather than memory. Each shape runs the kernel that the trials select for a model of that shape."""
     import torch
 
     from quire.kernels.table import select_ops
@@ -110,7 +109,7 @@ def latent(device: torch.device) -> Iterator[Work]:
         ) -> object:
             return attend(q_latent, q_rope, cache, plan, 0.07)
 
-        pairs = rows * (length if count == 1 else length * (length + 1) // 2)  # of a query and an entry it sees
+        pairs = rows * (length if count == 1 else length * (length + 1) // 2)  # (query, visible entry)
         flops = pairs * heads * 2 * (2 * rank + rope_dim)
         size = rows * length * (rank + rope_dim) * 2 if count == 1 else 0
         name = "latent decode" if count == 1 else "latent prefill"

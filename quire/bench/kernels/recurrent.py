@@ -1,8 +1,8 @@
-"""Recurrent layers for `quire bench kernels`: a decode step and a chunked scan of Qwen3-Next's, Kimi Linear's and
-Nemotron-H's layers, and LFM2's convolution.
+"""Recurrent kernels for `quire bench kernels`: decode and chunked scan of the layers of Qwen3-Next, Kimi Linear and
+Nemotron-H, and LFM2's short convolution.
 
-Bytes are the floor: every row's state read and written once, the projection read and the output written once. What a
-scan keeps between its kernels is not in it. Each kind runs through the kernels that a model would be given.
+Bytes are a lower bound: each row's state read and written once, the projection read once, the output written once;
+buffers between the kernels of a scan do not count. Each layer runs the kernels that the trials select for a model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from quire.kernels.recurrent_types import RecurrentShape
 
 DECODE_ROWS = (1, 16, 64, 256)
-MOST_COPIES = 512  # of states that are small
+MOST_COPIES = 512  # copies of a small state
 SCANS = ((1, 8192), (8, 1024), (2, 4096))  # rows, tokens of each
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One kind of layer: what it is run with, and what it has to read and write."""
+    """One kind of layer: its op, the op's inputs, and the bytes and operations of a token."""
 
     name: str
     op: Callable[..., object]
@@ -33,8 +33,8 @@ class _Layer:
     shape: Any  # `RecurrentShape` or `ConvShape`
     num_inputs: int  # columns of x
     num_outputs: int
-    step_elements: int  # of a row's state that a step of one token reads and writes
-    flops: int = 0  # of a token in a scan
+    step_elements: int  # elements of a row's state that a decode step reads and writes
+    flops: int = 0  # per token of a scan
 
 
 def recurrent_work(device: torch.device) -> Iterator[Work]:
@@ -70,7 +70,7 @@ def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) 
         ops = settle_mamba(ops, trial, device, strict=False)
     op: Callable[..., object] = ops.gated_delta_net if delta else ops.mamba2
     width = shape.channels + shape.values + (2 if delta else 1) * shape.num_heads
-    moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels  # of the ring, all but one entry is read
+    moved = 2 * shape.matrix_elements + shape.conv_len * shape.channels  # conv ring: reads all entries but one
     return _Layer(name, op, ops.plan_recurrent, weights, shape, width, shape.values, moved, _flops(shape, delta))
 
 
@@ -135,7 +135,7 @@ def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
     slot, weights, shape = layer.shape.slot_elements, layer.weights, layer.shape
     per_token = 2 * (layer.num_inputs + layer.num_outputs)
     for num_rows in DECODE_ROWS:
-        copies = max(1, min(ENOUGH_BYTES // (num_rows * 4 * slot), MOST_COPIES))  # of the state: no cache holds them
+        copies = max(1, min(ENOUGH_BYTES // (num_rows * 4 * slot), MOST_COPIES))  # more state than the L2 cache holds
         state = torch.zeros(copies * num_rows, slot, device=device)
         x = torch.randn(num_rows, layer.num_inputs, device=device, dtype=torch.bfloat16)
         positions = torch.arange(num_rows, device=device) + 9
@@ -155,7 +155,7 @@ def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
         x = torch.randn(num_rows * tokens, layer.num_inputs, device=device, dtype=torch.bfloat16)
         positions = torch.arange(tokens, device=device).repeat(num_rows)
         plan = layer.plan(torch.arange(num_rows, device=device), positions, [tokens] * num_rows)
-        layer.op(x, weights, shape, state, plan)  # uploads the plan, which a capture may not
+        layer.op(x, weights, shape, state, plan)  # uploads the plan, which is not allowed during graph capture
 
         def scan(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plan: object = plan) -> object:
             return layer.op(x, weights, shape, state, plan)
@@ -166,8 +166,8 @@ def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
 
 
 def _flops(shape: RecurrentShape, delta: bool) -> int:
-    """Of one token in a chunked scan: scores and their products within the chunk, three or two products with the state,
-    and for the delta rule the inverse with its two products."""
+    """Return the operations of one token in a chunked scan: scores and their products within the chunk, three (delta
+    rule) or two products with the state, and for the delta rule the inverse with its two products."""
     from quire.kernels.triton.recurrent.scan import CHUNK
 
     key, value = shape.key_dim, shape.value_dim

@@ -1,7 +1,8 @@
-"""The sampling kernels' part of `quire bench kernels`: a full batch and one row over the largest vocabulary in use.
+"""Sampling kernels for `quire bench kernels`: one row and a full batch with a large vocabulary.
 
-Two kinds of logits: peaked as a model's are (a few tokens have most of the weight) and flat as random weights give
-them, where top-p keeps thousands of tokens and the draw is verified instead of listed. Bytes are those of one pass.
+Two kinds of logits: peaked as those of a trained model, where few tokens have most of the probability, and flat as
+those of random weights, where top-p keeps thousands of tokens and the kernel verifies a drawn token instead of listing
+the kept ones. Bytes are those of one pass over the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FILTERS = {  # top-k, top-p, min-p, top-n-sigma
     "k 20 p 0.95": (20, 0.95, 0.0, 0.0),
     "min-p 0.05": (0, 1.0, 0.05, 0.0),
     "1 sigma": (0, 1.0, 0.0, 1.0),
-    "k 4000 p 0.9": (4000, 0.9, 0.0, 0.0),  # the dearest: the cut of a wide top-k is searched bit by bit
+    "k 4000 p 0.9": (4000, 0.9, 0.0, 0.0),  # the slowest: the threshold of a wide top-k is searched bit by bit
 }
 
 

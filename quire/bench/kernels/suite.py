@@ -1,7 +1,7 @@
-"""How close each kernel comes to what the card can do: the library behind `quire bench kernels`.
+"""`quire bench kernels`: each GPU kernel's bandwidth and FLOP/s, as shares of the GPU's measured ceilings.
 
-Ceilings are measured first (a large read, a large matrix product), then every kernel on the shapes that decide a step,
-inside a captured graph, over inputs larger than the caches. Nothing here imports torch before `run` is called.
+The ceilings (a large read, a large matrix product) are measured first, then every kernel with the shapes that dominate
+a step, inside a captured CUDA graph, over inputs larger than the L2 cache. The module imports torch only in functions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHES = 20  # per graph
-REPEATS = 7  # replays, of which the median counts
-ENOUGH_BYTES = 400_000_000  # inputs that no cache holds
-PAGE_TOKENS = 64  # what an engine takes on a GPU by default
+REPEATS = 7  # replays; the result is their median
+ENOUGH_BYTES = 400_000_000  # of inputs, more than the L2 cache holds
+PAGE_TOKENS = 64  # default of an engine on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class KernelResult:
     us: float
     tb_s: float | None = None
     tflops: float | None = None
-    ceiling_share: float | None = None  # of the ceiling that binds: memory or matrix units
+    ceiling_share: float | None = None  # the larger of the shares of both ceilings, memory and matrix units
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,7 +35,7 @@ class KernelResult:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel on one shape, ready to launch: `launch(i)` for the i-th time."""
+    """One kernel on one shape; `launch(i)` launches it for the i-th time."""
 
     name: str
     shape: str
@@ -64,7 +64,7 @@ def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResul
 
 
 def microseconds(launch: Callable[[int], object]) -> float:
-    """One launch within a graph of many, so that the host's time does not count."""
+    """Return the time of one launch, averaged over a CUDA graph of many, which excludes the host's time."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -97,16 +97,16 @@ def _measure(work: Work, read: float | None, matmul: float | None) -> KernelResu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The work
+# Cases
 
 
 def _call(function: Callable[..., object], *args: object, **kwargs: object) -> Callable[[int], object]:
-    """The same launch every time, over inputs that are large or belong in a cache anyway."""
+    """Launch with the same inputs each time; for inputs that are larger than the L2 cache or usually in it."""
     return lambda index: function(*args, **kwargs)
 
 
 def _rotate(function: Callable[..., object], x: object, others: list[Any], **kwargs: object) -> Callable[[int], object]:
-    """Another weight each time, so that none is found in a cache."""
+    """Launch with another weight each time, so that no weight stays in the L2 cache."""
     return lambda index: function(x, *others[index % len(others)], **kwargs)
 
 
@@ -147,7 +147,7 @@ def _small(device: torch.device) -> Iterator[Work]:
 
 
 class _Cache:
-    """Rows of these lengths over scattered pages."""
+    """A KV cache with rows of the given lengths in scattered pages."""
 
     def __init__(self, lens: list[int], num_kv_heads: int, dtype: torch.dtype, device: torch.device):
         import torch
@@ -194,7 +194,7 @@ def _decode(device: torch.device) -> Iterator[Work]:
 
 
 def _prefill(device: torch.device) -> Iterator[Work]:
-    """Our own kernel, and those of libraries that are installed."""
+    """Prefill attention by the Triton kernel and by each installed library."""
     import torch
 
     from quire.kernels.explain import TYPICAL
@@ -213,7 +213,7 @@ def _prefill(device: torch.device) -> Iterator[Work]:
         cache = _Cache(lens, 8, torch.bfloat16, device)
         q = torch.randn(sum(lens), num_heads, 128, device=device, dtype=torch.bfloat16)
         positions = torch.arange(length, device=device).repeat(rows)
-        flops = 2 * num_heads * 128 * length * length * rows  # causal: half of what is in the square
+        flops = 2 * num_heads * 128 * length * length * rows  # causal: half of the full square
         for name, ops in tables.items():
             plan = ops.plan_attention(cache.table, positions, lens, lens, PAGE_TOKENS, None, torch.bfloat16)
             launch = _call(ops.paged_attention, q, cache.k, cache.v, plan, 0.09)
@@ -221,7 +221,7 @@ def _prefill(device: torch.device) -> Iterator[Work]:
 
 
 def _products(device: torch.device) -> Iterator[Work]:
-    """Every product of a layer, ours with what is fused into it against cuBLAS alone."""
+    """Each matrix product of a layer: the skinny and FP8 kernels, with norm and gate fused, beside plain cuBLAS."""
     import torch
     from torch.nn import functional
 
@@ -253,7 +253,7 @@ def _products(device: torch.device) -> Iterator[Work]:
 
 
 def show(results: list[KernelResult]) -> str:
-    """A table for a terminal."""
+    """Return the results as a text table."""
     lines = [f"{'kernel':24} {'shape':28} {'µs':>10} {'TB/s':>6} {'TFLOP/s':>8} {'of ceiling':>10}"]
     for r in results:
         cells = (

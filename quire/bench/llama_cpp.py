@@ -1,7 +1,7 @@
-"""`quire bench compare-llama-cpp`: the engine beside llama.cpp on the same GGUF files, turn about in one run.
+"""`quire bench compare-llama-cpp`: the engine and llama.cpp on the same GGUF files, alternating in one run.
 
-One stream, one long prompt, and many streams at once, in token ids on both sides, with the same number of threads; then
-how often each side's greedy tokens are those of the float32 reference. The Q4_0 file is made from the given one.
+Measures one stream, one long prompt and many streams, as token ids and with the same number of threads on both sides;
+then how many greedy tokens of each side agree with the float32 reference. The Q4_0 file is made from the given file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens per second of one run."""
+    """Time to first token and decode throughput of one run."""
 
     first: float  # seconds until every stream had its first token
     rest: float  # tokens per second from then on
@@ -70,7 +70,8 @@ def bench_llama_cpp(
     rounds: int = 5,
     say: Callable[[str], None] = print,
 ) -> Report:
-    """`open_llm(path, **knobs)` opens our side; `folder` is for the file that is made."""
+    """Compare both engines on `path` and its Q4_0 version, which is written to `folder`. `open_llm(path, **knobs)`
+    opens Quire's side."""
     try:
         import llama_cpp  # noqa: F401
     except ImportError:
@@ -129,7 +130,7 @@ def _one_file(
         found: Report = {}
         for work, rates in paces.items():
             middle = {side: median(values) for side, values in rates.items()}
-            # Neighbours in time saw the same machine, so the ratio is that of neighbours.
+            # The ratio of two measurements that are close in time varies less with the machine's load.
             ratio = median(a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True))
             found[work] = {**middle, "ratio": ratio, "every": rates}
         found["agreement"] = _agreement(open_llm, path, llm, sides, say)
@@ -142,7 +143,7 @@ def draw_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[li
 
 
 def file_form(path: Path) -> str:
-    """The type most matrices of a GGUF file have."""
+    """Return the most common tensor type among the matrices of a GGUF file."""
     from collections import Counter
 
     from quire.files.gguf import open_gguf
@@ -152,7 +153,7 @@ def file_form(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two sides
+# Both sides
 
 
 class Ours:
@@ -184,13 +185,13 @@ class Ours:
 
 
 class Theirs:
-    """llama.cpp through its C interface: one batch for all streams, the largest logit by numpy."""
+    """llama.cpp through its C API: one batch for all streams, greedy sampling by numpy."""
 
     def __init__(self, path: Path, threads: int):
         import llama_cpp
 
         self._api = llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda *args: None)  # kept: the library holds no reference
+        self._quiet = llama_cpp.llama_log_callback(lambda *args: None)  # kept, since the library holds no reference
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
@@ -203,7 +204,7 @@ class Theirs:
         self._batch = llama_cpp.llama_batch_init(2048, 0, 1)
 
     def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[np.ndarray]:
-        """(token, position, stream, wants logits) each -> the logits asked for, in order."""
+        """Run a batch of (token, position, stream, wants_logits) and return the wanted logits in order."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, stream, wants) in enumerate(entries):
@@ -246,7 +247,7 @@ class Theirs:
 def _agreement(
     open_llm: Callable[..., LLM], path: Path, llm: LLM, sides: dict[str, Any], say: Callable[[str], None]
 ) -> Report:
-    """How far each side's greedy answers go with those of plain torch in float32, on the same file."""
+    """Count the leading tokens of each side's greedy answers that equal those of plain torch in float32."""
     say("  agreement with float32")
     prompts = [llm.edge.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     with open_llm(path, dtype="float32", kernels="torch", max_model_len=2048, prefix_cache=False) as exact:
@@ -265,7 +266,7 @@ def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def requantize(source: Path, target: Path, form: str) -> None:
-    """Write the file again with its quantized matrices in another type; the embedding stays as it is."""
+    """Write a copy of a GGUF file with its quantized matrices in another type, except for embedding and output head."""
     try:
         import gguf
     except ImportError:

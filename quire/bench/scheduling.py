@@ -1,8 +1,8 @@
-"""`quire bench scheduler`: what deciding costs, without a model and without torch.
+"""`quire bench scheduler`: the CPU time of scheduling, without a model and without torch.
 
-A stub device answers every step at once, so all that is timed is the engine's own Python: plan, commit and the loop.
-Costs are CPU time of this thread, which other programs on the machine do not disturb; where two sides are compared
-they take turns in one run, and figures are medians over many rounds.
+A stub device finishes every step at once, so only the engine's Python is timed: plan, commit and the loop. Costs are
+CPU time of this thread, which other processes disturb little. Two sides of a comparison alternate in one run, and
+figures are medians over many rounds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WAITING = (10, 10_000)
 MATCHED = (10_000, 100_000)
 BLOCKED = (100, 100_000)
 PROMPT_LEN = 8192
-FRESH = 64  # tokens of a prompt all others of which are cached
-PAGE_SIZES = (16, 64)  # a CPU's and a GPU's
+FRESH = 64  # uncached tokens of a cached prompt
+PAGE_SIZES = (16, 64)  # defaults on a CPU and on a GPU
 MAX_WAITING_RATIO = 1.2
 MAX_MATCH_RATIO = 12.0
 
 PAGE_TOKENS = 16
-WINDOW = PAGE_TOKENS  # steps per sample: every row fills a page once, so that cost is in every sample
+WINDOW = PAGE_TOKENS  # steps per sample, in which each row fills one page, so every sample includes that cost
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 _cpu_ns = time.thread_time_ns
@@ -43,7 +43,7 @@ _cpu_ns = time.thread_time_ns
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many windows each figure is the median of."""
+    """The number of windows or rounds of each figure, and the sizes that are compared."""
 
     row_windows: int = 20
     waiting_windows: int = 60
@@ -99,7 +99,7 @@ def bench_scheduler(effort: Effort | None = None) -> Report:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Python's collector runs when it likes and walks over both sides of a comparison, so it would blur them."""
+    """Disable Python's garbage collector, whose runs would add to one side of a comparison at random."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -111,11 +111,11 @@ def _without_collector() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A device that takes no time
+# Stub device
 
 
 class StubDevice:
-    """Implements the engine's `Workers`: every row that samples gets the same token, at once."""
+    """Implements the engine's `Workers`: each row that samples gets the same token without delay."""
 
     def forward(self, plan: Plan) -> Plan:
         return plan
@@ -139,7 +139,7 @@ class StubTicket:
 
 
 class Rig:
-    """A scheduler over a cache that exists on paper only, with the requests of one side of a comparison."""
+    """A scheduler, a cache index without memory, and the requests of one side of a comparison."""
 
     def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16, page_tokens: int = PAGE_TOKENS):
         spec = CacheSpec("all", "paged", (0,), (1,), "float16", page_tokens=page_tokens)
@@ -159,7 +159,7 @@ class Rig:
         self.scheduler.add(Request(name, prompt, length, GREEDY, length + num_outputs, arrival=float(self._num_added)))
 
     def step(self) -> int:
-        """Plan, run and commit one step, adding up what planning and committing cost; returns how many ended."""
+        """Plan, run and commit one step, and add up the costs. Returns the number of requests that ended."""
         begin = _cpu_ns()
         plan = self.scheduler.plan()
         planned = _cpu_ns()
@@ -175,7 +175,7 @@ class Rig:
         return sum(delta.finish_reason is not None for delta in deltas)
 
     def take_costs(self) -> tuple[float, float]:
-        """Microseconds planned and committed since last asked."""
+        """Return the microseconds of plan and commit since the last call."""
         costs = self.plan_ns / 1e3, self.commit_ns / 1e3
         self.plan_ns = self.commit_ns = self.books_ns = 0
         return costs
@@ -186,11 +186,11 @@ def _random_prompt(rng: random.Random, low: int, high: int) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a step costs
+# Cost of a step
 
 
 def step_cost(num_rows: int, num_windows: int) -> Report:
-    """Microseconds a step with so many rows that all decode; `loop` is the engine's whole turn, the stub included."""
+    """Microseconds of a step in which `num_rows` rows decode; `loop_us` is the engine's whole turn, stub included."""
     num_steps = (2 * num_windows + 2) * WINDOW
     pages_per_row = (128 + num_steps) // PAGE_TOKENS + 2
     rig = Rig(max_rows=num_rows, num_pages=num_rows * pages_per_row + 1, max_waiting=num_rows)
@@ -242,11 +242,11 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
         for (has_room, size), rig in zip(sides, rigs, strict=True):
             for is_cached, tokens in ((False, prompt), (True, again)):
                 rig.take_costs()
-                rig.add(list(tokens), 2)  # a request writes on behind its prompt
+                rig.add(list(tokens), 2)  # a copy, since a request appends to its prompt
                 rig.step()
                 books = rig.books_ns / 1e3
                 plan, commit = rig.take_costs()
-                rig.step()  # in which it ends
+                rig.step()  # the request ends
                 costs.setdefault((is_cached, has_room, size), []).append((plan, commit - books, books))
     found = []
     for (is_cached, has_room, size), taken in costs.items():
@@ -266,21 +266,21 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How costs grow
+# Growth of costs
 
 
 def waiting_growth(sizes: tuple[int, int], num_windows: int, *, num_rows: int = 64) -> Report:
-    """A step's cost with few and with many requests waiting, requests coming and going on both sides alike."""
+    """Compare a step's cost with few and with many waiting requests, while requests arrive and end on both sides."""
     sides = [_QueueSide(size, num_rows) for size in sizes]
     for side in sides:
-        for _ in range(4):  # until rows are full of requests of every age, and the cache of what ended
+        for _ in range(4):  # until rows hold requests of every age, and the cache is full of ended ones
             side.window()
     costs = _take_turns([side.window for side in sides], num_windows)
     return _growth(costs, {"few": sizes[0], "many": sizes[1], "rows": num_rows}, ("few_us", "many_us"))
 
 
 class _QueueSide:
-    """A rig whose queue is kept at one length: whoever ends is replaced by a newcomer, outside the clock."""
+    """A rig with a queue of constant length: each ended request is replaced by a new one, outside the timed part."""
 
     def __init__(self, num_waiting: int, num_rows: int):
         self._rng = random.Random(1)  # the same requests in the same order on every side
@@ -289,7 +289,7 @@ class _QueueSide:
             self._add()
 
     def window(self) -> float:
-        """Microseconds a step, over one window."""
+        """Run one window; returns the microseconds per step."""
         for _ in range(WINDOW):
             for _ in range(self._rig.step()):
                 self._add()
@@ -300,7 +300,7 @@ class _QueueSide:
 
 
 def match_growth(lengths: tuple[int, int], num_rounds: int) -> Report:
-    """What finding a cached prompt costs, hashing it included, for a short and a long prompt."""
+    """Compare the cost of matching a short and a long prompt in the prefix cache, hashing included."""
     rng = random.Random(2)
     rig = Rig(max_rows=1, num_pages=sum(lengths) // PAGE_TOKENS + 8)
     prompts = [_random_prompt(rng, length, length) for length in lengths]
@@ -317,7 +317,7 @@ def _matcher(cache: CacheIndex, prompt: list[int]) -> Callable[[], float]:
 
     def match_once() -> float:
         request = Request("match", prompt, len(prompt), GREEDY, len(prompt) + 1)
-        request.lease = Lease.empty(b"", PAGE_TOKENS, 1)  # a lease keeps its hashes, so each time a new one
+        request.lease = Lease.empty(b"", PAGE_TOKENS, 1)  # new each time, since a lease keeps its hashes
         begin = _cpu_ns()
         found = cache.match(request)
         cost = _cpu_ns() - begin
@@ -328,17 +328,17 @@ def _matcher(cache: CacheIndex, prompt: list[int]) -> Callable[[], float]:
 
 
 def blocked_growth(lengths: tuple[int, int], num_rounds: int) -> Report:
-    """A step's cost while the next in line has a short or a long cached prompt and no row is free for it. No bar, but
-    whoever waits should not be matched again at every step."""
+    """Compare a step's cost while the next request has a short or a long cached prompt and no row is free. It has no
+    gate; a ratio far above 1 means that a waiting request is matched again at every step."""
     costs = _take_turns([_BlockedSide(length, lengths[1], num_rounds).window for length in lengths], num_rounds)
     return _growth(costs, {"short": lengths[0], "long": lengths[1]}, ("short_us", "long_us"))
 
 
 class _BlockedSide:
-    """A rig with all rows busy, and one request that waits, whose prompt is in the cache."""
+    """A rig with all rows busy and one waiting request whose prompt is cached."""
 
     NUM_ROWS = 16
-    STEPS = 4  # a window; short, because such a step may be slow
+    STEPS = 4  # per window; few, since such a step may be slow
 
     def __init__(self, length: int, longest: int, num_rounds: int):
         rng = random.Random(3)
@@ -360,7 +360,7 @@ class _BlockedSide:
 
 
 def _take_turns(sides: list[Callable[[], float]], num_rounds: int) -> list[list[float]]:
-    """Each side's cost in every round; who goes first changes from round to round."""
+    """Return each side's cost in every round; the order of the sides alternates."""
     costs: list[list[float]] = [[] for _ in sides]
     for index in range(num_rounds):
         places = list(range(len(sides)))
@@ -370,6 +370,7 @@ def _take_turns(sides: list[Callable[[], float]], num_rounds: int) -> list[list[
 
 
 def _growth(costs: list[list[float]], sizes: Report, names: tuple[str, str]) -> Report:
-    """Medians of both sides. The ratio is the median over rounds: the two of a round saw the same machine."""
+    """Return the medians of both sides, and the median of the ratios of single rounds, whose two measurements are
+    close in time."""
     ratio = median(large / small for small, large in zip(*costs, strict=True))
     return {**sizes, names[0]: median(costs[0]), names[1]: median(costs[1]), "ratio": ratio}

@@ -1,7 +1,7 @@
-"""Attacks on an HTTP server, each with a count of what it sent and how it was answered.
+"""Attacks on an HTTP server, with counts of the bytes sent and of the answers.
 
-`quire bench hostile` runs them in a process of their own (`hostile_sender`), the chaos gate in its own. Every attack is
-bounded: by time, by connections, and by the bytes one connection may send.
+`quire bench hostile` runs them in a separate process (`sender`), the chaos gate in its own. Every attack is limited in
+time, connections, and bytes per connection.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Protocol
 
 from quire.bench.hostile.requests import ASKED, CHAT, CUT, LATER, Exchange, Sizes, Target, post
 
-PATIENCE = 120.0  # seconds for one answer; longer is a wrong answer
+PATIENCE = 120.0  # seconds; a later answer counts as wrong
 PIECE = 1 << 16
-ASKERS = 3  # requests of one kind at a time
+ASKERS = 3  # concurrent requests of one kind
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of one attack."""
+    """Counts of one attack."""
 
     sent_bytes: int = 0
     answers: dict[str, int] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=dict)  # answers that no server should give
+    wrong: dict[str, int] = field(default_factory=dict)  # answers that a correct server does not give
 
     def count(self, name: str, status: int | str, expected: bool) -> None:
         shown = "cut" if status == CUT else str(status)
@@ -46,7 +46,7 @@ def _add(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class Attack(Protocol):
-    unsent: int  # calls of `once` before everything has been sent; the time may be over before
+    unsent: int  # calls of `once` until each request has been sent once, even beyond the time limit
 
     async def once(self, target: Target, tally: Tally) -> None: ...
 
@@ -64,7 +64,7 @@ async def connect(target: Target) -> AsyncIterator[Streams]:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> int:
-    """The status of an answer that is read to its end and thrown away; CUT if none came."""
+    """Read an answer to its end and return its status, or CUT if there was none."""
     status = CUT
     with suppress(ConnectionError):
         line = await reader.readline()
@@ -76,7 +76,7 @@ async def read_answer(reader: asyncio.StreamReader) -> int:
 
 
 class Ask:
-    """Requests that are sent whole and answered."""
+    """Sends complete requests and reads their answers."""
 
     def __init__(self, exchanges: list[Exchange]):
         self._next = itertools.cycle(exchanges)
@@ -97,11 +97,11 @@ class Ask:
 
 
 class Flood:
-    """Bytes without end on one connection, until the server ends it or `cap` have been sent. A server may throw away
-    what it does not want; what it must do, unless it `may_take` everything, is end the connection."""
+    """Sends bytes on one connection until the server closes it or `cap` bytes are sent. The server may discard them,
+    but must close the connection unless it `may_take` everything."""
 
     unsent = 0
-    wait = 5.0  # seconds for the end once all has been sent
+    wait = 5.0  # seconds for the server to close the connection after the last byte
 
     def __init__(self, name: str, start: Callable[[Target], bytes], piece: bytes, cap: int, may_take: bool = False):
         self._name, self._start, self._cap, self._may_take = name, start, cap, may_take
@@ -132,7 +132,7 @@ class Flood:
 
 
 class Drip:
-    """Connections that send a beginning and then a byte now and then."""
+    """Opens connections that send the start of a request and then single bytes at intervals."""
 
     unsent = 0
 
@@ -157,7 +157,7 @@ class Drip:
 
 
 class Crowd:
-    """Connections that send nothing."""
+    """Opens connections that send nothing."""
 
     unsent = 0
 
@@ -180,7 +180,7 @@ class Crowd:
 
 
 class Pipeline:
-    """Requests that do not wait for each other's answers, on one connection that is read slowly or not at all."""
+    """Sends pipelined requests on one connection, whose answers are read at once or after a pause."""
 
     unsent = 0
 
@@ -201,7 +201,7 @@ class Pipeline:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The kinds
+# Kinds of attacks
 
 
 def _trailers(target: Target) -> bytes:
@@ -212,12 +212,12 @@ def _trailers(target: Target) -> bytes:
 
 
 def _chunks(target: Target) -> bytes:
-    """Chunks of a byte with extensions: much is sent for little body."""
+    """Chunks of one byte with long extensions: many bytes for a short body."""
     return _trailers(target).removesuffix(b"0\r\n")
 
 
 def _refused_body(target: Target) -> bytes:
-    """A body that goes on after its request was refused for want of a key."""
+    """A body that continues after its request was refused for a missing API key."""
     head = post(target, CHAT, b"", key=False).replace(b"Connection: close\r\n", b"")
     return head.replace(b"Content-Length: 0", b"Content-Length: 900000000")
 
@@ -247,7 +247,7 @@ def _posts(count: int) -> Callable[[Target], bytes]:
 def make_attacks(
     target: Target, sizes: Sizes, seconds: float, flood_bytes: int, connections: int
 ) -> dict[str, list[Attack]]:
-    """All kinds; each is several attacks that run beside each other."""
+    """Return all kinds of attacks by name; the attacks of one kind run concurrently."""
     attacks: dict[str, list[Attack]] = {
         "trailers": [Flood("trailers", _trailers, b"a: b\r\n", flood_bytes)],
         "chunks": [
@@ -272,7 +272,7 @@ KINDS = ("trailers", "chunks", *ASKED, "drips", "idle", "pipeline")
 async def run_attacks(
     target: Target, attacks: dict[str, list[Attack]], seconds: float, max_rounds: int
 ) -> dict[str, Tally]:
-    """Each attack again and again until the time is over, at most `max_rounds` times."""
+    """Repeat each attack until the time is over and all its requests were sent, at most `max_rounds` times."""
     tallies = {name: Tally() for name in attacks}
     end = asyncio.get_running_loop().time() + seconds
 

@@ -1,7 +1,7 @@
-"""Requests that no client should send, by kind, each with the answers a server may give: data for `hostile_attacks`.
+"""Hostile requests by kind, each with the statuses that a server may answer. `attacks` sends them.
 
-Bytes are made once and sent many times, so that whoever sends them needs little of a machine that the server shares.
-`Sizes` says how large they are: the benchmark takes the issue's own sizes, the chaos gate small ones.
+Bytes are made once and sent many times, so that sending takes little CPU time on the machine it shares with the server.
+`Sizes` sets how large requests are: the benchmark uses the defaults, the chaos gate uses `SMALL`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-CUT = 0  # in place of a status: the connection was closed without an answer
+CUT = 0  # instead of a status: the connection was closed without an answer
 REFUSED = frozenset({400, 413, 422})
-LATER = frozenset({429, 503})  # there is no room now: always a right answer to a hostile request
+LATER = frozenset({429, 503})  # overloaded: always a correct answer to a hostile request
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-NEVER = 10**9  # more turns than any template may take
+NEVER = 10**9  # more loop turns than any template may take
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is, and a key it takes."""
+    """The server's address and a valid API key."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Target:
 class Sizes:
     text: int = 8 << 20  # characters of a prompt
     tokens: int = 2_000_000
-    list_items: int = 1_000_000  # of a list that ends in a wrong item
+    list_items: int = 1_000_000  # items of a list whose last item is invalid
     words: int = 1024
     word_len: int = 4096
     depth: int = 100_000
@@ -45,7 +45,7 @@ SMALL = Sizes(400_000, 100_000, 50_000, 64, 1024, 5_000, 4, pipelined=50)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request, whole, and the statuses that answer it rightly."""
+    """One complete request, and the statuses that are correct answers to it."""
 
     name: str
     data: bytes
@@ -72,11 +72,11 @@ def chat(content: str = "x", **fields: Any) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The kinds
+# Kinds of requests
 
 
 def _amplify(target: Target, sizes: Sizes) -> list[Exchange]:
-    """Lists whose every item is a mistake of its own."""
+    """Lists in which every item is an error."""
     ones = b"[" + b"1," * sizes.list_items + b"-1]"
     bodies = {"prompt": COMPLETIONS, "messages": CHAT, "input": RESPONSES}
     return [
@@ -90,7 +90,7 @@ def _words(target: Target, sizes: Sizes) -> list[Exchange]:
     bad = json.dumps({"prompt": ["x"] * 4, "max_tokens": 1, "bad_words": words}).encode()
     breakers = [chr(0x4E00 + place) + f"{place}x" for place in range(64)]
     dry = chat(dry_multiplier=0.8, dry_sequence_breakers=breakers)
-    any_end = REFUSED | {200}  # what is within bounds may be answered
+    any_end = REFUSED | {200}  # requests within the limits may be answered
     return [
         Exchange("bad_words", post(target, COMPLETIONS, bad), any_end),
         Exchange("dry_sequence_breakers", post(target, CHAT, dry), any_end),
@@ -111,7 +111,7 @@ def _long_prompts(target: Target, sizes: Sizes) -> list[Exchange]:
     ]
 
 
-# What a template of a model may do; the benchmark's server has it in front of the model's own (`costly_template`).
+# Costs that a model's chat template may cause; `costly_template` puts them before the model's own template.
 TEMPLATE_COSTS = {
     "loop": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}{% endfor %}"
     "{% endfor %}",
@@ -128,7 +128,7 @@ TEMPLATE_COSTS = {
 
 
 def costly_template(own: str) -> str:
-    """A chat template that does what a message asks of it, and else the model's own."""
+    """Return a chat template that runs the cost named in the first message, or else the model's own template."""
     cases = [f"messages[0].content == 'cost:{name}' %}}{source}" for name, source in TEMPLATE_COSTS.items()]
     return "{% if " + "{% elif ".join(cases) + "{% else %}" + own + "{% endif %}"
 
@@ -172,10 +172,10 @@ def _heads(target: Target, sizes: Sizes) -> list[Exchange]:
 
 
 def _values(target: Target, sizes: Sizes) -> list[Exchange]:
-    """Values that are no text or no number, at every place that keeps or returns them."""
+    """Values that are not valid text or numbers, in every field that is stored or returned."""
     store = b'{"input":"x","max_output_tokens":1,"store":true,"metadata":%s}'
     item = b'{"input":[{"type":"message","role":"user","content":"%s"}],"max_output_tokens":1}'
-    deep = b'{"a":' * 600 + b"1" + b"}" * 600  # a parser takes it; what keeps and returns it might not
+    deep = b'{"a":' * 600 + b"1" + b"}" * 600  # valid JSON, too deep for code that recurses
     bodies = {
         "a lone surrogate in metadata": (RESPONSES, store % rb'{"a":"\ud800"}'),
         "NaN in metadata": (RESPONSES, store % b'{"a":NaN}'),
@@ -190,7 +190,7 @@ def _values(target: Target, sizes: Sizes) -> list[Exchange]:
 
 
 def _names(target: Target, sizes: Sizes) -> list[Exchange]:
-    """Hosts and origins that are not this server's, and two credentials in one request."""
+    """Foreign hosts and origins, and two credentials in one request."""
     refused = frozenset({400, 401, 403, 421})
     return [
         Exchange("a foreign host", post(target, CHAT, chat(), key=False, host="rebound.example"), refused),

@@ -1,8 +1,8 @@
-"""`quire bench hostile`: a server under every known kind of hostile input, beside streams that must go on.
+"""`quire bench hostile`: a server under every known kind of hostile input, beside streams that must continue.
 
-Starts `quire serve`, learns what each stream says undisturbed, then lets one kind of attack after the other run beside
-the streams, and in the end all at once. Of each phase it reports the event loop's delay, the memory of the HTTP process
-and of its text workers, the answers the attackers got, and what the streams lost.
+Starts `quire serve`, records each stream's answer undisturbed, then runs each kind of attack alone and all kinds
+together. The report holds for each phase: the event loop's delay, the memory of the HTTP process and of its text
+workers, the answers to the attacks, and the tokens that the streams lost.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from quire.types import QuireError
 
 KEY = "sk-hostile"
 START_SECONDS, STOP_SECONDS, ORDER_SECONDS, METRICS_SECONDS = 300.0, 60.0, 600.0, 180.0
-SETTLE_SECONDS = 1.0  # after an attack, before memory is read again
+SETTLE_SECONDS = 1.0  # between the end of an attack and the last memory reading
 MAX_DELAY_MS = 50.0
-# What the HTTP process may grow by. Bodies held at a time are 256 MiB (`HeldBodies`), each once more as the message to
-# its worker while that reads it; connections and replies take the rest.
+# Limit on the growth of the HTTP process. It holds at most 256 MiB of bodies (`HeldBodies`), each a second time as the
+# message to its worker while the worker reads it; connections and replies take the rest.
 MAX_GROWTH = 640 << 20
-MAX_WORKERS = 2 * (1 << 30) + (1 << 29)  # two workers, each with 1 GiB beyond what it has once it is set up
-STOP_BYTES = 8 << 30  # a server that holds more is ended: the machine must survive what it shows
+MAX_WORKERS = 2 * (1 << 30) + (1 << 29)  # two workers, each limited to 1 GiB above its size after set-up
+STOP_BYTES = 8 << 30  # the benchmark stops above this, to protect the machine
 ALL, CALM = "all at once", "no attack"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    model: str = "smollm2"  # `tiny`: made on the spot
+    model: str = "smollm2"  # `tiny`: a generated model with random weights
     kinds: tuple[str, ...] = KINDS
-    seconds: float = 8.0  # of each phase
+    seconds: float = 8.0  # per phase
     streams: int = 16
     max_tokens: int = 48
-    threads: int = 1  # of the engine, so that a second core is the HTTP process's
-    rounds: int = 200  # of each attack, at most
-    flood_bytes: int = 40 << 20  # of one connection
+    threads: int = 1  # of the engine, which leaves a second core to the HTTP process
+    rounds: int = 200  # maximum per attack
+    flood_bytes: int = 40 << 20  # per connection
     connections: int = 400
     small: bool = False
     max_growth: int = MAX_GROWTH
@@ -249,7 +249,7 @@ async def _server(settings: Settings, folder: Path) -> AsyncIterator[tuple[async
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask twice, since open replies are not waited for; then kill."""
+    """Stop the server: SIGTERM twice, since the second one skips waiting for open replies, then SIGKILL."""
     for _ in range(2):
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The process that attacks, `python -m quire.bench.hostile.sender`: an order per line on stdin, its tallies on stdout.
+"""The attacking process, `python -m quire.bench.hostile.sender`: reads an order per line of stdin, and writes the
+tallies of each to stdout.
 
-It runs at a low priority beside the server and keeps its requests ready made, so that what it takes of the machine does
-not count as the server's delay.
+It runs at a low priority and makes its requests beforehand, so that its CPU time adds little to the server's delay.
 """
 
 from __future__ import annotations

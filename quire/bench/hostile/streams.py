@@ -1,4 +1,4 @@
-"""Streams whose every token is known beforehand: greedy requests, asked once undisturbed and then again and again."""
+"""Greedy streams whose tokens are known: each is recorded once undisturbed, then repeated and compared."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LATER = (429, 503)
 class Counts:
     answers: int = 0
     tokens: int = 0
-    lost: int = 0  # tokens that should have come
-    wrong: int = 0  # answers with another token than undisturbed
+    lost: int = 0  # missing tokens
+    wrong: int = 0  # answers with a token that differs from the recorded one
     told_to_come_back: int = 0
     longest_pause: float = 0.0
-    problem: str = ""  # the first one
+    problem: str = ""  # description of the first problem
 
 
 class Streams:
@@ -35,7 +35,7 @@ class Streams:
         self.counts = Counts()
 
     async def learn(self) -> None:
-        """What each stream says undisturbed."""
+        """Record the answer of each stream without attacks."""
         seen = await asyncio.gather(*(ask(self._endpoint, body) for body in self._bodies))
         for one in seen:
             if one.error is not None or not one.choices.get(0, Choice()).tokens:

@@ -1,4 +1,4 @@
-"""Shows a report of the hostile benchmark to a person: two tables, and what went wrong. `quire bench` calls it."""
+"""Prints a report of the hostile benchmark: tables of delays, memory and streams, then answers and problems."""
 
 from __future__ import annotations
 

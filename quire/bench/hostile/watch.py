@@ -1,4 +1,4 @@
-"""What a server's processes hold and how late its event loop is, read from outside: /proc and /metrics."""
+"""Memory of a server's processes from /proc, and its event loop's delay from /metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAMPLE_SECONDS = 0.05
 WORKERS = "quire.server.textwork.process"
 _BUCKET = re.compile(r'^(quire_http_loop_\w+)_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
 
-Histogram = list[tuple[float, float]]  # upper bound in seconds, how many were at most that
+Histogram = list[tuple[float, float]]  # (upper bound in seconds, number of values up to it)
 
 
 def read_histograms(text: str) -> dict[str, Histogram]:
@@ -28,8 +28,8 @@ def subtract(after: Histogram, before: Histogram) -> Histogram:
 
 
 def quantile(histogram: Histogram, share: float) -> float | None:
-    """The value below which this share lies, by a straight line inside its bucket; 1.0 gives the upper bound of the
-    last bucket with anything in it, and the lower one where there is no upper. None of nothing."""
+    """Return the value below which this share lies, interpolated linearly within its bucket. A share of 1.0 returns the
+    upper bound of the last bucket in use, or its lower bound if the upper one is infinite. Returns None if empty."""
     total = histogram[-1][1] if histogram else 0.0
     if not total:
         return None
@@ -83,7 +83,8 @@ class Memory:
 
 @dataclass
 class MemoryWatch:
-    """Samples memory from `begin` to `end`; the HTTP process's peak also by the kernel's mark, which misses nothing."""
+    """Samples memory from `begin` to `end`. The HTTP process's peak also comes from the kernel's high-water mark, which
+    samples can miss."""
 
     pid: int
     limit: int  # bytes at which `is_too_much` is set

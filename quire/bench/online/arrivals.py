@@ -1,7 +1,6 @@
-"""When the requests of an online benchmark arrive and how long they are: at a rate, or as a trace of real traffic says.
+"""Arrival times and lengths of an online benchmark's requests: Poisson at a rate, or from a trace of real traffic.
 
-`quire bench online` plans all arrivals here before its clock starts; `quire.bench.online.requests` makes requests of
-them.
+`quire bench online` plans all arrivals before the measurement; `quire.bench.online.requests` makes requests from them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeGuard
 
 from quire.types import QuireError
 
-BLOCK_TOKENS = 512  # of Mooncake's traces
+BLOCK_TOKENS = 512  # tokens per hashed block of a Mooncake trace
 MAX_LEN = 1 << 20
 MAX_LINE = 1 << 22
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -28,11 +27,11 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long prompts or answers are: always the same, evenly between two bounds, or log-normal around a median."""
+    """A distribution of prompt or output lengths: constant, uniform between two bounds, or log-normal."""
 
     low: int
     high: int
-    sigma: float | None = None  # log-normal, with `low` as the median
+    sigma: float | None = None  # if given: log-normal with `low` as the median
 
     def draw(self, rng: random.Random) -> int:
         if self.sigma is not None:
@@ -46,7 +45,7 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`128`, `100-1024` or `lognormal:MEDIAN:SIGMA`; ValueError says what is wrong."""
+    """Parse `128`, `100-1024` or `lognormal:MEDIAN:SIGMA`. Raises ValueError with the reason."""
     if match := re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text, re.ASCII):
         lengths = Lengths(int(match[1]), int(match[2] or match[1]))
     elif match := re.fullmatch(r"lognormal:(\d{1,7}):(\d{1,3}(?:\.\d{1,6})?)", text, re.ASCII):
@@ -60,21 +59,21 @@ def parse_lengths(text: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request as its source describes it."""
+    """Arrival time and lengths of one request."""
 
-    at_s: float  # after the first
+    at_s: float  # seconds after the first arrival
     prompt_len: int
     output_len: int
-    blocks: tuple[int, ...] = ()  # the prompt's blocks where the trace says which are equal
+    blocks: tuple[int, ...] = ()  # block ids of the prompt, if the trace has them; equal ids are equal tokens
     block_len: int = BLOCK_TOKENS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# At a rate
+# Poisson arrivals
 
 
 def poisson_times(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds after the first arrival; the gaps are exponential, so that arrivals know nothing of each other."""
+    """Return seconds after the first arrival, with exponential gaps, so that arrivals are independent."""
     rng = random.Random(f"{seed}/arrivals")
     times = [0.0]
     while len(times) < count:
@@ -83,17 +82,17 @@ def poisson_times(rate: float, count: int, seed: int) -> list[float]:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int, prompt_len: Lengths, output_len: Lengths) -> list[Arrival]:
-    """Lengths have a generator of their own: another rate gives the same requests, closer together."""
+    """Draw arrivals. Lengths have a separate generator, so another rate gives the same requests at other times."""
     rng = random.Random(f"{seed}/lengths")
     return [Arrival(at, prompt_len.draw(rng), output_len.draw(rng)) for at in poisson_times(rate, count, seed)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From a trace
+# Traces
 
 
 def read_trace(path: Path, count: int, scale_time: float = 1.0, scale_len: float = 1.0) -> list[Arrival]:
-    """The first `count` requests of an Azure CSV or a Mooncake JSONL, times and lengths multiplied by the scales."""
+    """Read the first `count` requests of an Azure CSV or a Mooncake JSONL file, and scale their times and lengths."""
     try:
         with path.open(encoding="utf-8") as file:
             head = file.read(1)

@@ -1,7 +1,7 @@
-"""`quire bench compare A.json B.json`: is run B worse than run A, and can that be chance?
+"""`quire bench compare A.json B.json`: is run B worse than run A, beyond chance?
 
-Reads two reports of `quire bench online --json`. Intervals come from a bootstrap over blocks of neighbouring requests:
-requests in one queue are late together, so drawing them one by one would promise more certainty than there is.
+Reads two reports of `quire bench online --json`. Confidence intervals come from a block bootstrap over neighbouring
+requests: latencies in one queue are correlated, so drawing single requests would make the intervals too narrow.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.bench.stats import SHARES, Report
 from quire.types import QuireError
 
 RESAMPLES = 1000
-CONFIDENCE = 0.99  # a dozen figures are judged at once: at 95% every other comparison would find something
-MIN_BEYOND = 2  # a percentile with fewer requests beyond it is one request's luck
-CACHE_DIFFERENCE = 0.05  # in the share of prompts from the server's cache, before it is worth a note
+CONFIDENCE = 0.99  # about a dozen figures are judged at once: 95% would give a false alarm in every second comparison
+MIN_BEYOND = 2  # requests beyond a percentile, below which it is not judged
+CACHE_DIFFERENCE = 0.05  # difference of the cached shares of prompts above which a note is added
 MAX_FILE = 1 << 30
-MAX_ENTRIES = 1 << 20  # of resamples held at a time
+MAX_ENTRIES = 1 << 20  # of the resamples in memory at a time
 JUDGED_SHARES = {name: share for name, share in SHARES.items() if share < 1}
 LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "pause_s": "longest pause"}
 
@@ -33,7 +33,7 @@ Sample = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A report read back: what each request took, NaN where it has no such figure."""
+    """A report read from a file: the latencies of each request, NaN where it has none."""
 
     report: Report
     latencies: dict[str, Sample]  # [requests] each
@@ -85,7 +85,7 @@ def _bad_report(path: Path, why: str) -> QuireError:
 
 
 def compare_runs(a: Run, b: Run, tolerance: float = 0.05, seed: int = 0) -> Report:
-    """Each figure of both, their ratio B/A with its interval, and a verdict. Targets are those of A for both."""
+    """Return each figure of both runs, the ratio B/A with its interval, and a verdict. A's targets apply to both."""
     same_work = a.report["work"] == b.report["work"] and len(a.answered) == len(b.answered)
     targets = Targets(**a.report["targets"])
     figures = [_judge(figure, tolerance) for figure in _figures(a, b, targets, same_work, seed)]
@@ -109,7 +109,7 @@ def _summary(run: Run) -> Report:
 
 
 def _notes(a: Run, b: Run, same_work: bool) -> list[str]:
-    """Why the figures may differ although the servers do not."""
+    """Return reasons other than the servers for which the figures may differ."""
     notes = [] if same_work else ["The runs did not do the same work."]
     cached = [run.report["cached_tokens"] / max(run.report["prompt_tokens"], 1) for run in (a, b)]
     if abs(cached[0] - cached[1]) > CACHE_DIFFERENCE:
@@ -126,7 +126,8 @@ def _figures(a: Run, b: Run, targets: Targets, same_work: bool, seed: int) -> It
         shares.append(("good requests", a.good(targets), b.good(targets)))
     for label, one, other in shares:
         yield _figure(label, "share", one.mean(), other.mean(), _means(one, other, draws), judged=True)
-    # How long a run took is one number, so its parts are drawn instead. Other work gives another rate anyway.
+    # A run has a single duration, so the bins of its timeline are resampled. Different work has different rates, so the
+    # figure is judged only for the same work.
     bins = _means(a.output_tps, b.output_tps, _Draws(len(a.output_tps), len(b.output_tps), False, seed))
     yield _figure("output tok/s", "rate", a.report["output_tps"], b.report["output_tps"], bins, judged=same_work)
 
@@ -148,7 +149,7 @@ def _latency_figures(label: str, a: Sample, b: Sample, draws: _Draws) -> Iterato
 
 
 def _percentiles(samples: Sample) -> Sample:
-    """Of every row, as `quire.bench.stats` takes them; what is NaN is left out, and a row of nothing else stays NaN."""
+    """Return the percentiles of each row as `quire.bench.stats` does. Ignores NaN; a row of NaN stays NaN."""
     ordered = np.sort(samples, axis=1)  # [rows, requests], NaN last
     last = np.maximum(np.count_nonzero(~np.isnan(ordered), axis=1) - 1, 0)  # [rows]
     place = last[:, None] * np.array(list(JUDGED_SHARES.values()))  # [rows, shares]
@@ -158,7 +159,7 @@ def _percentiles(samples: Sample) -> Sample:
 
 
 def _figure(name: str, unit: str, a: float, b: float, samples: Sample, judged: bool) -> Report:
-    """`samples` has the figure of both sides in every resample."""  # [resamples, 2]
+    """Make a figure's report; `samples` holds both sides' values in each resample."""  # [resamples, 2]
     low = high = None
     usable = samples[~np.isnan(samples).any(axis=1) & (samples[:, 0] > 0)]
     if len(usable) >= RESAMPLES // 2:
@@ -178,7 +179,7 @@ def _figure(name: str, unit: str, a: float, b: float, samples: Sample, judged: b
 
 
 def _judge(figure: Report, tolerance: float) -> Report:
-    """Worse or better: beyond the tolerance, and not by chance as far as the interval can tell."""
+    """Add the verdict: worse or better only beyond the tolerance, and if the interval excludes a ratio of 1."""
     ratio, low, high = figure["ratio"], figure["low"], figure["high"]
     if not figure["judged"]:
         return {**figure, "verdict": "not judged"}
@@ -191,17 +192,17 @@ def _judge(figure: Report, tolerance: float) -> Report:
 
 
 class _Draws:
-    """The resamples: which requests of A and of B. The same every time it is gone through, so that figures agree.
+    """Indices of the requests of A and B in each resample. Every iteration yields the same ones, so figures agree.
 
-    Where both runs did the same work, request i of one is drawn with request i of the other: what is due to the work
-    itself is then in both, and the ratio shows what is due to the servers.
+    If both runs did the same work, request i of A is drawn together with request i of B. Variance that comes from the
+    work is then in both, and the ratio shows the difference of the servers.
     """
 
     def __init__(self, num_a: int, num_b: int, paired: bool, seed: int):
         self._sizes, self._paired, self._seed = (num_a, num_b), paired, seed
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Some resamples at a time. # [resamples, requests] for each side"""
+        """Yield the indices of some resamples at a time, [resamples, requests] for each side."""
         rng = np.random.default_rng(abs(self._seed))
         at_a_time = max(1, MAX_ENTRIES // max(self._sizes))
         for begin in range(0, RESAMPLES, at_a_time):
@@ -211,7 +212,7 @@ class _Draws:
 
 
 def _blocks(count: int, size: int, rng: np.random.Generator) -> Any:
-    """`count` times `size` places, in blocks of neighbours that wrap around."""
+    """Return `count` × `size` indices, drawn as blocks of neighbours that wrap around."""
     block_len = max(1, round(size ** (1 / 3)))
     starts = rng.integers(0, size, (count, -(-size // block_len), 1))
     return ((starts + np.arange(block_len)) % size).reshape(count, -1)[:, :size]

@@ -1,7 +1,7 @@
-"""Plots of the online benchmark as SVG text that stands inside a page: distributions and courses over time.
+"""Plots of the online benchmark as inline SVG: distributions, and values over time.
 
-`quire.bench.online.report` puts them on a page whose style sheet gives the colours (classes `a` and `b` are the runs),
-so that they follow light and dark. Nothing is fetched and nothing is scripted; tooltips say the figures.
+`quire.bench.online.report` embeds them in a page whose style sheet sets the colours of the runs (classes `a` and `b`)
+for light and dark mode. They use no scripts and no external resources; tooltips show the figures.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from quire.bench.stats import percentile
 
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 44
-MAX_POINTS = 400  # of a line
+MAX_POINTS = 400  # per line
 MAX_DOTS = 1500
 MARKED = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Values of one run: `style` is `a` or `b`."""
+    """Values of one run; `style` is `a` or `b`."""
 
     label: str
     style: str
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to places between `start` and `stop`, evenly or by their logarithms."""
+    """Maps values to coordinates between `start` and `stop`, linearly or logarithmically."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ def _nice_step(rough: float) -> float:
 
 
 def _time_scale(values: Sequence[float]) -> Scale:
-    """Latencies side by side: by logarithm once the largest is far from the smallest."""
+    """Return an axis for latencies: logarithmic if the largest is more than 12 times the smallest."""
     low, high = min(values), max(values)
     if low > 0 and high / low > 12:
         return Scale(low / 1.15, high * 1.15, LEFT, WIDTH - RIGHT, log=True)
@@ -71,7 +71,7 @@ def _time_scale(values: Sequence[float]) -> Scale:
 
 
 def show_seconds(value: float) -> str:
-    """Three digits in the unit that suits them."""
+    """Format seconds with three digits in s, ms or µs."""
     if value == 0:
         return "0"
     unit, factor = _unit_of(value)
@@ -98,7 +98,7 @@ def show_number(value: float) -> str:
 
 
 def cdf_plot(name: str, lines: Sequence[Line], target: float | None = None) -> str:
-    """Which share of requests was at most this slow, with the usual percentiles and the target marked."""
+    """Plot the cumulative distribution of latencies, with percentiles and the target marked."""
     lines = [line for line in lines if line.values]
     if not lines:
         return _empty(name)
@@ -128,7 +128,7 @@ def cdf_plot(name: str, lines: Sequence[Line], target: float | None = None) -> s
 
 
 def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequence[Line]) -> str:
-    """Something over the time of the run, in bins as wide as `bin_widths` says for each line."""
+    """Plot binned values over the time of the run; `bin_widths` has the seconds per bin of each line."""
     spans = [width * len(line.values) for width, line in zip(bin_widths, lines, strict=True)]
     most = max(max(line.values, default=0.0) for line in lines)
     x = Scale(0.0, max(spans), LEFT, WIDTH - RIGHT)
@@ -152,7 +152,7 @@ def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequen
 
 
 def dots_plot(name: str, dots: Sequence[tuple[float, float]], failed: Sequence[float]) -> str:
-    """A dot for each answered request by when it was due; crosses at the top stand for those that failed."""
+    """Plot a dot for each answered request by its due time; crosses at the top mark failed requests."""
     if not dots:
         return _empty(name)
     times = [value for _, value in dots]
@@ -204,7 +204,7 @@ def _dot(x: float, y: float, style: str, tip: str) -> str:
 
 
 def _column(x: Scale, begin: float, width: float, tip: str) -> str:
-    """An invisible column that shows what its bin holds."""
+    """Return an invisible column whose tooltip shows the value of its bin."""
     left, right = x(begin), x(begin + width)
     place = f'x="{left:.1f}" y="{TOP}" width="{right - left:.2f}" height="{HEIGHT - TOP - BOTTOM}"'
     return f'<rect class="column" {place}><title>{begin:.2f} to {begin + width:.2f} s: {escape(tip)}</title></rect>'

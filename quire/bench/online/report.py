@@ -1,7 +1,7 @@
-"""The online benchmark as one HTML file: figures, plots and failures of a run, or two runs side by side.
+"""The online benchmark's HTML report: figures, plots and failures of a run, or two runs side by side.
 
-`quire bench online --html` and `quire bench compare --html` write it. The page holds everything it needs: no script, no
-font, no picture from elsewhere, and a policy that forbids it. It is well-formed XML too, so that tools can read it.
+`quire bench online --html` and `quire bench compare --html` write it. The page is self-contained, without scripts, and
+its Content-Security-Policy forbids external resources. It is also well-formed XML, so that tools can parse it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def render_run(report: Report) -> str:
 
 
 def render_comparison(a: Report, b: Report, comparison: Report) -> str:
-    """Two runs of `quire bench online`, and what `compare_runs` says about them."""
+    """Return the page for two runs of `quire bench online` and the result of `compare_runs`."""
     title = f"{a['model']} and {b['model']}" if a["model"] != b["model"] else f"{a['model']}: two runs"
     verdict = "B is not worse than A." if comparison["pass"] else "B is worse than A."
     runs = [Line("A", "a", ()), Line("B", "b", ())]
@@ -130,7 +130,7 @@ def latencies(report: Report, name: str) -> list[float]:
 
 
 def describe_work(work: Report) -> str:
-    """What was sent, in a line."""
+    """Describe the work of a run in one line."""
     parts = [f"{work['requests']:,} requests"]
     if work.get("trace"):
         parts.append(f"arrivals of {work['trace']}")
@@ -145,7 +145,7 @@ def describe_work(work: Report) -> str:
 
 
 def warnings(report: Report) -> list[str]:
-    """What makes the figures say something else than they seem to."""
+    """Return conditions of the run that make its figures misleading."""
     client, found = report["client"], []
     if client["held_back"]:
         held, limit = client["held_back"], client["max_open"]
@@ -243,7 +243,7 @@ def _failure_card(report: Report) -> Iterable[str]:
 
 
 def escape(text: str) -> str:
-    """Any text as content or attribute, without the characters that XML does not know."""
+    """Escape text for content and attributes, with a space for each character that XML forbids."""
     return html.escape("".join(char if char.isprintable() else " " for char in text))
 
 

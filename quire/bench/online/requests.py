@@ -1,7 +1,7 @@
-"""The requests an online benchmark sends, as bytes: prompts made from a seed or read from a file.
+"""Requests of an online benchmark as bytes, with prompts generated from a seed or read from a file.
 
-`quire bench online` makes them all before its clock starts. Prompts of traces are built block by block: equal block ids
-give equal tokens (and equal text), so a server's prefix cache finds what it would find in the real traffic.
+`quire bench online` makes all requests before the measurement. Prompts of traces are built block by block: equal block
+ids give equal tokens (and text), so that a server's prefix cache has the same hits as in the real traffic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from quire.bench.online.arrivals import Arrival, bad_line, is_whole, json_object, read_lines
 from quire.types import QuireError
 
-LOWEST_ID, HIGHEST_ID = 1000, 9999  # ordinary tokens in the vocabularies we know; the special ones lie outside
-MAX_BODIES = 1 << 30  # bytes of all requests together
+LOWEST_ID, HIGHEST_ID = 1000, 9999  # contains no special tokens in any known vocabulary
+MAX_BODIES = 1 << 30  # total bytes of all requests
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _ENGLISH = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -25,14 +25,15 @@ _ENGLISH = (
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city community name"
 )
-WORDS = tuple(_ENGLISH.split())  # a token each in most vocabularies
+WORDS = tuple(_ENGLISH.split())  # one token each in most vocabularies
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompts
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """One JSON object a line: prompt, prompt_token_ids or messages; if wanted max_tokens, temperature and seed."""
+    """Read one JSON object per line: prompt, prompt_token_ids or messages, and optionally max_tokens, temperature and
+    seed."""
     prompts: list[dict[str, Any]] = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -51,7 +52,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_prompt(entry: dict[str, Any]) -> dict[str, Any]:
-    """The server checks the values; here it must only be clear what is meant."""
+    """Return `entry` if its fields are known and unambiguous. The server checks their values."""
     given = [name for name in PROMPT_FIELDS if name in entry]
     if len(given) != 1:
         raise ValueError("it needs one of prompt, prompt_token_ids and messages")
@@ -65,7 +66,7 @@ def _check_prompt(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_tokens(arrival: Arrival, index: int, seed: int) -> list[int]:
-    """Token ids of one prompt. Where a trace says nothing about equal parts, every prompt is unlike the others."""
+    """Return the token ids of one prompt. Without block ids, no two prompts share a prefix."""
     if not arrival.blocks:
         return _draw(f"{seed}/request/{index}/{arrival.prompt_len}", arrival.prompt_len)
     tokens: list[int] = []
@@ -79,7 +80,7 @@ def _draw(origin: str, count: int) -> list[int]:
 
 
 def make_text(tokens: Sequence[int]) -> str:
-    """About as many tokens of plain English; equal token ids give equal words."""
+    """Return one English word per token id; equal ids give equal words."""
     return " ".join(WORDS[token % len(WORDS)] for token in tokens)
 
 
@@ -89,27 +90,28 @@ def make_text(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request ready to be sent."""
+    """An encoded request and the time to send it."""
 
     at_s: float
     path: str
     body: bytes
-    output_len: int  # what was asked for
+    output_len: int  # its max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What all requests of a run have in common."""
+    """Parameters that all requests of a run share."""
 
     model: str
-    chat: bool  # as a conversation; else token ids to be continued, whose number is exact
+    chat: bool  # chat messages instead of token ids; the number of prompt tokens is then approximate
     temperature: float
-    ignore_eos: bool  # answers have their full length; a field that not every server knows
+    ignore_eos: bool  # gives answers their full length; not every server supports it
     seed: int
 
 
 def make_calls(arrivals: Sequence[Arrival], options: CallOptions, prompts: Sequence[dict[str, Any]] = ()) -> list[Call]:
-    """Every request as bytes. `prompts` from a file take the place of made ones, in order and then from the start."""
+    """Encode every request. `prompts` from a file replace generated ones and repeat from the start if they are too
+    few."""
     calls, num_bytes = [], 0
     for index, arrival in enumerate(arrivals):
         entry = prompts[index % len(prompts)] if prompts else _made_prompt(arrival, index, options)

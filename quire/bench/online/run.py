@@ -1,8 +1,8 @@
-"""`quire bench online`: requests arrive at a server whether it keeps up or not; how long each waits, and who fails.
+"""`quire bench online`: an open-loop load test of a server. Requests are sent at their times in any case.
 
-The command calls `bench_online` with the arrivals it planned. Times count from the moment a request was due, not from
-when it could be sent, so that a client that falls behind shows as latency instead of hiding it; how far behind it was
-is reported beside it.
+The command calls `bench_online` with the planned arrivals. Latencies count from the moment a request was due, not from
+the moment it was sent, so that a slow client shows as latency instead of hiding it. The report also has the client's
+lag.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from quire.bench.progress import Advance, progress_bar
 from quire.bench.stats import Bar, Report, percentiles
 from quire.types import QuireError
 
-FORMAT = 1  # of the JSON, for `quire bench compare`
-MAX_BINS = 120  # of the timeline
-LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "pause_s")  # one figure per request each
+FORMAT = 1  # version of the JSON report, checked by `quire bench compare`
+MAX_BINS = 120  # bins of the timeline
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "pause_s")  # figures that each request has
 OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What makes an answer good enough: to be answered, and within these times where they are given."""
+    """Latency targets that a request must meet to count for goodput; None sets no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def met_by(self, entry: Report) -> bool:
-        """By one of the report's requests. An answer of one token has no time per token to miss."""
+        """Return whether a request of the report was answered within the targets. An answer of one token has no time
+        per output token and meets that target."""
         if entry["outcome"] != OK:
             return False
         late = self.ttft_s is not None and entry["ttft_s"] > self.ttft_s
@@ -45,18 +46,18 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    max_open: int = 900  # connections at a time; the usual limit on open files is 1,024
-    timeout_s: float = 600.0  # of one request
+    max_open: int = 900  # concurrent connections; the usual limit on open files is 1,024
+    timeout_s: float = 600.0  # per request
 
 
 @dataclass(slots=True)
 class Record:
-    """What was written down of one request: seconds after the first was due."""
+    """Raw record of one request; times are seconds after the first request was due."""
 
     due_s: float
     sent_s: float = 0.0
     end_s: float = 0.0
-    held_back: bool = False  # it had to wait for a connection
+    held_back: bool = False  # whether it waited for a free connection
     outcome: str = OK
     detail: str = ""
     answer: Answer = field(default_factory=Answer)
@@ -74,7 +75,8 @@ def bench_online(
     warmup: bool = True,
     min_goodput: float | None = None,
 ) -> Report:
-    """Send every arrival at its time, stream all answers to their ends, and report. `work` says what was planned."""
+    """Send every request at its time, read all answers to their ends, and return the report. `work` describes the
+    planned arrivals and is copied into the report."""
     targets, limits = targets or Targets(), limits or Limits()
     calls = make_calls(arrivals, options, prompts)
     player = Player(endpoint, limits)
@@ -108,7 +110,7 @@ def bench_online(
 
 
 def first_model(endpoint: Endpoint, timeout_s: float = 30.0) -> str:
-    """The model a server names first; also finds out early that there is no server."""
+    """Return the first model that the server lists. Raises QuireError if the server can't be reached."""
 
     async def ask() -> str:
         try:
@@ -125,7 +127,7 @@ def first_model(endpoint: Endpoint, timeout_s: float = 30.0) -> str:
 
 
 async def _warm_up(player: Player, options: CallOptions) -> None:
-    """One short request outside the clock. If even that fails, there is nothing to measure."""
+    """Send one short untimed request. Raises QuireError if it fails."""
     call = make_calls(
         [Arrival(0.0, 16, 4)],
         CallOptions(options.model, options.chat, options.temperature, options.ignore_eos, seed=-1),
@@ -150,7 +152,7 @@ def _check_any_answered(records: Sequence[Record]) -> None:
 
 
 class Player:
-    """Sends requests at their times. It never waits for an answer before the next, only for a free connection."""
+    """Sends requests at their times, without waiting for earlier answers, except for a free connection."""
 
     def __init__(self, endpoint: Endpoint, limits: Limits):
         self.endpoint = endpoint
@@ -159,7 +161,7 @@ class Player:
         self._num_open = 0
 
     async def play(self, schedule: Sequence[tuple[float, str, bytes]], advance: Advance) -> list[Record]:
-        """`schedule` has a time in seconds, a path and a body for each request, in order of time."""
+        """Send the requests of `schedule`, (seconds, path, body) in order of time, and return their records."""
         clock = asyncio.get_running_loop().time
         begin = clock()
         free = asyncio.Semaphore(self._limits.max_open)
@@ -177,7 +179,7 @@ class Player:
         async with asyncio.TaskGroup() as group:
             for record, (due_s, path, body) in zip(records, schedule, strict=True):
                 wait = begin + due_s - clock()
-                await asyncio.sleep(max(wait, 0))  # even when late: answers must be read on time
+                await asyncio.sleep(max(wait, 0))  # yields to the event loop even if late, so that answers are read
                 group.create_task(send(record, path, body))
         return records
 
@@ -198,11 +200,11 @@ class Player:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# After the clock has stopped
+# After the run
 
 
 def measure(records: Sequence[Record], output_lens: Sequence[int], targets: Targets) -> Report:
-    """Figures of one run; latencies are those of answered requests alone."""
+    """Return the figures of one run; latencies cover answered requests only."""
     wall = max(record.end_s for record in records)
     entries = [_entry(record) for record in records]
     answered = [record for record in records if record.outcome == OK]
@@ -240,7 +242,7 @@ def measure(records: Sequence[Record], output_lens: Sequence[int], targets: Targ
 
 
 def _entry(record: Record) -> Report:
-    """One request of the report. Microseconds are enough, and keep the file small."""
+    """Return a request's entry of the report, rounded to microseconds to keep the file small."""
     answer, times = record.answer, record.answer.piece_times
     entry: Report = {
         "due_s": round(record.due_s, 6),
@@ -255,14 +257,14 @@ def _entry(record: Record) -> Report:
         num_tokens = _num_tokens(record)
         entry["ttft_s"] = round(times[0] - record.due_s, 6)
         entry["e2e_s"] = round(record.end_s - record.due_s, 6)
-        if len(times) > 1 and num_tokens > 1:  # an answer in one piece says nothing about its tokens
+        if len(times) > 1 and num_tokens > 1:  # an answer in one piece has no token times
             entry["tpot_s"] = round((times[-1] - times[0]) / (num_tokens - 1), 6)
             entry["pause_s"] = round(max(after - before for before, after in pairwise(times)), 6)
     return entry
 
 
 def _num_tokens(record: Record) -> int:
-    """As the server counted; a server that does not is taken at one token a piece."""
+    """Return the answer's token count from the server's usage, or its number of pieces if there is no usage."""
     counted = record.answer.output_tokens
     return len(record.answer.piece_times) if counted is None else counted
 
@@ -274,13 +276,13 @@ def _failures(records: Sequence[Record]) -> list[Report]:
 
 
 def _rate_of(times: Sequence[float]) -> float | None:
-    """Arrivals per second over the time between the first and the last."""
+    """Return the rate between the first and the last time, or None if they are equal."""
     span = times[-1] - times[0]
     return (len(times) - 1) / span if span > 0 else None
 
 
 def _timeline(records: Sequence[Record], wall: float) -> Report:
-    """The run in equal bins: requests in flight on average, and output tokens per second."""
+    """Return average requests in flight and output tokens per second in equal bins of the run."""
     num_bins = max(1, min(MAX_BINS, len(records) * 2))
     width = wall / num_bins
     busy, tokens = [0.0] * num_bins, [0.0] * num_bins

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client over asyncio streams that sends one request and notes when each piece of the answer came.
+"""A small HTTP/1.1 client over asyncio streams that records the time of each piece of a streamed answer.
 
-`quire bench online` uses it, one connection a request. It reads server-sent events itself: a client that is to be timed
-against a server should cost little, and every way in which an answer can go wrong must have a name.
+The online and hostile benchmarks and the chaos gate use it, with one connection per request. It parses server-sent
+events itself, so that the client costs little CPU time and each kind of failure has a distinct name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire.types import QuireError
 MAX_HEADERS = 100
 MAX_CHUNK = 1 << 24
 MAX_EVENT = 1 << 24
-EXAMPLE_BYTES = 4096  # of an error's body, to say what the server said
+EXAMPLE_BYTES = 4096  # of an error's body, kept as an example
 
 
 class Fault(Exception):
-    """An answer that failed: `outcome` is counted, `detail` is shown once as an example."""
+    """A failed exchange: `outcome` is counted, one `detail` per outcome is shown as an example."""
 
     def __init__(self, outcome: str, detail: str = ""):
         super().__init__(outcome)
@@ -32,7 +32,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the API is: `prefix` is the path before /completions."""
+    """Address of an API; `prefix` is the path before /completions."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class Endpoint:
 
 
 def parse_url(url: str, api_key: str | None = None) -> Endpoint:
-    """`http://127.0.0.1:8000`, with or without /v1 at its end."""
+    """Parse a URL such as `http://127.0.0.1:8000`, with or without /v1 at its end."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -89,7 +89,7 @@ def _bad_url(url: str) -> QuireError:
 
 @dataclass(slots=True)
 class Answer:
-    """What a streamed answer showed, piece by piece. Times are the caller's clock."""
+    """Piece times and token counts of a streamed answer. Times are those of the caller's clock."""
 
     piece_times: list[float] = field(default_factory=list)
     finished: bool = False
@@ -98,7 +98,7 @@ class Answer:
     output_tokens: int | None = None
 
     def take(self, payload: str, now: float) -> None:
-        """One event. A piece is an event with text, reasoning or a tool call in it."""
+        """Record one event. An event with text, reasoning or a tool call counts as a piece."""
         if payload == "[DONE]":
             self.finished = True
             return
@@ -111,7 +111,7 @@ class Answer:
                     self.piece_times.append(now)
                 if choice.get("finish_reason") is not None:
                     self.finished = True
-                    if not self.piece_times:  # tokens that show nothing are tokens all the same
+                    if not self.piece_times:  # all tokens were invisible, such as special tokens
                         self.piece_times.append(now)
             if usage := event.get("usage"):
                 self.prompt_tokens, self.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
@@ -133,7 +133,7 @@ def _shows(choice: dict[str, Any]) -> bool:
 
 
 async def stream(endpoint: Endpoint, path: str, body: bytes, answer: Answer, clock: Callable[[], float]) -> None:
-    """Send one request and fill `answer` as events come. Raises `Fault` for whatever went wrong."""
+    """Send one request and fill `answer` as events arrive. Raises `Fault` for every kind of failure."""
     async with Connection(endpoint) as connection:
         status, headers = await connection.request("POST", path, body)
         if status != 200:
@@ -165,7 +165,7 @@ async def fetch_json(endpoint: Endpoint, path: str) -> Any:
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error's body in the form the APIs have, or how the body begins."""
+    """Return the message of an API error's body, or the beginning of any other body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -173,7 +173,7 @@ def error_text(body: bytes) -> str:
 
 
 class Connection:
-    """One connection for one request, closed in every case. Errors of the network become faults."""
+    """A connection for one request, which is always closed. Network and protocol errors are raised as `Fault`."""
 
     def __init__(self, endpoint: Endpoint):
         self._endpoint = endpoint
@@ -188,14 +188,14 @@ class Connection:
         return self
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._writer.transport.abort()  # an answer that is given up must not linger
+        self._writer.transport.abort()  # closes at once, without waiting for the rest of the answer
         if isinstance(error, (OSError, asyncio.IncompleteReadError)) and not isinstance(error, TimeoutError):
             raise Fault("hung up", str(error)) from None
         if isinstance(error, (ValueError, asyncio.LimitOverrunError)):
             raise Fault("not HTTP", str(error)) from None
 
     async def request(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str]]:
-        """Status and headers, with lower-case names."""
+        """Send a request and return the status and the headers, with lower-case names."""
         self._writer.write(self._endpoint.head(method, path, len(body)) + body)
         await self._writer.drain()
         while True:
@@ -203,7 +203,7 @@ class Connection:
             if not version.startswith("HTTP/1."):
                 raise ValueError(f"the answer begins with {version[:40]!r}")
             status, headers = int(rest[:3]), await self._headers()
-            if status >= 200:  # the others only announce the real one
+            if status >= 200:  # 1xx responses precede the final one
                 return status, headers
 
     async def _headers(self) -> dict[str, str]:
@@ -217,7 +217,7 @@ class Connection:
         raise ValueError(f"more than {MAX_HEADERS} headers")
 
     async def body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """Parts as they arrive, whichever way the server marks the end."""
+        """Yield parts of the body as they arrive: chunked, by content length, or until the connection closes."""
         reader = self._reader
         if "chunked" in headers.get("transfer-encoding", "").lower():
             while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
@@ -249,12 +249,12 @@ class Connection:
 
 
 class EventParser:
-    """Bytes in any cut, the data of each whole event out. Names, ids and comments are passed over."""
+    """Parses server-sent events from bytes in arbitrary pieces. Ignores event names, ids and comments."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
-        self._after_return = False  # the last part ended in \r, so a \n that follows belongs to it
+        self._after_return = False  # the last part ended in \r, so a leading \n belongs to the same line end
 
     def feed(self, part: bytes) -> list[str]:
         if self._after_return and part:

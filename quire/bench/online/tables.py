@@ -1,4 +1,4 @@
-"""Shows reports of the online benchmark and of comparisons to a person: tables on stdout. `quire bench` calls it."""
+"""Prints reports of the online benchmark and of comparisons as tables on stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATENCIES = (
 
 
 def show_online(report: Report) -> None:
-    from rich.console import Console  # a tenth of a second
+    from rich.console import Console  # imported late, since it takes 0.1 s
 
     console = Console(highlight=False, markup=False, emoji=False)
     _table(console, f"{report['model']}: {describe_work(report['work'])}", ("", ""), _figures(report))

@@ -1,1 +1,2 @@
-"""Logits to tokens: `rows` keeps what each row asks for, `sampler` chooses, `logprobs` scores; the rest are steps."""
+"""Sampling: `rows` holds each row's parameters, `sampler` samples tokens from logits, `logprobs` scores them; the other
+modules are steps of the sampler."""

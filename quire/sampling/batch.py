@@ -1,7 +1,7 @@
-"""What the rows of one step ask of the sampler: plain records of device tensors and the host's knowledge about them.
+"""Sampling parameters of one step: plain records of device tensors with what the host knows about them.
 
-`rows` fills these in, `sampler` and its steps read them; nobody writes them. A part that nobody asked for is None, so
-it costs nothing. A "sample" is a place in the step's logits; a "cell" is one logit in them, sample * vocab + token id.
+`rows` builds these, `sampler` and its steps read them without changing them. Parameters that no row uses are None and
+cost nothing. A "sample" is a row of the step's logits; a "cell" is one logit, addressed as sample * vocab + token id.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-GREEDY = 0  # cohort widths; any other is a number of candidates
-EVERYTHING = -1
-UNFILTERED = -2
+# Values of `Cohort.width` that are not a number of candidates.
+GREEDY = 0
+EVERYTHING = -1  # filtered over the whole vocabulary
+UNFILTERED = -2  # drawn by temperature only, over the whole vocabulary
 
 
 @dataclass(slots=True)
 class Cohort:
-    """Samples that are chosen in the same way. Which cohort a row belongs to depends on its own parameters alone, so
-    that its neighbours never change how its token is computed."""
+    """Samples that are drawn by the same algorithm. A row's cohort depends only on its own parameters, so that other
+    rows never change how its token is computed."""
 
-    width: int  # GREEDY, EVERYTHING (the whole vocabulary), UNFILTERED (all of it), or how many best are looked at
+    width: int  # GREEDY, EVERYTHING, UNFILTERED, or the number of top candidates that filters consider
     samples: Tensor | None  # [n] int64; None: every sample of the step
     key: Tensor  # [n] int64: noise stream
     inv_temperature: Tensor  # [n] float32
-    top_k: Tensor  # [n] int64; meaningful with candidates only
+    top_k: Tensor  # [n] int64; used only if `width` is a number of candidates
     top_p: Tensor  # [n] float64
     min_p: Tensor  # [n] float32
     top_n_sigma: Tensor  # [n] float32
@@ -44,16 +45,16 @@ class MinTokens:
     """Stop ids that are forbidden while their row is shorter than `until`."""
 
     cells: Tensor  # [n] int64
-    owners: Tensor  # [n] int64: which sample
+    owners: Tensor  # [n] int64: the sample of each cell
     until: Tensor  # [n] int64: prompt length + min_tokens
 
 
 @dataclass(slots=True)
 class BadWords:
-    """Last tokens of forbidden sequences, and what must stand before them."""
+    """Forbidden sequences as their last token and the prefix before it."""
 
-    cells: Tensor  # [n] int64
-    owners: Tensor  # [n] int64: which sample
+    cells: Tensor  # [n] int64: last tokens
+    owners: Tensor  # [n] int64: the sample of each cell
     prefixes: Tensor  # [n, longest prefix] int64, right-aligned, -1 where the prefix is shorter
 
 
@@ -66,7 +67,7 @@ class Penalties:
     presence: Tensor  # [n] float32
     frequency: Tensor  # [n] float32
     any_repetition: bool
-    any_output: bool  # presence or frequency
+    any_output: bool  # whether any row has a presence or frequency penalty
 
 
 @dataclass(slots=True)
@@ -76,15 +77,15 @@ class Dry:
     multiplier: Tensor  # [n] float32
     base: Tensor  # [n] float32
     allowed_len: Tensor  # [n] int64
-    search_len: Tensor  # [n] int64: how many last tokens are searched
-    breaker_cells: Tensor  # [m] int64: place in `samples` * vocab + token id
+    search_len: Tensor  # [n] int64: number of last tokens that are searched
+    breaker_cells: Tensor  # [m] int64: index into `samples` * vocab + token id
 
 
 @dataclass(slots=True)
 class LogprobsAsked:
     samples: Tensor | None  # [n] int64; None: every sample of the step
     host_samples: list[int]
-    host_num_top: list[int]  # alternatives each of them asked for
+    host_num_top: list[int]  # number of alternatives per sample
 
     @property
     def num_top(self) -> int:
@@ -93,7 +94,7 @@ class LogprobsAsked:
 
 @dataclass(slots=True)
 class Draws:
-    """How every sample is drawn, in their order: the cohorts again, for kernels that take rows as they come."""
+    """Parameters of all samples in order, for kernels that draw all cohorts in one launch."""
 
     key: Tensor  # [samples] int64
     inv_temperature: Tensor  # [samples] float32; 0: greedy
@@ -101,15 +102,15 @@ class Draws:
     top_p: Tensor  # [samples] float64
     min_p: Tensor  # [samples] float32
     top_n_sigma: Tensor  # [samples] float32
-    any_filter: bool  # False: every sample is greedy or drawn by temperature alone
+    any_filter: bool  # False: every sample is greedy or drawn by temperature only
 
 
 @dataclass(slots=True)
 class Edited:
-    """Samples that anything but a grammar's mask edits."""
+    """Samples whose logits are edited by anything other than a grammar mask."""
 
     samples: Tensor  # [n] int64
-    places: Tensor  # [samples] int32: where a sample stands in `samples`; -1: nowhere
+    places: Tensor  # [samples] int32: index of each sample in `samples`, or -1
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class Batch:
     min_tokens: MinTokens | None = None
     bad_words: BadWords | None = None
     logprobs: LogprobsAsked | None = None
-    draws: Draws | None = None  # None: there is no sample
+    draws: Draws | None = None  # None: the step has no samples
     edited: Edited | None = None
 
     @property
@@ -133,11 +134,11 @@ class Batch:
 
 @dataclass(slots=True)
 class Histories:
-    """The tokens each sample follows, on the device: row `rows[s]` of `tokens`, up to `lengths[s]`."""
+    """The tokens before each sample, on the device: the first `lengths[s]` of row `rows[s]` of `tokens`."""
 
-    tokens: Tensor  # [max_rows, max_len] int32 or int64; past a row's length lies anything
+    tokens: Tensor  # [max_rows, max_len] int32 or int64; undefined past a row's length
     rows: Tensor  # [samples] int64
-    lengths: Tensor  # [samples] int64: tokens before the sampled one, which is also the sampled one's position
+    lengths: Tensor  # [samples] int64: number of tokens before the sampled one, which is its position
     len_bounds: list[int]  # host upper bounds of `lengths`
 
     def max_len(self, samples: list[int]) -> int:

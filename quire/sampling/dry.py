@@ -1,8 +1,8 @@
-"""DRY ("don't repeat yourself"): a token that would continue a repetition is penalised by how long the repetition is.
+"""DRY ("don't repeat yourself") penalty: a token that would continue a repetition is penalised by its length.
 
-Called by the sampler for the rows that ask. If the last m tokens also stand earlier, ending at place i, the token at
-i + 1 would carry the repetition on: it loses multiplier * base ** (m - allowed_len) when m >= allowed_len, for the
-longest such m. Sequence breakers cut: no match reaches across one, and a breaker itself is never penalised.
+The sampler calls it for the rows that use it. If the last m tokens also occur earlier, ending at position i, the token
+at i + 1 would continue the repetition: its logit is reduced by multiplier * base ** (m - allowed_len) if m >=
+allowed_len, for the longest such m. No match extends across a sequence breaker, and breakers are never penalised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.sampling.batch import Dry
 from quire.sampling.noise import mix64
 
 _HASH_BASE = 0x2545F4914F6CDD1D  # any odd number with well-spread bits
-_MAX_PENALTY = 1e9  # as good as forbidden, yet a row with nothing else to say still has an order
+_MAX_PENALTY = 1e9  # in effect forbidden, but finite, so that a row with only such tokens can still be sampled
 
 
 def apply_dry(
@@ -26,8 +26,10 @@ def apply_dry(
     max_len: int,
     logit_rows: Tensor | None = None,
 ) -> None:
-    """`max_len` is the host's upper bound for the lengths of the rows that ask; true lengths stay on the device.
-    `logit_rows` [samples]: which row of `logits` is a sample's, if not the one of its number."""
+    """Subtracts the penalties from `logits` in place.
+
+    `max_len` is the host's upper bound of the penalised rows' lengths; true lengths stay on the device. `logit_rows`
+    [samples]: the row of `logits` of each sample, if that is not the sample's number."""
     vocab_size = logits.shape[1]
     tokens = history[:, :max_len].index_select(0, rows[ask.samples]).to(torch.int64)  # [rows, max_len]
     lengths = lengths[ask.samples].to(torch.int64)[:, None]  # [rows, 1]
@@ -38,7 +40,7 @@ def apply_dry(
     is_breaker = is_breaker.view(-1).index_fill_(0, ask.breaker_cells, True).view(-1, vocab_size).gather(1, tokens)
     after_breaker = torch.where(is_breaker & (places < lengths), places + 1, 0).amax(1, keepdim=True)
     search_start = (lengths - ask.search_len[:, None]).clamp(min=0)
-    # A match ending at a place can't begin before the search does, nor reach back over the last breaker.
+    # A match can't begin before the searched range, nor extend back across the last breaker.
     limits = torch.minimum(places + 1 - search_start, lengths - after_breaker)
     limits = torch.where((places < lengths - 1) & (limits > 0), limits, 0)
 
@@ -55,10 +57,11 @@ def apply_dry(
 
 
 def _match_lengths(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-    """For each place, how many tokens up to it equal as many at the row's end, `limits` at most. All [rows, max_len].
+    """Returns for each position the length of the longest match between the tokens up to it and the row's end, at most
+    `limits`. All are [rows, max_len].
 
-    Substrings are compared by rolling hash (sums of mixed ids times powers of an odd number, mod 2**64), and the length
-    is found bit by bit from the top: matching m tokens implies matching fewer.
+    Substrings are compared by rolling hash (sums of mixed ids times powers of an odd number, mod 2**64). The length is
+    found by binary search from its highest bit, because a match of m tokens implies shorter ones.
     """
     num_rows, max_len = tokens.shape
     powers = torch.full((max_len,), _HASH_BASE, device=tokens.device)
@@ -69,7 +72,7 @@ def _match_lengths(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
 
     ends = torch.arange(1, max_len + 1, device=tokens.device).expand(num_rows, -1)
     row_end = lengths.expand(-1, max_len)
-    align = powers[(row_end - ends).clamp(min=0)]  # moves a substring's hash to where the row ends
+    align = powers[(row_end - ends).clamp(min=0)]  # shifts a substring's hash to the row's end
     sum_here, sum_end = sums.gather(1, ends), sums.gather(1, row_end)
     found = torch.zeros_like(limits)
     for bit in reversed(range(max_len.bit_length())):

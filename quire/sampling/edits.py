@@ -1,8 +1,7 @@
-"""Edits of the logits in the sampler's documented order (`edit`), and those that touch a few cells: logit bias,
-forbidden stop ids, bad words; and the grammar's mask.
+"""Logit edits in the sampler's documented order (`edit`): logit bias, forbidden stop ids, bad words, grammar mask.
 
-They work in place, on a copy of the logits. Forbidding is adding -inf, and a condition that only the device can decide
-becomes "add -inf or 0".
+Edits run in place on a copy of the logits. A token is forbidden by adding -inf; where only the device knows the
+condition, -inf or 0 is added.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from quire.sampling.rowwise import NOTHING, minus_inf_unless
 
 
 def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
-    """Steps 2 to 7 of the sampler's order, on a copy; the logits themselves when nobody asked for any of them."""
+    """Applies steps 2 to 7 of the sampler's order to a copy; returns the logits themselves if there is no edit."""
     if not batch.edits and mask is None:
         return logits
     edited = logits.clone(memory_format=torch.contiguous_format)
@@ -43,12 +42,12 @@ def add_bias(logits: Tensor, bias: Bias) -> None:
 
 
 def forbid_stops(logits: Tensor, ask: MinTokens, lengths: Tensor) -> None:
-    """A row that has not reached its min_tokens may not stop. `lengths` [samples]: tokens before the sampled one."""
+    """Forbids stop ids in rows below min_tokens. `lengths` [samples]: number of tokens before the sampled one."""
     _forbid(logits, ask.cells, lengths[ask.owners] < ask.until)
 
 
 def forbid_bad_words(logits: Tensor, ask: BadWords, history: Tensor, lengths: Tensor, rows: Tensor) -> None:
-    """Forbid each word's last token where the row (prompt and output) ends with the rest of the word."""
+    """Forbids each word's last token where the row (prompt and output) ends with the rest of the word."""
     prefix_len = ask.prefixes.shape[1]
     back = torch.arange(-prefix_len, 0, device=logits.device)
     places = lengths[ask.owners][:, None] + back  # [words, longest prefix]
@@ -58,8 +57,8 @@ def forbid_bad_words(logits: Tensor, ask: BadWords, history: Tensor, lengths: Te
 
 
 def apply_mask(logits: Tensor, mask: Tensor) -> None:
-    """Keep what a grammar allows. `mask` is bool [samples, vocab], or packed int32 [samples, ceil(vocab / 32)] where
-    bit i of word w stands for token 32 * w + i."""
+    """Forbids all tokens that a grammar does not allow. `mask` is bool [samples, vocab], or packed int32 [samples,
+    ceil(vocab / 32)] in which bit i of word w is token 32 * w + i."""
     if mask.dtype == torch.bool:
         allowed = mask.to(torch.float32)
     else:

@@ -1,8 +1,8 @@
-"""Which tokens a sampled row may still draw: temperature, then top-k, top-n-sigma, top-p and min-p.
+"""Sampling filters: temperature, then top-k, top-n-sigma, top-p and min-p. Called by the sampler.
 
-Called by the sampler. Each filter keeps the tokens above some floor, so several together keep what lies above the
-highest floor. Tokens tied with the last one kept are kept too. Scaled logits ("scores" here) are at most 0, the best
-being exactly 0, so exp(score) is a probability up to a constant.
+Each filter keeps the tokens above a floor, so several filters keep those above the highest floor. Tokens tied with the
+last one kept are kept too. Scaled logits are called scores here; the best score of a row is 0 and all others are below,
+so exp(score) is a probability up to a constant.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from torch import Tensor
 from quire.sampling.batch import EVERYTHING, UNFILTERED, Cohort
 from quire.sampling.rowwise import NOTHING, at_least, drop_below, row_sums
 
-_ONE = 2.0**40  # probability of the best token, as an integer weight for top-p
+_ONE = 2.0**40  # weight of the best token in the integer arithmetic of top-p
 _NEGLIGIBLE = -30.0  # scores whose weight rounds to 0
 _NUM_BINS = 4096
 _ALMOST_ALL = 1 - 1e-7
-_ROUNDING = 1e-6  # of the last bin's edge in float32, so that no token falls below its own bin
+_ROUNDING = 1e-6  # margin for the float32 rounding of the last bin's edge, so that no token falls below its own bin
 
 
 def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
-    """Scores up to a constant per row, -inf for tokens not kept, and the token ids they belong to: [rows, candidates]
-    each, or [rows, vocab] and None. top-p counts probabilities after temperature, of the tokens top-k and sigma left;
-    sigma is the deviation of all the row's finite logits, so where it stands beside top-k makes no difference."""
+    """Returns scores with -inf for tokens that are filtered out, and their token ids: [rows, candidates] each, or
+    [rows, vocab] and None.
+
+    Top-p sums probabilities after temperature over the tokens that top-k and sigma keep. Sigma is the deviation of all
+    of the row's finite logits, so its order relative to top-k makes no difference."""
     scale = cohort.inv_temperature[:, None]
     sigma_floor = None
     if cohort.any_sigma:
@@ -33,7 +35,7 @@ def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
         sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, NOTHING)
     if cohort.width in (EVERYTHING, UNFILTERED):
         scores = (logits - logits.amax(1, keepdim=True)).mul_(scale)
-        scores.nan_to_num_(nan=0.0, neginf=NOTHING)  # of bad rows, lest they become wild indices
+        scores.nan_to_num_(nan=0.0, neginf=NOTHING)  # NaN of bad rows would become indices out of range
         return _keep_of_all(scores, cohort, sigma_floor), None
     best = logits.topk(cohort.width)
     scores = (best.values - best.values[:, :1]) * scale
@@ -41,7 +43,7 @@ def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
 
 
 def _keep_of_candidates(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> Tensor:
-    """`scores` [rows, candidates] fall from left to right."""
+    """Filters `scores` [rows, candidates], which are sorted in descending order."""
     floor = scores.gather(1, cohort.top_k[:, None] - 1)
     if sigma_floor is not None:
         floor = torch.maximum(floor, sigma_floor)
@@ -57,7 +59,7 @@ def _keep_of_candidates(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | No
 
 
 def _keep_of_all(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> Tensor:
-    """`scores` [rows, vocab] in order of token id. Nothing here sorts."""
+    """Filters `scores` [rows, vocab], in order of token id, without sorting."""
     if sigma_floor is not None:
         scores = drop_below(scores, sigma_floor)
     if cohort.any_top_p:
@@ -68,25 +70,25 @@ def _keep_of_all(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> 
 
 
 def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
-    """The highest floor [rows, 1] above which at least a top_p share of the probability lies.
+    """Returns the highest floor [rows, 1] above which at least a top_p share of the probability lies.
 
-    Probabilities are summed into bins of equal width by score, then the bin where the share is reached is cut into
-    bins again: two passes instead of a sort, and nobody looks at the values. Sums are of integers, so they are exact
-    in any order. Tokens in the same last bin (some 1e-6 apart) count as tied.
+    Probabilities are summed into bins of equal width by score, then the bin in which the share is reached is divided
+    into bins again: two passes instead of a sort, without a device synchronization. Sums are of integers, so they are
+    exact in any order. Tokens in the same final bin (some 1e-6 apart) count as tied.
     """
-    place = scores.clamp(min=_NEGLIGIBLE)  # a buffer: fresh memory costs more than a pass on the CPU
+    place = scores.clamp(min=_NEGLIGIBLE)  # reused as a buffer: new memory costs more than a pass on the CPU
     weights = place.exp_().mul_(_ONE).to(torch.int64)
     target = (top_p * weights.sum(1, keepdim=True)).ceil_().to(torch.int64)
-    # The last token kept is at least as likely as the average of what lies beyond top_p: this close to the best.
+    # The last token kept is at least as likely as the average token beyond top_p, which bounds its score from below.
     width = (math.log(scores.shape[1]) - torch.log1p(-top_p.clamp(max=_ALMOST_ALL))).to(torch.float32) + 1e-3
     top = torch.zeros_like(width)
     bins = torch.empty_like(weights)
     sums = torch.empty(len(scores), _NUM_BINS + 2, dtype=torch.int64, device=scores.device)
     for _ in range(2):
-        # Bin 0 takes all above the range and the last bin all below, so running sums count from the most likely token.
+        # Bin 0 holds all above the range and the last bin all below, so running sums start at the most likely token.
         torch.sub(top, scores, out=place).mul_(_NUM_BINS / width).add_(1.0).clamp_(0.0, _NUM_BINS + 1.0)
         reached = sums.zero_().scatter_add_(1, bins.copy_(place), weights).cumsum_(1)
-        cut = torch.searchsorted(reached, target)  # the first bin that reaches it
+        cut = torch.searchsorted(reached, target)  # the first bin that reaches the target
         width = width / _NUM_BINS
         top = top - (cut - 1) * width
     floor = top - width - _ROUNDING
@@ -94,10 +96,10 @@ def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _deviation(logits: Tensor) -> Tensor:
-    """Standard deviation (of the population) of each row's finite logits, [rows, 1]."""
+    """Returns the population standard deviation of each row's finite logits, [rows, 1]."""
     finite = at_least(logits, torch.full_like(logits[:, :1], torch.finfo(logits.dtype).min))
     count = row_sums(finite)
-    # -inf * 0 would be NaN, so what is not finite is made so before it is multiplied away.
+    # -inf * 0 would be NaN, so infinite logits are clamped before the multiplication that removes them.
     below_best = (logits - logits.amax(1, keepdim=True)).clamp_(min=torch.finfo(logits.dtype).min).mul_(finite)
     from_mean = below_best.sub_(row_sums(below_best) / count).mul_(finite)
     return (row_sums(from_mean.square_()) / count).sqrt_()

@@ -1,9 +1,9 @@
-"""The sampler's order on a device that has sampling kernels of its own. `Sampler` hands whole steps to it.
+"""The sampler's steps on a device with sampling kernels. `Sampler` passes whole batches to it.
 
-Edits happen on float32 copies of the samples that ask for any; every other sample is read from the model's logits as
-they came. DRY is torch's work here too: it is rare, and its cost is in the history, not in the vocabulary. Kernels are
-compiled when a request first needs them; where one does not compile torch does its part, for the samples that ask for
-that, and the other samples are drawn as ever.
+Edits run on float32 copies of the samples that need any; all other samples are read from the model's logits directly.
+DRY runs in torch here too: it is rare, and its cost is in the history, not in the vocabulary. Kernels are compiled when
+a request first needs them; if one does not compile, torch does its part for the samples that need it, and the others
+are still drawn by kernels.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from quire.sampling.logprobs import Logprobs
 from quire.sampling.rowwise import select
 
 EDITS, FILTERS, LOGPROBS = "logit edits", "filtered sampling", "logprobs"
-PLAIN = {  # (edited, masked): kernels of their own
+PLAIN = {  # (edited, masked) -> name of the kernel variant
     (False, False): "sampling",
     (True, False): "edited sampling",
     (False, True): "masked sampling",
     (True, True): "edited and masked sampling",
 }
-# Torch's noise and its sums are off in their last bits; its edits are not.
+# Torch's noise and sums differ from the kernels' in the last bits, so the deterministic mode has no fallback for these;
+# its edits are bitwise equal.
 OTHER_BITS = frozenset({FILTERS, LOGPROBS, *PLAIN.values()})
 EVERY = OTHER_BITS | {EDITS}
 
-Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], how, positions [samples] -> tokens [n]
+Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], cohort, positions [samples] -> tokens [n]
 
 
 class FusedSampling:
     def __init__(self, ops: SamplingOps, draw: Draw, late: LateKernels):
-        """`draw`: torch's way to choose for one cohort."""
+        """`draw` samples one cohort in torch, as the fallback for filters."""
         self._ops = ops
         self._draw = draw
         self._late = late
 
     def choose(self, logits: Tensor, batch: Batch, histories: Histories,
                mask: Tensor | None) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """Steps 1 to 9 of the sampler's order: tokens [samples] int64, bad flags [samples] bool. `mask` is packed.
-        None: torch must do all of it."""
+        """Runs steps 1 to 9 of the sampler's order. Returns tokens [samples] int64 and bad flags [samples] bool, or
+        None if the caller must sample in torch. `mask` is packed."""
         draws, ops, device = batch.draws, self._ops, logits.device
         assert draws is not None
         edited = None if batch.edited is None else self.edit(logits, batch, batch.edited, histories)
@@ -64,7 +65,7 @@ class FusedSampling:
         return chosen
 
     def score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
-        """Of the samples that asked, from the logits as they came. None: nobody did, or torch must do it."""
+        """Scores the samples with logprobs from the model's own logits; None if there are none or torch must score."""
         asked = batch.logprobs
         if asked is None:
             return None
@@ -74,11 +75,11 @@ class FusedSampling:
         return None if parts is None else Logprobs(*parts)
 
     def edit(self, logits: Tensor, batch: Batch, edited: Edited, histories: Histories) -> tuple[Tensor, Tensor]:
-        """Steps 2 to 6: the copies [edited samples, vocab] and where each sample's is."""
+        """Runs steps 2 to 6; returns the copies [edited samples, vocab] and each sample's index in them or -1."""
         found = self._late.attempt(EDITS, logits.device, lambda: self._edit(logits, batch, edited, histories))
         if found is not None:
             return found
-        # Torch copies all of them, and a sample's is at its own place.
+        # Torch copies all samples, so a sample's index in the copies is its number.
         places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
         return edit(logits.float(), batch, histories), torch.where(edited.places < 0, edited.places, places)
 
@@ -101,7 +102,7 @@ class FusedSampling:
 
     def _draw_filtered(self, tokens: Tensor, bad: Tensor, edited: Tensor, batch: Batch,
                        histories: Histories) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Who has filters is drawn anew, by torch."""
+        """Draws the samples with filters again, in torch."""
         for cohort in batch.cohorts:
             if cohort.width not in (GREEDY, UNFILTERED):
                 drawn = self._draw(select(edited, cohort.samples), cohort, histories.lengths)

@@ -1,6 +1,7 @@
-"""Log-probabilities, ranks and best alternatives, always of the model's own distribution: log_softmax of the logits as
-the model gave them, before bias, penalties, masks or temperature. The sampler scores sampled tokens with it, the
-runtime scores prompts, and `to_records` turns the result into what is sent to people.
+"""Log-probabilities, ranks and top alternatives of the model's own distribution: log_softmax of the logits before bias,
+penalties, masks or temperature.
+
+The sampler scores sampled tokens, the runtime scores prompts, and `to_records` converts scores to `TokenLogprobs`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 from quire.sampling.rowwise import above, row_sums
 from quire.types import TokenLogprobs
 
-_SLICE_LEN = 64  # prompt positions whose logits exist at one time
+_SLICE_LEN = 64  # prompt positions whose logits are in memory at a time
 
 
 @dataclass(slots=True)
 class Logprobs:
-    token_ids: Tensor  # [n] int64: the tokens that are scored
+    token_ids: Tensor  # [n] int64: scored tokens
     logprob: Tensor  # [n] float32
-    rank: Tensor  # [n] int64: 1 + how many tokens are strictly more likely
+    rank: Tensor  # [n] int64: 1 + number of strictly more likely tokens
     top_ids: Tensor  # [n, num_top] int64, best first
     top_logprobs: Tensor  # [n, num_top] float32
 
@@ -30,7 +31,7 @@ class Logprobs:
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Score one token for each row of raw logits [n, vocab]."""
+    """Scores one token for each row of raw logits [n, vocab]."""
     log_total = logits.logsumexp(1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None])
     rank = row_sums(above(logits, chosen)).to(torch.int64).squeeze(1) + 1
@@ -41,8 +42,8 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
 def prompt_logprobs(
     hidden_to_logits: Callable[[Tensor], Tensor], hidden: Tensor, next_tokens: Tensor, num_top: int
 ) -> Logprobs:
-    """Score each prompt token from the hidden state [n, width] of the token before it, a few positions at a time:
-    all their logits together would outgrow everything else in memory."""
+    """Scores each prompt token from the hidden state [n, width] of the token before it, a few positions at a time,
+    because the logits of a whole prompt would exceed memory."""
     if not len(hidden):
         nothing = torch.empty(0, num_top, device=hidden.device)
         empty_ids = next_tokens.to(torch.int64)
@@ -55,8 +56,8 @@ def prompt_logprobs(
 
 
 def to_records(scored: Logprobs, num_top: list[int] | int) -> list[TokenLogprobs]:
-    """Plain Python records; the only function here that waits for the device. `num_top`: alternatives to keep, for
-    each token or for all."""
+    """Converts scores to plain records; the only function here that waits for the device. `num_top`: alternatives to
+    keep, per token or for all."""
     lists = [part.tolist() for part in scored.parts()]
     wanted = [num_top] * len(lists[0]) if isinstance(num_top, int) else num_top
     return [

@@ -1,7 +1,7 @@
-"""Repetition, presence and frequency penalties over a row's history. Called by the sampler, on its copy of the logits.
+"""Repetition, presence and frequency penalties over a row's history, applied to the sampler's copy of the logits.
 
-Only the rows that ask are read, and only the cells of tokens in their history are touched: nothing of size
-[rows, vocab] is made.
+Only rows with penalties are read, and only the cells of tokens in their history are written: no [rows, vocab] tensor is
+allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.sampling.batch import Penalties
 def apply_penalties(
     logits: Tensor, ask: Penalties, history: Tensor, lengths: Tensor, rows: Tensor, max_len: int
 ) -> None:
-    """`max_len` is the host's upper bound for the lengths of the rows that ask."""
+    """Applies the penalties in place. `max_len` is the host's upper bound of the penalised rows' lengths."""
     lengths = lengths[ask.samples][:, None]  # [rows, 1]
     tokens = history[:, :max_len].index_select(0, rows[ask.samples]).to(torch.int64)  # [rows, max_len]
     places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -28,8 +28,8 @@ def apply_penalties(
 
 
 def _repetition(logits: Tensor, cells: Tensor, filled: Tensor, ask: Penalties) -> None:
-    """Every token of prompt and output: positive logits are divided, negative ones multiplied."""
-    # Places past the end stand for place 0 again. A cell named twice is written twice with the same value.
+    """Penalises every token of prompt and output: positive logits are divided, negative ones multiplied."""
+    # Positions past the end repeat position 0. A repeated cell is written repeatedly with the same value.
     cells = torch.where(filled, cells, cells[:, :1]).view(-1)
     values = logits.view(-1).gather(0, cells).view(filled.shape)
     factor = ask.repetition[:, None]
@@ -38,8 +38,8 @@ def _repetition(logits: Tensor, cells: Tensor, filled: Tensor, ask: Penalties) -
 
 
 def _presence_and_frequency(logits: Tensor, cells: Tensor, is_output: Tensor, lengths: Tensor, ask: Penalties) -> None:
-    """Every token of the output: once if it is there at all (presence), and once for each time (frequency)."""
-    # Places outside the output stand for the last token, which is output if there is any; if not, they add nothing.
+    """Penalises every token of the output, once if it occurs (presence) and once per occurrence (frequency)."""
+    # Positions outside the output repeat the last token, which is output if there is any; otherwise they add nothing.
     last = cells.gather(1, lengths.to(torch.int64) - 1)
     any_output = lengths > ask.prompt_len[:, None]
     cells = torch.where(is_output, cells, last).view(-1)

@@ -1,5 +1,7 @@
-"""Each row's sampling parameters, on the host. The runtime calls `set` and `clear` as requests take and leave rows, and
-`gather` once a step: it packs what the sampling rows ask for into one upload and notes what nobody asked for.
+"""Sampling parameters of all rows, on the host.
+
+The runtime calls `set` and `clear` when a request gets and frees a row, and `gather` once per step, which uploads the
+parameters of the sampled rows in one copy and leaves out what no row uses.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from quire.sampling.batch import (
 from quire.sampling.noise import stream_key
 from quire.types import RowInit, SamplingParams
 
-MIN_TEMPERATURE = 1e-5  # below it float32 has nothing left to draw from: greedy
-_NARROWEST = 64  # candidates looked at when top_k is small
+MIN_TEMPERATURE = 1e-5  # below it rows are greedy, because float32 leaves only the argmax to draw
+_NARROWEST = 64  # number of candidates for a small top_k
 _COLUMNS = {
     "key": np.int64, "width": np.int64, "inv_temperature": np.float32, "top_k": np.int64, "top_p": np.float64,
     "min_p": np.float32, "top_n_sigma": np.float32, "repetition": np.float32, "presence": np.float32,
@@ -45,27 +47,28 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(slots=True)
 class _Lists:
-    """The parameters of one row that have no fixed length."""
+    """The variable-length parameters of one row."""
 
     bias_ids: np.ndarray
     bias_values: np.ndarray
-    stop_ids: np.ndarray  # empty unless the row has min_tokens
+    stop_ids: np.ndarray  # empty without min_tokens
     bad_words: list[tuple[int, ...]]
-    breaker_ids: np.ndarray  # empty unless the row uses DRY
+    breaker_ids: np.ndarray  # empty without DRY
 
 
 class SamplingRows:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
-        """One row more than there may be requests: nobody gets the last one, and padding is sampled with it."""
+        """Allocates `max_rows` rows and one permanently empty row, whose parameters padding is sampled with."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._columns: Arrays = {name: np.full(max_rows + 1, _NOBODY[name], dtype) for name, dtype in _COLUMNS.items()}
         self._lists: dict[int, _Lists] = {}
-        self._special: set[int] = set()  # rows that ask for more than greedy or temperature
-        self._cached: tuple[list[int], Batch] | None = None  # decoding asks for the same rows step after step
+        self._special: set[int] = set()  # rows with more than greedy or temperature sampling
+        self._cached: tuple[list[int], Batch] | None = None  # last result; consecutive decode steps have the same rows
 
     def set(self, init: RowInit) -> None:
-        """A request takes a row. Token ids the model does not have are dropped: they can't be chosen anyway."""
+        """Stores the parameters of a request that gets a row. Token ids outside the vocabulary are dropped, since they
+        can't be sampled."""
         params = init.params.resolve()
         values = _fixed_values(params, self.vocab_size)
         values |= {"key": stream_key(init.seed, init.sample_index), "prompt_len": init.prompt_len}
@@ -90,16 +93,16 @@ class SamplingRows:
         self._cached = None
 
     def is_plain(self, rows: list[int]) -> bool:
-        """Whether these rows ask for nothing but greedy choice or temperature, and for no logprobs."""
+        """Whether these rows use only greedy or temperature sampling and no logprobs."""
         return not self._special or self._special.isdisjoint(rows)
 
     def draws(self, rows: list[int]) -> Arrays:
-        """The noise keys of these rows and their inverse temperatures (0: greedy), in that order."""
+        """Returns the noise keys and inverse temperatures (0: greedy) of these rows, in their order."""
         scales = np.where(self._columns["width"] == GREEDY, np.float32(0), self._columns["inv_temperature"])
         return {"keys": self._columns["key"][rows], "scales": scales[rows]}
 
     def gather(self, rows: list[int]) -> Batch:
-        """What these rows ask for, in this order (a row may stand there more than once)."""
+        """Returns the parameters of these rows, in their order; a row may occur more than once."""
         if self._cached is None or self._cached[0] != rows:
             index = np.asarray(rows, np.int64)
             columns = {name: column[index] for name, column in self._columns.items()}
@@ -143,8 +146,8 @@ def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# Of a row that nobody has, which padding is sampled with: greedy, and nothing else, or it would need kernels that no
-# request has asked for.
+# Values of an empty row, which padding is sampled with: greedy only, so that padding needs no kernel that no request
+# uses.
 _NOBODY = {"key": 0, "prompt_len": 0, "until": 0} | _fixed_values(SamplingParams(temperature=0.0).resolve(), 1)
 
 
@@ -157,7 +160,7 @@ def _is_plain(values: dict[str, Any]) -> bool:
 
 
 def _width(params: SamplingParams, top_k: int, vocab_size: int) -> int:
-    """How many best tokens to look at: one of a few widths, a little more than top_k so that ties find room."""
+    """Returns the cohort width: one of a few numbers of candidates, above top_k so that ties are kept."""
     if top_k == 0 or top_k == vocab_size:
         return EVERYTHING if params.top_p != 1 or params.min_p or params.top_n_sigma else UNFILTERED
     width = _NARROWEST
@@ -168,7 +171,7 @@ def _width(params: SamplingParams, top_k: int, vocab_size: int) -> int:
 
 @dataclass(slots=True)
 class _Gathering:
-    """One `gather` in the making: each method collects the arrays of one part, `batch` uploads them all together."""
+    """Builds one `Batch`: each method collects the arrays of one part, `batch` uploads all of them in one copy."""
 
     rows: list[int]
     columns: Arrays  # parameter -> [samples]
@@ -232,13 +235,13 @@ class _Gathering:
         )
 
     def _add_draws(self) -> bool:
-        """Also tells whether any sample has filters."""
+        """Collects the arrays of `Draws`; returns whether any sample has filters."""
         columns = self.columns
         if not len(self.rows):
             return False
         greedy = columns["width"] == GREEDY
         scale = np.where(greedy, np.float32(0), columns["inv_temperature"])
-        top_k = np.where(columns["width"] < 0, 0, columns["top_k"])  # of none but candidates it means anything
+        top_k = np.where(columns["width"] < 0, 0, columns["top_k"])  # top_k is undefined without candidates
         self.parts["draws"] = {"key": columns["key"], "inv_temperature": scale, "top_k": top_k}
         self.parts["draws"] |= {name: columns[name] for name in ("top_p", "min_p", "top_n_sigma")}
         filtered = (top_k > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0) | (columns["top_n_sigma"] > 0)

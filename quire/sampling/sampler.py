@@ -1,12 +1,12 @@
-"""Logits to tokens for one step. The runtime gathers a `Batch` from its rows and calls `sample`; nothing here waits for
-the device except `to_host`.
+"""Samples the tokens of one step from logits. The runtime gathers a `Batch` from its rows and calls `sample`; only
+`to_host` waits for the device.
 
 The order, for each row:
- 1. a row is bad if any logit is NaN or +inf or if none is finite; it still gets some valid id
+ 1. a row is bad if any logit is NaN or +inf or if none is finite; it still gets a valid id
  2. logit bias, 3. repetition, presence, frequency penalty, 4. DRY, 5. min_tokens, 6. bad words, 7. grammar mask
- 8. greedy rows take the largest logit (the first of equals)
- 9. the others: temperature, top-k, top-n-sigma, top-p, min-p, then the largest of score + Gumbel noise
-Edits that leave a row nothing to choose make it bad too. Logprobs are those of the logits as they came in.
+ 8. greedy rows take the argmax of the logits (the first of equals)
+ 9. the others: temperature, top-k, top-n-sigma, top-p, min-p, then the argmax of score + Gumbel noise
+A row in which edits forbid every token is bad, too. Logprobs are those of the logits before any edit.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from quire.types import TokenLogprobs
 
 @dataclass(slots=True)
 class Sampled:
-    """One step's choices, on the device."""
+    """The sampled tokens of one step, on the device."""
 
     tokens: Tensor  # [samples] int64
     bad: Tensor  # [samples] bool
-    logprobs: Logprobs | None  # of the samples in batch.logprobs, in that order
+    logprobs: Logprobs | None  # scores of the samples in batch.logprobs, in that order
 
 
 @dataclass(slots=True)
 class HostSampled:
-    """The same as Python values."""
+    """The sampled tokens of one step as Python values."""
 
     tokens: list[int]
-    bad: list[int]  # samples whose logits could not be sampled from
-    logprobs: dict[int, TokenLogprobs]  # sample -> its record, where asked for
+    bad: list[int]  # samples whose logits can't be sampled from
+    logprobs: dict[int, TokenLogprobs]  # sample -> its record, for samples with logprobs
 
 
 # logits [samples, vocab], keys, positions, inverse temperatures (0: greedy), packed mask -> tokens, bad
@@ -54,16 +54,16 @@ Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor,
 class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
                  plain: Choice | None = None, irreplaceable: Container[str] = ()):  # fmt: skip
-        """`ops`: the device's own kernels, which mean the same and take the same noise; `plain`: the same for samples
-        that are greedy or drawn by temperature alone, up to the last bits of the noise. `irreplaceable`: those of
-        `fused`'s kernels that torch may not stand in for."""
+        """`ops`: the device's sampling kernels, with the same semantics and noise; `plain`: a kernel for greedy and
+        temperature sampling, equal up to the last bits of the noise. `irreplaceable`: kernels of `fused` for which
+        torch must not be used as a fallback."""
         self.noise = Noise(vocab_size, device)
         self._fused = None if ops is None else FusedSampling(ops, self._choose, LateKernels(irreplaceable))
         self._plain = plain
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
-        """Choose a token for each row of `logits` [samples, vocab], which stay as they are. `mask`: what a grammar
-        allows (see `apply_mask`)."""
+        """Samples a token for each row of `logits` [samples, vocab], which are not changed. `mask`: the tokens that a
+        grammar allows (see `apply_mask`)."""
         chosen, draws = None, batch.draws
         packed = mask is None or mask.dtype != torch.bool
         if self._fused is not None and packed and draws is not None:
@@ -75,9 +75,9 @@ class Sampler:
 
     def _choose_all(self, logits: Tensor, batch: Batch, histories: Histories,
                     mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """In torch: tokens [samples] and bad flags [samples]."""
+        """Samples in torch; returns tokens [samples] and bad flags [samples]."""
         edited = edit(logits, batch, histories, mask)
-        bad = ~torch.isfinite(logits.amax(1))  # a NaN anywhere makes the largest NaN
+        bad = ~torch.isfinite(logits.amax(1))  # amax propagates NaN
         if edited is not logits:
             bad |= ~torch.isfinite(edited.amax(1))
         tokens = torch.zeros(batch.num_samples, dtype=torch.int64, device=logits.device)
@@ -96,10 +96,10 @@ class Sampler:
         return score(select(logits, asked).float(), select(tokens, asked), batch.logprobs.num_top)
 
     def _choose(self, logits: Tensor, cohort: Cohort, positions: Tensor) -> Tensor:
-        """The tokens [n] of one cohort's rows [n, vocab]."""
+        """Samples the tokens [n] of one cohort's rows [n, vocab]."""
         if cohort.width == GREEDY:
             return logits.max(1).indices  # the first of equals, as argmax, but faster on the CPU
-        if cohort.width == UNFILTERED and self._plain is not None:  # as in a step where all are plain, to the last bit
+        if cohort.width == UNFILTERED and self._plain is not None:  # same bits as in a step of plain rows
             return self._plain(logits, cohort.key, select(positions, cohort.samples), cohort.inv_temperature, None)[0]
         scores, token_ids = narrow(logits, cohort)
         noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
@@ -108,8 +108,8 @@ class Sampler:
 
 
 def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
-    """The distribution `sample` draws from, as logits [samples, vocab] (up to a constant per row): -inf for what is
-    never drawn; of a greedy row all but its choice is -inf. For tests and for verification, not for the step's path."""
+    """Returns the distribution that `sample` draws from as logits [samples, vocab], up to a constant per row: tokens
+    that can't be drawn are -inf, as are all but the argmax of a greedy row. For tests and verification only."""
     edited = edit(logits, batch, histories, mask)
     result = torch.full_like(edited, NOTHING)
     for cohort in batch.cohorts:
@@ -125,7 +125,7 @@ def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: T
 
 
 def start_copy(sampled: Sampled) -> Sampled:
-    """Begin copying to the host without waiting; the caller waits (for an event, say) before `to_host`."""
+    """Starts an asynchronous copy to the host; the caller must wait for it, e.g. with an event, before `to_host`."""
     logprobs = sampled.logprobs
     if logprobs is not None:
         logprobs = Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs.parts()))
@@ -133,7 +133,7 @@ def start_copy(sampled: Sampled) -> Sampled:
 
 
 def to_host(sampled: Sampled, asked: LogprobsAsked | None) -> HostSampled:
-    """Python values; waits for the device if they are still there."""
+    """Converts samples to Python values; waits for the device if they are still on it."""
     bad = [sample for sample, is_bad in enumerate(sampled.bad.tolist()) if is_bad]
     records: dict[int, TokenLogprobs] = {}
     if sampled.logprobs is not None and asked is not None:

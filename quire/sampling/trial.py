@@ -1,6 +1,5 @@
-"""Tries the kernel that every request is sampled with, on a few rows of the model's own vocabulary, before an engine is
-built around it (see `kernels.trial`). Kernels that only some requests need are not compiled for that: `fused` finds out
-when one of them comes.
+"""Trial of the sampling kernel that every request uses, on a few rows of the model's vocabulary, before the engine is
+built (see `kernels.validation.trials`). Kernels that only some requests need are compiled on first use by `fused`.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from quire.kernels.validation.trials import EXACT, compare, finish_writes, norma
 from quire.sampling.noise import Noise, stream_key
 
 SCALES = (0.0, 1.0, 1 / 0.7)  # inverse temperatures of the rows; 0: greedy
-CLOSE = 1e-4  # of a score: the hardware's logarithms move it by less
+CLOSE = 1e-4  # relative tolerance of scores, above the error of hardware logarithms
 
 
 def settle_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, device: torch.device, *,
                     strict: bool, findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
-    """The kernels, if they are right here; else None and a line. `strict`: refuse instead."""
+    """Returns the kernels if their trial succeeds; otherwise warns and returns None, or raises if `strict`."""
     error = (findings or Findings()).error_of(lambda: _try_sampling(ops, vocab_size, dtype, device))
     if error is None:
         return ops
@@ -42,7 +41,7 @@ def _try_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, device:
 
 def compare_choice(tokens: Tensor, bad: Tensor, logits: Tensor, keys: Tensor, positions: Tensor,
                    scales: Tensor) -> None:  # fmt: skip
-    """Greedy rows took the largest logit, others a token whose score is the best, up to near-ties. Raises."""
+    """Raises unless greedy rows took the argmax and the others a token with the best score up to near-ties."""
     compare(bad, torch.zeros_like(bad), torch.float32, EXACT)
     there = tokens.clamp(0, logits.shape[1] - 1)
     compare(tokens, there, torch.float32, EXACT)

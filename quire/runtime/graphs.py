@@ -1,9 +1,8 @@
-"""CUDA graphs of decode steps: one per row count, replayed with nothing but the numbers of the rows.
+"""CUDA graphs of decode steps: one per padded row count, replayed with only the row numbers as input.
 
-Everything else a step needs is gathered from the device rows inside the graph, and where nobody asks for more than
-greedy choice or temperature the graph samples too: a replay is then one launch and one copy back. Graphs are captured
-while the engine already serves: a size that is asked for a second time is captured then, and `capture_missing`
-does the rest, one by one, when there is time for it.
+All other inputs are gathered from the device rows inside the graph. If all rows use greedy or temperature sampling, the
+graph samples, too: a replay is then one launch and one copy to the host. Graphs are captured while the engine serves: a
+size is captured at its second use, and `capture_missing` captures the rest between steps.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
 from quire.sampling.sampler import Sampled
 
-FEW = 4  # sizes that are captured first
-HOT = 2  # uses of a size after which it is worth capturing
-PADDING = -1  # a row number that stands for nobody
+FEW = 4  # number of smallest sizes, which are captured first
+HOT = 2  # uses of a size from which it is captured
+PADDING = -1  # row number of padding
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Few sizes where padding is cheap, all of them where it is not."""
+    """Returns the row counts to capture: dense for small steps, for which padding costs most, sparse for large ones."""
     sizes = {1, 2, 4, 8, *range(16, min(max_rows, 64) + 1, 8), *range(64, max_rows + 1, 16), max_rows}
     return sorted(size for size in sizes if size <= max_rows)
 
@@ -39,15 +38,15 @@ def graph_sizes(max_rows: int) -> list[int]:
 class Decoded:
     rows: Tensor  # [n] int64
     logits: Tensor  # [n, vocab]
-    chosen: Sampled | None  # on its way to the host
+    chosen: Sampled | None  # tokens sampled by the graph, being copied to the host
 
 
 @dataclass(slots=True)
 class _Outputs:
-    """Where a graph, or an eager run, leaves its results."""
+    """Output tensors of a graph or of an eager run."""
 
     logits: Tensor  # [size, vocab]
-    chosen: Tensor | None  # [9 * size] bytes: tokens as int64, then a flag each for those that could not be chosen
+    chosen: Tensor | None  # [9 * size] bytes: tokens as int64, then the bad flags
 
 
 class DecodeGraphs:
@@ -59,14 +58,15 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_rows)
         self._fits = [next(s for s in self._sizes if s >= n) for n in range(1, max_rows + 1)]
         self._input = torch.full((max_rows,), PADDING, dtype=torch.int64, device=rows.device)
-        self._host_rows: list[int] = []  # what `_input` holds: decoding asks for the same rows step after step
+        self._host_rows: list[int] = []  # contents of `_input`, which need no copy while the same rows decode
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
         self._uses = {(size, choose): 0 for size in self._sizes for choose in (True, False)}
-        self.stream = torch.cuda.Stream(rows.device)  # to capture on, and the memory graphs share; for mixed steps too
+        self.stream = torch.cuda.Stream(rows.device)  # captures run on it, those of mixed steps too
         self.pool = CapturePool()
 
     def run(self, host_rows: list[int], choose: bool) -> Decoded:
-        """Captures, replays or runs eagerly, whichever is next. `choose`: every row is plain, so sample too."""
+        """Runs a decode step of these rows: replays its graph, captures it first if it is due, or runs eagerly.
+        `choose`: every row is plain, so the step samples, too."""
         count = len(host_rows)
         kind = (self._fits[count - 1], choose)
         self._send(host_rows)
@@ -85,8 +85,8 @@ class DecodeGraphs:
         return Decoded(self._input[:count], outputs.logits[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
-        """Whatever is missing, one with each `next`: those of a few rows first, which a quiet server needs all the
-        time, then from the largest down, so that smaller ones find memory to share."""
+        """Captures one missing graph per `next`: small ones first, which a lightly loaded server uses most, then from
+        the largest down, so that smaller graphs reuse the memory of larger ones."""
         few, many = self._sizes[:FEW], sorted(self._sizes[FEW:], reverse=True)
         for size in [*few, *many]:
             for kind in ((size, True), (size, False)):
@@ -97,7 +97,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _warm_and_capture(self, kind: tuple[int, bool]) -> None:
         self._send([])
-        self._decode(kind)  # compiles and warms what a capture may not
+        self._decode(kind)  # compiles and warms up kernels, which is not allowed during a capture
         self._try_capture(kind)
 
     def _send(self, host_rows: list[int]) -> None:
@@ -112,8 +112,8 @@ class DecodeGraphs:
         return decode_rows(self._model, self._caches, self._rows, self._ops, self._input[:size], choose)
 
     def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
-        """Nothing has run yet when a capture fails, for want of memory say, or over a kernel that was to be compiled:
-        that kind stays eager from then on."""
+        """Captures a graph. If that fails, for example for lack of memory or because a kernel must be compiled, nothing
+        has run yet; the kind runs eagerly from then on."""
         try:
             return self._capture(kind)
         except Exception as error:
@@ -129,7 +129,8 @@ class DecodeGraphs:
 
 def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceRows, ops: RowOps, rows: Tensor,
                 choose: bool) -> _Outputs:  # fmt: skip
-    """One token for each of `rows` [n] int64, from the device alone; with `choose` the next one is sampled, too."""
+    """Decodes one token of each of `rows` [n] int64, with inputs from device memory only; with `choose` it also samples
+    the next token."""
     decode = device_rows.gather_decode(rows, ops)
     logits = model.logits(model.forward(decode.step, caches))
     chosen = None
@@ -141,8 +142,8 @@ def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceR
 
 def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor,
            append_to: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # fmt: skip
-    """Greedy or by temperature, a token for each of `logits` [n, vocab], which joins its row. Tokens and flags are in
-    one tensor, [9 * n] bytes: one copy takes them to the host."""
+    """Samples a token for each row of `logits` [n, vocab], greedy or by temperature, and appends it to its device row.
+    Returns tokens and bad flags in one tensor of [9 * n] bytes, so that one copy takes them to the host."""
     size = len(logits)
     chosen = torch.empty(9 * size, dtype=torch.uint8, device=logits.device)
     out = chosen[: 8 * size].view(torch.int64), chosen[8 * size :].view(torch.bool)
@@ -151,23 +152,23 @@ def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, sc
 
 
 def fetch_chosen(chosen: Tensor, count: int) -> Sampled:
-    """What `choose_tokens` left, on its way to the host: of the first `count` rows. Behind the graph in its stream, so
-    the next replay can't overwrite what is still to be copied."""
+    """Starts the copy of `choose_tokens`' result to the host and returns the first `count` samples. The copy is ordered
+    in the stream before the next replay, which overwrites the result."""
     host = chosen.to("cpu", non_blocking=True)
     size = len(host) // 9
     return Sampled(host[: 8 * size].view(torch.int64)[:count], host[8 * size :].view(torch.bool)[:count], None)
 
 
 class CapturePool:
-    """Memory that graphs share: one that is replayed may write over what another one left."""
+    """The memory pool that all graphs share: the replay of one graph may overwrite the outputs of another."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
 
     def begin_anew(self) -> None:
-        """Behind a capture into it that failed: torch takes that one to be still on, and would let no other begin.
-        Graphs that are there keep the memory they have."""
-        with suppress(Exception):  # it has ended in order
+        """Starts a new pool after a failed capture, because torch considers the capture into the old one unfinished and
+        refuses further ones. Existing graphs keep their memory."""
+        with suppress(Exception):  # the capture had ended properly
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.handle)
         self.handle = torch.cuda.graph_pool_handle()
 
@@ -175,7 +176,7 @@ class CapturePool:
 def capture_graph(
     stream: torch.cuda.Stream, pool: CapturePool, compute: Callable[[], Outputs]
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """What `compute` launches, captured on `stream`; see `capture`."""
+    """Captures the launches of `compute` on `stream`; see `capture`."""
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):

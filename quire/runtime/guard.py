@@ -1,8 +1,8 @@
-"""Between the engine's loop and a device: errors of torch and CUDA leave here as what the loop can act on.
+"""Translates errors of torch and CUDA to errors that the engine's loop handles; wraps the `Workers` of a device.
 
-Memory that ran out becomes a `QuireError` of its own code, and what the allocator hoards is given back before the next
-step. An error after which the device answers nothing any more becomes `DeviceLost`. All others pass: they may be the
-fault of one request, and the loop finds out whose.
+Out of memory becomes a `QuireError` with code out_of_memory, and the allocator's cached memory is released before the
+next step. An error after which the device no longer responds becomes `DeviceLost`. All other errors pass unchanged:
+one request may cause them, and the loop finds out which by bisection.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from quire.types import Plan, QuireError, StepOutput
 
 
 class Guarded:
-    """Workers that do what the inner ones do."""
+    """Implements `Workers` by delegation to inner workers, with errors translated."""
 
     def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None,
                  on_failure: Callable[[], None] | None = None):  # fmt: skip
-        """`probe` asks the device for a sign of life and raises if there is none; by default CUDA's own. `on_failure`
-        is told when something fails for another reason than memory: perhaps a kernel that once was right."""
+        """`probe` raises if the device is lost; by default a CUDA synchronization. `on_failure` is called after any
+        failure other than out of memory, which may come from a kernel whose trial is noted as passed."""
         self._inner = inner
         self._device = device
         self._probe = probe or (lambda: sign_of_life(device))
         self._on_failure = on_failure or (lambda: None)
-        self._hoards = False  # memory ran out: give back what the allocator keeps, once the failed step is forgotten
+        self._hoards = False  # release cached memory before the next step, when no reference to the failed one is left
 
     def forward(self, plan: Plan) -> Any:
         if self._hoards:
@@ -49,7 +49,7 @@ class Guarded:
             return ticket.wait()
 
     def chores(self) -> Iterator[None]:
-        """A chore that fails is none: what it would have prepared is done, or fails, when it is needed."""
+        """Yields the inner chores. A failed chore ends them with a warning: what it prepares is done on demand."""
         chores = self._inner.chores()
         while True:
             try:
@@ -71,7 +71,7 @@ class Guarded:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except StopIteration:  # of the chores
+        except StopIteration:  # ends `chores`
             raise
         except Exception as error:
             if is_out_of_memory(error):
@@ -100,7 +100,7 @@ class _GuardedTicket:
 
 
 def first_line(error: BaseException) -> str:
-    """CUDA's errors bring a page of advice along."""
+    """Returns the first line of the error's text, without the advice that CUDA errors append."""
     text = str(error).strip().splitlines()
     return text[0].rstrip(".") if text else type(error).__name__
 

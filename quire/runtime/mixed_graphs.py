@@ -1,9 +1,9 @@
-"""CUDA graphs of mixed steps: some rows decode, some catch up with a few hundred tokens, all in one launch.
+"""CUDA graphs of mixed steps, in which some rows decode and some prefill a few hundred tokens.
 
-Launched kernel by kernel, such a step takes the host longer than the device: a short prompt, or the tail of one whose
-beginning is cached, would wait for the host, and so would every stream that decodes beside it. Steps are padded to a
-few sizes; what they compute is read from lists in fixed places, which are sent before each replay. All are captured
-ahead, in idle moments: a size that is not there yet runs eagerly.
+Launched kernel by kernel, such a step takes the host longer than the device: a short prompt, or the uncached end of a
+long one, would wait for the host, and so would all requests that decode in the same step. Steps are padded to a few
+sizes; graphs read their work lists from fixed buffers, which are filled before each replay. Graphs are captured in idle
+moments; a step whose size is not captured yet runs eagerly.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from quire.runtime.rows import DeviceRows, list_step
 from quire.sampling.sampler import Sampled
 from quire.types import Plan
 
-MAX_CATCH_UPS = 8  # rows of several tokens in one step
-MANY_SINGLES = 64
+MAX_CATCH_UPS = 8  # maximum prefill rows in a captured step
+MANY_SINGLES = 64  # decode rows of the middle size
 SMALL = 512  # tokens; up to here padding costs less than launching kernel by kernel
-MAX_PADDING = 1.34  # of what is computed, beyond
+MAX_PADDING = 1.34  # maximum ratio of padded to computed tokens above `SMALL`
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     tokens: int
-    singles: int  # rows of one token
+    singles: int  # decode rows
 
     @property
     def samples(self) -> int:
@@ -44,7 +44,7 @@ class Size:
 
     @property
     def rows(self) -> int:
-        """The last one is always padding: tokens that pad belong to it."""
+        """Rows of the step, of which the last is always padding and has all padding tokens."""
         return self.singles + MAX_CATCH_UPS + 1
 
 
@@ -52,19 +52,19 @@ class Size:
 class Computed:
     rows: Tensor  # [samples] int64
     hidden: Tensor  # [samples, width]
-    chosen: Sampled | None  # on its way to the host, where every row is plain
+    chosen: Sampled | None  # sampled tokens, being copied to the host, if every row is plain
 
 
 @dataclass(slots=True)
 class _Outputs:
     hidden: Tensor  # [size.samples, width]
-    chosen: Tensor  # see `graphs.choose_tokens`; whoever samples otherwise puts another token in its place
+    chosen: Tensor  # result of `graphs.choose_tokens`; other sampling overwrites the appended tokens
 
 
 @dataclass(slots=True)
 class _Graph:
     landing: Landing
-    works: dict[str, Any]  # of each cache group
+    works: dict[str, Any]  # cache group -> work lists
     graph: torch.cuda.CUDAGraph | None = None
     outputs: _Outputs | None = None
 
@@ -80,7 +80,8 @@ class MixedGraphs:
         self._graphs: dict[Size, _Graph] = {}
 
     def run(self, plan: Plan, choose: bool) -> Computed | None:
-        """None: there is no graph for such a step. `choose`: every row is greedy or goes by temperature alone."""
+        """Replays the step's graph; returns None if there is none. `choose`: every row uses greedy or temperature
+        sampling only."""
         size = fitting_size(plan, self._graphs)
         if size is None:
             return None
@@ -98,7 +99,8 @@ class MixedGraphs:
         return Computed(captured.landing.views["sample_rows"][:count], outputs.hidden[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
-        """One with each `next`, small ones first. Where kernels can't do it, or no longer, the rest runs eagerly."""
+        """Captures one missing graph per `next`, small ones first. If a capture fails or the kernels do not support it,
+        all further sizes run eagerly."""
         for size in self._sizes:
             if size not in self._graphs:
                 try:
@@ -114,7 +116,7 @@ class MixedGraphs:
     @torch.inference_mode()
     def _capture(self, size: Size) -> _Graph:
         made = self.make(size)
-        self.compute(made)  # compiles and warms what a capture may not
+        self.compute(made)  # compiles and warms up kernels, which is not allowed during a capture
         made.graph, made.outputs = capture_graph(self._stream, self._pool, lambda: self.compute(made))
         return made
 
@@ -133,7 +135,7 @@ class MixedGraphs:
 
 
 def step_sizes(max_rows: int) -> list[Size]:
-    """The tail of a cached prompt first, alone and beside a few decodes; then larger ones."""
+    """Returns the sizes to capture, small ones first: those of a mostly cached prompt, alone and beside decode rows."""
     found = []
     for tokens in STEP_SIZES:
         for singles in dict.fromkeys((0, min(MANY_SINGLES, max_rows), max_rows)):
@@ -143,7 +145,7 @@ def step_sizes(max_rows: int) -> list[Size]:
 
 
 def fitting_size(plan: Plan, there: Mapping[Size, Any]) -> Size | None:
-    """The smallest size, of those that are there, that the plan fits into without much padding."""
+    """Returns the smallest captured size that the plan fits without much padding; None if there is none."""
     tokens = sum(row.count for row in plan.rows)
     singles = sum(row.count == 1 for row in plan.rows)
     if len(plan.rows) - singles > MAX_CATCH_UPS:
@@ -154,7 +156,7 @@ def fitting_size(plan: Plan, there: Mapping[Size, Any]) -> Size | None:
 
 
 def pad_step(arrays: Arrays, size: Size, padding_row: int) -> Arrays:
-    """The step's lists at their full lengths. Tokens that pad belong to the padding row, whose length stays 0."""
+    """Pads the step's arrays to the size. Padding tokens belong to the padding row, whose length stays 0."""
     num_tokens = int(arrays["counts"].sum())
     places = arrays.get("places", np.arange(num_tokens))
     return {

@@ -1,5 +1,5 @@
-"""Tries what captured steps do besides the model (`RowOps`) on a few rows of the engine's own shape, before anything is
-captured with it: against what steps that are launched kernel by kernel do. Assembly calls it.
+"""Trial of the ops of captured steps outside the model (`RowOps`), on a few rows of the engine's own shape, before any
+CUDA graph is captured with them. The oracle is the eager path. `assemble` calls it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from quire.sampling.noise import stream_key
 from quire.sampling.trial import SCALES, compare_choice
 from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams
 
-ROWS = (1, 0)  # with a row of padding an odd number, as the first decode: flags lie where few kernels look for them
+ROWS = (1, 0)  # odd in number with the padding row, so that the flags behind the tokens are not 16-byte aligned
 
 
 def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype,
                    device: torch.device, *, strict: bool,
                    findings: Findings | None = None) -> RowOps | None:  # fmt: skip
-    """The kernels, if they are right here; else None and a line. `strict`: refuse instead."""
+    """Returns the kernels if their trial succeeds; otherwise warns and returns None, or raises if `strict`."""
     trial = partial(_try_row_ops, ops, specs, max_len, vocab_size, dtype, device)
     error = (findings or Findings()).error_of(trial)
     if error is None:
@@ -40,7 +40,7 @@ def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size
 
 def _try_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:  # fmt: skip
-    """A step of a decode each, and one of padding."""
+    """Compares a decode step with one padding row with the eager path; raises if they disagree."""
     rows = _some_rows(specs, max_len, vocab_size, device)
     order = torch.tensor(ROWS, device=device)
     before = rows.computed.clone()
@@ -72,11 +72,11 @@ def _try_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: 
 
 
 def _some_rows(specs: list[CacheSpec], max_len: int, vocab_size: int, device: torch.device) -> DeviceRows:
-    """As wide as the engine's own: kernels are compiled for that."""
+    """Returns rows as wide as the engine's own, because kernels are compiled for that width."""
     rows = DeviceRows(len(ROWS), max_len, specs, device)
     page_tokens = specs[0].page_tokens
     added, writes = [], []
-    for row, length in enumerate((min(page_tokens + 3, max_len), 1)):  # in a second page, and in a first
+    for row, length in enumerate((min(page_tokens + 3, max_len), 1)):  # one row in its second page, one in its first
         tokens = [(7 * i + 3) % vocab_size for i in range(length)]
         added.append(RowInit("", row, tokens, length, length - 1, SamplingParams(), (), 0, 0))
         for group, spec in enumerate(specs):

@@ -1,8 +1,8 @@
-"""Permanent rows: what the device knows of each running request, from the step it joins to the step it leaves.
+"""Permanent rows: the device's state of each running request, from its admission to its end.
 
-A row holds the request's tokens, how many of them have state, and where that state lies. Each step is gathered from
-rows; the token a step samples is written to its row, where the next step finds it without asking the host. One row
-more than there are requests is kept empty: the padding of steps that were captured for more rows than there are.
+A row holds the request's tokens, the number of computed tokens and its page tables. Each step's inputs are gathered
+from rows; a sampled token is written to its row, where the next step reads it without the host. One extra row stays
+empty: it pads captured steps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from quire.types import CacheSpec, PageWrite, Plan, RowInit
 @dataclass(slots=True)
 class Gathered:
     step: Step
-    sample_rows: Tensor  # [samples] int64: the row of each sample
+    sample_rows: Tensor  # [samples] int64: row of each sample
 
 
 @dataclass(slots=True)
 class Decode:
-    """A step of one token a row, and what a plain sampler needs of each row."""
+    """Inputs of a decode step, and each row's parameters for greedy and temperature sampling."""
 
     step: Step
-    lengths: Tensor  # [rows] int64: tokens before the one that will be sampled
-    keys: Tensor  # [rows] int64
-    scales: Tensor  # [rows] float32
+    lengths: Tensor  # [rows] int64: number of tokens before the sampled one
+    keys: Tensor  # [rows] int64: noise keys
+    scales: Tensor  # [rows] float32: inverse temperatures, 0: greedy
 
 
 class DeviceRows:
@@ -46,10 +46,10 @@ class DeviceRows:
         self.max_len = max_len
         self._page_tokens = specs[0].page_tokens
         num_rows, max_pages = max_rows + 1, -(-max_len // self._page_tokens) + 1
-        # One token more than a sequence may have: the last sample is written, though never computed.
+        # One token more than a sequence may have, because the last sample is written although it is never computed.
         self.tokens = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # of the noise
+        self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # noise keys
         self.scales = torch.zeros(num_rows, dtype=torch.float32, device=device)  # inverse temperatures, 0: greedy
         self._range = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tables = [
@@ -58,8 +58,8 @@ class DeviceRows:
         ]
 
     def apply(self, added: list[RowInit], writes: list[PageWrite], draws: Arrays) -> None:
-        """Requests that take a row, and pages that rows were given, in one upload. `draws`: the keys and scales of the
-        rows added, in that order."""
+        """Writes added requests and page-table entries to the rows in one upload. `draws`: keys and scales of the added
+        rows, in their order."""
         parts: dict[str, Arrays] = {}
         if added:
             parts["tokens"] = _cells([(i.row, 0, i.tokens) for i in added], self.tokens.shape[1])
@@ -79,16 +79,16 @@ class DeviceRows:
             targets[name].view(-1).index_copy_(0, part["cells"], part["values"])
 
     def gather(self, plan: Plan, samples_only: bool = False) -> Gathered:
-        """The step's tensors. Lengths are read from the rows: the plan only has bounds of them. `samples_only`: the
-        hidden states of tokens that are not sampled are not wanted."""
+        """Gathers the step's inputs. True lengths are read from the rows, because the plan has only bounds of them.
+        `samples_only`: only the hidden states of sampled tokens are needed."""
         bounds = [row.start + row.count for row in plan.rows]
         sent = upload({"step": list_step(plan)}, self.device)["step"]
         samples = [row.start + row.count for row in plan.rows if row.wants_sample] if samples_only else None
         return self._gather(sent, [row.count for row in plan.rows], bounds, samples)
 
     def gather_fixed(self, sent: dict[str, Tensor], works: dict[str, Any]) -> Gathered:
-        """The same from lists that are on the device already, padded to a fixed size: what a graph can be captured of.
-        `works`: of each group, see `PagedInputs`."""
+        """Gathers a step's inputs from arrays on the device that are padded to a fixed size, as CUDA graphs need.
+        `works`: each cache group's work lists, see `PagedInputs`."""
         gathered = self._gather(sent, [], [], [self.max_len] * len(sent["sample_rows"]))
         for group, work in works.items():
             inputs = gathered.step.groups[group]
@@ -119,8 +119,8 @@ class DeviceRows:
         return Gathered(step, sent["sample_rows"])
 
     def gather_decode(self, rows: Tensor, ops: RowOps) -> Decode:
-        """A step of one token for each of `rows` [rows], from the device alone: what a graph can be captured of. Rows
-        below 0 are padding: nothing of them is kept."""
+        """Gathers a decode step of `rows` [rows] from device memory only, as CUDA graphs need. Rows below 0 are
+        padding, whose results are discarded."""
         num_rows = len(rows)
         inputs = ops.gather_rows(rows, self.tokens, self.computed, self.keys, self.scales)
         groups: dict[str, PagedInputs | StateInputs] = {}
@@ -150,17 +150,17 @@ class DeviceRows:
                 groups[spec.group] = StateInputs(table[rows, 0].long())
             else:
                 slots = table[token_rows, positions // size].long() * size + positions % size
-                # Whole rows: kernels are compiled for one width, and copying a little more costs less.
+                # Page tables are copied at full width: kernels are compiled for one width, and the copy is cheaper.
                 groups[spec.group] = PagedInputs(table.index_select(0, rows), slots)
         return groups
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Each row's sample becomes its next token; rows that sample have caught up, so it lands at `computed`."""
+        """Appends each row's sample. All tokens of a sampled row are computed, so the sample's index is `computed`."""
         self.tokens[rows, self.computed[rows]] = tokens.to(torch.int32)
 
 
 def list_step(plan: Plan) -> Arrays:
-    """A plan's rows and tokens as arrays."""
+    """Returns a plan's rows, and the indices of their tokens and samples, as arrays."""
     counts = np.array([row.count for row in plan.rows], np.int64)
     ends = np.cumsum(counts)
     rows = np.array([row.row for row in plan.rows], np.int64)
@@ -180,8 +180,8 @@ def list_step(plan: Plan) -> Arrays:
 
 
 def _cells(runs: Sequence[tuple[int, int, Sequence[int]]], width: int) -> Arrays:
-    """Where (row, first column, values) lie in a table of this width, flattened."""
-    if all(len(values) == 1 for _, _, values in runs):  # a page for whoever filled its last: most steps
+    """Flattens runs of (row, first column, values) to cell indices of a table of this width, and values."""
+    if all(len(values) == 1 for _, _, values in runs):  # most steps: one new page for each row that filled its last
         at = [row * width + first for row, first, _ in runs]
         return {"cells": np.array(at, np.int64), "values": np.array([values[0] for _, _, values in runs], np.int32)}
     cells = [np.arange(row * width + first, row * width + first + len(values)) for row, first, values in runs]
@@ -190,5 +190,6 @@ def _cells(runs: Sequence[tuple[int, int, Sequence[int]]], width: int) -> Arrays
 
 
 def _packed(values: Sequence[int]) -> array[int]:
-    """Prompts come packed; other lists take a sixth of np.array's time this way. Nothing here is negative."""
+    """Returns the values as an array. Prompts are arrays already; for other lists this takes a sixth of the time of
+    np.array. No value is negative."""
     return values if isinstance(values, array) else array("I", values)

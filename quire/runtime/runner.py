@@ -1,7 +1,7 @@
-"""One rank's execution of plans: rows and copies first, then the forward pass, then sampling.
+"""Executes plans on one device: row updates and copies first, then the forward pass, then sampling.
 
-Implements the engine's `Workers` seam for a device in this process. It decides nothing: whatever changes on the
-device comes out of the plan, in plan order, so a device that runs late runs the same.
+Implements the engine's `Workers` protocol for a device in this process. It makes no decisions: every change on the
+device comes from the plans, in their order, so results do not depend on how far the device lags behind.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from quire.types import Plan, PlanRow, StepOutput
 
 
 def step_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
-    """Decodes and tokens of prompts in steps that between them need the kernels of all steps, which change with powers
-    of two or more slowly. The first is one request's; the allocator and the libraries meet the largest, too."""
+    """Yields (decode rows, prefill tokens) of warm-up steps that together use all kernel variants, since variants
+    change at powers of two or less often. The first is a single request's step; the last is the largest possible, which
+    warms up the allocator and the libraries."""
     few, many = 1, 3  # 1, 2, 3, 4, 6, 8, 12, ...
     while few <= max_rows:
         yield few, 32
@@ -40,14 +41,14 @@ def step_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]
 
 @dataclass(slots=True)
 class Forward:
-    """A forward pass under way: what sampling needs of it."""
+    """A launched forward pass and its outputs that sampling needs."""
 
     plan: Plan
-    rows: Tensor | None  # [samples]; None: nothing is sampled
-    logits: Tensor | None  # [samples, vocab] float32; None: nothing is sampled, or the graph has
-    prompt: dict[int, tuple[Logprobs, int]]  # plan index -> scores of its chunk's prompt tokens, alternatives asked for
-    pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], where a prompt is now complete
-    chosen: Sampled | None = None  # on its way to the host: the graph has sampled already
+    rows: Tensor | None  # [samples]; None: no samples
+    logits: Tensor | None  # [samples, vocab] float32; None: no samples, or sampled by the graph
+    prompt: dict[int, tuple[Logprobs, int]]  # plan index -> logprobs of its prefilled tokens, number of alternatives
+    pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], for prompts completed by the step
+    chosen: Sampled | None = None  # tokens sampled by the graph, being copied to the host
 
 
 class Runner:
@@ -62,8 +63,8 @@ class Runner:
         self._sampler = sampler
         self._graphs = graphs
         self._mixed = mixed
-        self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many alternatives)
-        self._pooling: dict[int, Pooling] = {}  # row -> its hidden states so far
+        self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
+        self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:
@@ -117,8 +118,8 @@ class Runner:
         return Ready(forward, sampled, batch)
 
     def chores(self) -> Iterator[None]:
-        """Ahead of time what would otherwise be done while serving: one request's kernels first, then those of many,
-        then graphs."""
+        """Warm-up in small pieces, between steps: kernels of a single request first, then those of larger steps, then
+        CUDA graphs."""
         if self._graphs is None:
             return
         if getattr(self._model, "decodes_only", False):
@@ -133,8 +134,8 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self, num_decodes: int, num_tokens: int) -> None:
-        """A step of decodes and of prompts with so many tokens, in that order as in any step, all of them padding: it
-        computes nothing anyone will read."""
+        """Runs a warm-up step of padding rows: `num_decodes` decode rows, then prefill rows of `num_tokens` tokens in
+        all. Its results are discarded."""
         padding, most = self._rows.padding_row, self._rows.max_len
         counts = [1] * num_decodes + [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)]
         count = len(counts)
@@ -165,7 +166,7 @@ class Runner:
         self._rows.apply(plan.added, plan.page_writes, draws)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, tuple[Logprobs, int]]:
-        """For rows that asked: how likely each prompt token of this chunk was, given those before it."""
+        """Scores this chunk's prompt tokens in rows with prompt logprobs: plan index -> (scores, alternatives)."""
         found = {}
         begin = 0
         for index, row in enumerate(plan.rows):
@@ -181,7 +182,7 @@ class Runner:
         return found
 
     def _pool(self, plan: Plan, hidden: Tensor) -> dict[int, Tensor]:
-        """Add this chunk to the rows that pool, and give out those whose prompt is complete with it."""
+        """Adds this chunk's hidden states to pooling rows; returns the vectors of prompts that it completes."""
         found = {}
         begin = 0
         for index, row in enumerate(plan.rows if self._pooling else ()):
@@ -194,7 +195,8 @@ class Runner:
         return found
 
     def _unpack(self, plan: Plan, masks: Mapping[int, bytes]) -> Tensor:
-        """[samples, ceil(vocab / 32)] int32, one bit a token; rows without a mask allow everything."""
+        """Returns grammar masks as [samples, ceil(vocab / 32)] int32, one bit per token; without a mask all are
+        allowed."""
         num_words = -(-self._model.vocab_size // 32)
         words = torch.full((sum(row.wants_sample for row in plan.rows), num_words), -1, dtype=torch.int32)
         place = 0
@@ -208,7 +210,7 @@ class Runner:
 
 
 class Pooling:
-    """The hidden states of one prompt, gathered chunk by chunk into one vector, in float32."""
+    """Pools the hidden states of one prompt, chunk by chunk, to one float32 vector."""
 
     def __init__(self, kind: str, prompt_len: int):
         self._kind = kind
@@ -216,7 +218,7 @@ class Pooling:
         self._total: Tensor | None = None  # [width]
 
     def add(self, hidden: Tensor) -> None:
-        """hidden [tokens, width]"""
+        """Adds a chunk's hidden states, [tokens, width]."""
         new = hidden[-1].float() if self._kind == "last" else hidden.float().sum(0)
         self._total = new if self._total is None or self._kind == "last" else self._total + new
 
@@ -226,7 +228,7 @@ class Pooling:
 
 
 class Ready:
-    """A ticket whose results are read from the device when someone waits for them."""
+    """A step's results, which `wait` reads from the device; implements `Ticket`."""
 
     def __init__(self, forward: Forward, sampled: Sampled | None = None, batch: Batch | None = None):
         self._forward = forward

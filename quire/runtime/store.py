@@ -1,8 +1,8 @@
-"""The cache's bytes on one device, with the host space beside them, and the copies a plan asks for.
+"""Cache memory of one device and its swap space on the host, and the copies of a plan.
 
-`CacheIndex` decides which unit belongs to whom; this only holds the units. A device tensor is allocated zeroed and
-only ever receives finite values, so that what attention masks out can't be NaN. No copy makes the host wait for the
-device: what leaves for the host is placed there by a later call, when it has arrived.
+`CacheIndex` decides which request owns which unit; this module only stores the bytes. Device tensors are allocated
+zeroed and receive only finite values, so that masked keys are never NaN. No copy makes the host wait for the device:
+units swapped out are written to the swap space by a later call, once their transfer is complete.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from quire.kernels.upload import Fetch, send
 from quire.types import CacheSpec, Copy, CopyKind
 
-MAX_RUN_BYTES = 64 << 20  # moved in one go: so much memory, on both sides, is needed for a moment
-MAX_PENDING_BYTES = 512 << 20  # on their way to the host, in pinned memory; the host waits before there are more
+MAX_RUN_BYTES = 64 << 20  # maximum bytes per copy, which needs as much temporary memory on both sides
+MAX_PENDING_BYTES = 512 << 20  # maximum bytes being swapped out, in pinned memory; beyond it the host waits
 
 
 class CorruptUnits(Exception):
-    """What came back from the host is not what went there. Raised before any of it is written: the step fails, whoever
-    it belonged to falls back to what is committed, and computes it again."""
+    """Units being swapped in do not match their checksums. Raised before any is written to the device: the step fails,
+    and its requests fall back to their committed prefix and compute the rest again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingOut:
-    """Units that have left the device and are not in the host space yet."""
+    """Units that are being swapped out and are not in the swap space yet."""
 
     group: int
     targets: list[int]
@@ -41,18 +41,19 @@ class _PendingOut:
 class CacheStore:
     def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
                  device: torch.device, *, checksums: bool = True):  # fmt: skip
-        """`checksums`: of every unit that goes to the host, compared when it comes back."""
+        """`checksums`: whether to compute a checksum of every unit swapped out and compare it at swap-in."""
         self.specs = specs
-        self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> its own
+        self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> CRC
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
         self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
-        self._host: dict[int, Tensor] = {}  # mapped when first needed
-        self._pending: deque[_PendingOut] = deque()  # as they left
+        self._host: dict[int, Tensor] = {}  # group -> swap space, mapped on first use
+        self._pending: deque[_PendingOut] = deque()  # in the order of their transfers
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
 
     def apply(self, copies: list[Copy]) -> None:
-        """Run copies in order. Neighbours of one kind and group go together unless one reads what another wrote."""
+        """Runs copies in order. Consecutive copies of one kind and group run as one, unless one reads a unit that
+        another wrote."""
         self._place()
         run: list[Copy] = []
         for copy in copies:
@@ -79,7 +80,7 @@ class CacheStore:
         else:
             moved = device.index_select(dim, send(sources, device.device))
         if kind is CopyKind.OUT:
-            self._host_of(group)  # if there is no memory for it, this step is the one to fail
+            self._host_of(group)  # allocates now, so that a lack of memory fails this step
             while self._pending and _num_bytes(self._pending) + moved.nbytes > MAX_PENDING_BYTES:
                 self._place(1)
             self._pending.append(_PendingOut(group, [c.target for c in run], Fetch(moved)))
@@ -88,8 +89,8 @@ class CacheStore:
             device.index_copy_(dim, send(targets, device.device), moved)
 
     def _place(self, num_needed: int = 0) -> None:
-        """Bring what has arrived from the device to its place in the host space, in the order in which it left, so that
-        the last to leave for a unit has it. The first `num_needed` are waited for; nothing else here waits."""
+        """Writes completed transfers to the swap space in the order in which they started, so that the last write to a
+        unit wins. Waits only for the first `num_needed`."""
         while self._pending and (num_needed > 0 or self._pending[0].moved.is_there()):
             out = self._pending[0]
             moved, dim = out.moved.wait(), _unit_dim(self.specs[out.group])
@@ -101,7 +102,7 @@ class CacheStore:
             num_needed -= 1
 
     def _from_host(self, run: list[Copy], sources: Tensor) -> Tensor:
-        """The units of a run that goes in, in memory of their own, which the device can read in its own time."""
+        """Copies a run's units out of the swap space to memory of their own, from which the device reads them later."""
         group, dim = run[0].group, _unit_dim(self.specs[run[0].group])
         wanted = {copy.source for copy in run}
         holding = (
@@ -119,7 +120,8 @@ class CacheStore:
         return moved
 
     def _host_of(self, group: int) -> Tensor:
-        """Not pinned: that takes seconds for gigabytes, and copies go through memory of their own anyway."""
+        """Returns a group's swap space. It is not pinned: that takes seconds for gigabytes, and copies use pinned
+        buffers of their own."""
         if group not in self._host:
             spec = self.specs[group]
             self._host[group] = _zeros(unit_shape(spec, self._num_host_units[group]), _dtype(spec), torch.device("cpu"))
@@ -127,9 +129,9 @@ class CacheStore:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU as memory the system zeroes when it is first touched: clearing gigabytes now would take a second. Mapped
-    by ourselves, in small pages: NumPy asks for huge ones, and a first token, which touches one in every layer's plane,
-    then waits for hundreds of megabytes to be cleared."""
+    """Allocates zeroed memory. On a CPU it is mapped, and the system zeroes pages on first touch, since clearing
+    gigabytes now would take a second. NumPy's allocator would request huge pages: the first token, which touches one in
+    every layer's plane, would then wait until hundreds of megabytes are cleared."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -141,7 +143,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _checksums_of(moved: Tensor, dim: int) -> list[int]:
-    """One for each unit; units are counted along `dim`."""
+    """Returns one checksum per unit; `dim` is the dimension of units."""
     return [crc32(unit.contiguous().view(torch.uint8).numpy().data) for unit in moved.unbind(dim)]
 
 
@@ -152,7 +154,7 @@ def unit_shape(spec: CacheSpec, num_units: int) -> tuple[int, ...]:
 
 
 def _unit_dim(spec: CacheSpec) -> int:
-    """Where units are counted."""
+    """Returns the dimension of a group's tensor that counts units."""
     return 2 if spec.kind == "paged" else 1
 
 
@@ -165,7 +167,7 @@ def _num_bytes(pending: Iterable[_PendingOut]) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Torch moves 8-bit floats about only as plain bytes."""
+    """Returns 8-bit floats as bytes, because torch's copy ops do not support them."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 

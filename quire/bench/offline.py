@@ -103,7 +103,7 @@ def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 def settings(llm: LLM) -> Report:
     """Return the effective settings that the figures depend on."""
-    from quire.startup.assemble import pick_device  # torch is imported already
+    from quire.startup.defaults import pick_device  # torch is imported already
 
     limits = llm.engine.scheduler.limits
     return {

@@ -25,7 +25,7 @@ CHUNK = 256  # tokens per step
 def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int = 1024) -> Report:
     """Compare the model of `config` with the same checkpoint in float32."""
     from quire.config_build import override_config
-    from quire.startup.assemble import find_files
+    from quire.startup.cache_plan import find_files
     from quire.text.loading import load_tokenizer
 
     tokenizer = load_tokenizer(find_files(config, None))
@@ -64,7 +64,7 @@ def _load(config: Config) -> Any:
     import torch
 
     from quire.models.loading.loader import load_model
-    from quire.startup.assemble import find_files
+    from quire.startup.cache_plan import find_files
 
     return load_model(
         find_files(config, None),

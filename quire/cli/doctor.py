@@ -110,7 +110,7 @@ def examine_gpu(config: Config, devices: list[dict[str, Any]]) -> dict[str, Any]
 
         from quire.kernels.explain import explain_libraries, explain_ops
         from quire.kernels.table import LIBRARY_NAMES
-        from quire.startup.assemble import cuda_trouble
+        from quire.startup.defaults import cuda_trouble
 
         found["cuda"] = torch.version.cuda
         found["trouble"] = cuda_trouble()
@@ -160,7 +160,7 @@ def doctor_model_plan(config: Config) -> dict[str, Any]:
     """Return the memory plan of the model in `config`, or why there is none. Uses no network."""
     name = config.model.model
     try:
-        from quire.startup.assemble import memory_report
+        from quire.startup.cache_plan import memory_report
 
         report = memory_report(override_config(config, {"offline": True}))
         return {"name": name, "ok": True, "lines": report.lines(), "plan": report.to_json()}

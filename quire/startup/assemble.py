@@ -6,25 +6,22 @@ are decided here and nowhere else.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from quire.cache.index import CacheIndex
-from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
+from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.grammar.compile_queue import GrammarDesk
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
-from quire.engine.limits import Limits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
-from quire.files.source import ModelFiles, resolve_model
+from quire.files.source import ModelFiles
 from quire.kernels.table import (
     Ops,
     RowOps,
@@ -35,27 +32,18 @@ from quire.kernels.table import (
     select_row_ops,
     select_sampling,
 )
-from quire.kernels.validation.failures import is_out_of_memory
 from quire.kernels.validation.self_test import check_ops
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import TOLERANCE
-from quire.layers.weights import weights_bytes
-from quire.machine import has_nvidia_driver, read_machine
-from quire.models.fallback.model import FallbackModel
+from quire.machine import read_machine
 from quire.models.loading.device_memory import available_memory
 from quire.models.loading.loader import (
     LoadedModel,
-    build_model,
-    keeps_blocks,
-    list_notes,
     load_model,
-    read_config,
-    resolve_dtype,
-    supports_fp8,
 )
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
-from quire.runtime.guard import Guarded, first_line, release_memory
+from quire.runtime.guard import Guarded, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
@@ -66,17 +54,11 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.trial import settle_sampling
 from quire.startup import Compilers
+from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
+from quire.startup.defaults import describe_card, pick_device, resolve_limits, resolve_page_tokens
 from quire.startup.trial_notes import Note, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.types import QuireError
-
-# A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
-# half a second on the smallest model, and for many on others.
-CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250, "page_tokens": 16}
-# A page is what the prompt kernel's copy engine takes at a time, and what the host books a prompt by.
-CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0, "page_tokens": 64}
-SHRINK = 0.9  # of the pages, for each time they could not be allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +186,7 @@ def build_engine(
 ) -> tuple[Engine, MemoryPlan]:
     """An engine around a model that is already loaded. `on_failure`: told of steps that fail, see `Guarded`."""
     limits = resolve_limits(config, device)
-    memory = _memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    memory = plan_model_memory(model, config, limits, device, available_memory(device), weights, max_model_len)
     checksums = config.cache.swap_checksums
     store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
     host = list(memory.num_host_units) if memory.num_host_units else None
@@ -225,25 +207,6 @@ def build_engine(
     scheduler = Scheduler(cache, limits)
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
-
-
-def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
-    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
-    has to do, and the plan says so."""
-    wanted = memory
-    while True:
-        host = list(memory.num_host_units) if memory.num_host_units else None
-        try:
-            store = CacheStore(list(memory.specs), list(memory.num_units), host, device, checksums=checksums)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            if memory is not wanted:
-                warnings.warn(f"The cache was made smaller: {memory.notes[-1]}.", stacklevel=2)
-            return store, memory
-        release_memory(device)
-        memory = shrink_cache(memory, wanted, SHRINK)
 
 
 def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
@@ -331,134 +294,3 @@ def _mixed_graphs(
     if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
         return None
     return MixedGraphs(model, store.tensors, rows, row_ops, captured_work, max_rows, graphs.pool, graphs.stream)
-
-
-def _defaults(device: torch.device) -> dict[str, int]:
-    return CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
-
-
-def resolve_page_tokens(config: Config, device: torch.device) -> int:
-    return config.cache.page_tokens or _defaults(device)["page_tokens"]
-
-
-def resolve_limits(config: Config, device: torch.device) -> Limits:
-    chosen = _defaults(device)
-    scheduler = config.scheduler
-    max_rows = scheduler.max_rows or chosen["max_rows"]
-    max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
-    if max_batch_tokens < max_rows:
-        what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
-        raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
-    target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
-    return Limits(
-        max_rows=max_rows,
-        max_batch_tokens=max_batch_tokens,
-        chunk_tokens=min(scheduler.chunk_tokens or max_batch_tokens, max_batch_tokens),
-        max_waiting=scheduler.max_waiting,
-        max_waiting_tokens=scheduler.max_waiting_tokens,
-        preemption=scheduler.preemption,
-        order=scheduler.order,
-        step_target_seconds=target / 1000 if target else None,
-        depth=config.engine.depth or chosen["depth"],
-    )
-
-
-def memory_report(config: Config) -> MemoryPlan:
-    """The memory plan for a model whose files are here, without loading it."""
-    device = pick_device(config.engine.device)
-    files = find_files(config, None)
-    hf_config = read_config(files)
-    model, _ = build_model(
-        hf_config,
-        dtype=config.model.dtype,
-        device=device,
-        page_tokens=resolve_page_tokens(config, device),
-        quant=config.model.quant,
-        kv_dtype=config.cache.kv_dtype,
-        ops=select_ops(device.type, config.engine.kernels),
-    )
-    limits = resolve_limits(config, device)
-    max_model_len = config.model.max_model_len or model.max_positions
-    plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
-    dtype = resolve_dtype(config.model.dtype, device, hf_config)
-    quant = config.model.quant
-    smaller = quant == "none" and supports_fp8(model, device, config.engine.kernels, config.engine.deterministic)
-    in_blocks = keeps_blocks(model, config.model.dtype, hf_config)
-    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
-
-
-def plan_cache(
-    model: Any, config: Config, limits: Limits, device: torch.device, available: int, max_model_len: int
-) -> MemoryPlan:
-    """The memory plan for a model that is not loaded, where so many bytes are available now."""
-    weights = weights_bytes(model)
-    return _memory(model, config, limits, device, available - weights, weights, max_model_len)
-
-
-def pick_device(name: str, *, strict: bool = False) -> torch.device:
-    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
-    if name == "cpu":
-        return torch.device("cpu")
-    trouble = cuda_trouble()
-    if trouble is None:
-        return torch.device("cuda", 0)
-    if name == "cuda" or (strict and has_nvidia_driver()):
-        what = f"No CUDA device is usable here: {trouble}."
-        raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
-    if has_nvidia_driver():
-        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
-    return torch.device("cpu")
-
-
-def cuda_trouble() -> str | None:
-    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
-    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
-        warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
-    if usable:
-        return None
-    if torch.version.cuda is None:
-        return "this torch was built without CUDA"
-    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
-
-
-def describe_card(device: torch.device) -> dict[str, Any] | None:
-    """What tells a card, and how it is driven, from every other; None: there is none."""
-    if device.type != "cuda":
-        return None
-    card = torch.cuda.get_device_properties(device)
-    names = ("name", "uuid", "major", "minor", "multi_processor_count", "total_memory")
-    return {name: str(getattr(card, name, "")) for name in names} | {"cuda": torch.version.cuda}
-
-
-def find_files(config: Config, progress: Progress | None) -> ModelFiles:
-    model = config.model
-    return resolve_model(
-        model.model,
-        revision=model.revision,
-        token=model.hub_token,
-        offline=model.offline,
-        random_weights=model.random_weights,
-        progress=progress,
-    )
-
-
-def _memory(
-    model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int, max_model_len: int
-) -> MemoryPlan:
-    width = model.activation_elements * limits.max_batch_tokens
-    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
-    item = 4 if device.type == "cpu" else 2
-    work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
-    return plan_memory(
-        list(model.specs),
-        config.cache,
-        device=device.type,
-        available=available,
-        host_available=available_memory(torch.device("cpu")),
-        weights=weights,
-        activations=width * item + logits * 4 + work,
-        max_rows=limits.max_rows,
-        max_model_len=max_model_len,
-        max_batch_tokens=limits.max_batch_tokens,
-    )

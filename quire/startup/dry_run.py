@@ -33,16 +33,11 @@ from quire.runtime.store import CacheStore
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.startup import light_meta
-from quire.startup.assemble import (
-    find_files,
-    plan_cache,
-    resolve_limits,
-    resolve_page_tokens,
-    try_row_ops,
-    try_sampling_ops,
-)
+from quire.startup.assemble import try_row_ops, try_sampling_ops
+from quire.startup.cache_plan import find_files, plan_cache
 from quire.startup.compile_ahead import END, NEEDED
 from quire.startup.compile_workers import NICE, end_with_parent, fork_workers
+from quire.startup.defaults import resolve_limits, resolve_page_tokens
 from quire.types import Plan, PlanRow, RowInit, SamplingParams
 
 META = torch.device("meta")

@@ -29,7 +29,8 @@ SUFFIX = ".tried"
 MOST_BYTES = 4096
 MOST_NOTES = 200  # in one folder; the oldest go
 # What launches kernels, and what decides which.
-SOURCES = ("startup/assemble.py", "kernels", "layers", "models", "runtime", "sampling")
+_STARTUP = ("startup/assemble.py", "startup/cache_plan.py", "startup/defaults.py")
+SOURCES = (*_STARTUP, "kernels", "layers", "models", "runtime", "sampling")
 # Beginnings of environment variables that may change what runs.
 VARIABLES = ("TRITON_", "CUDA_", "CUBLAS", "NVIDIA_", "TORCH", "PYTORCH", "LLVM_", "DISABLE_")
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 import quire.startup.assemble as assemble
+import quire.startup.cache_plan as cache_plan
+import quire.startup.defaults as defaults
 from quire.cache.memory import plan_memory
 from quire.config import CacheConfig, Config
 from quire.config_build import override_config
@@ -62,6 +64,7 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """With transformers imported a garbage collection takes a second, and there is no device here to free."""
     monkeypatch.setattr("quire.runtime.guard.release_memory", lambda device: None)
     monkeypatch.setattr(assemble, "release_memory", lambda device: None)
+    monkeypatch.setattr(cache_plan, "release_memory", lambda device: None)
 
 
 def no_memory() -> Exception:
@@ -213,28 +216,28 @@ def test_a_cache_that_can_not_be_allocated_is_made_smaller(monkeypatch: pytest.M
             raise no_memory()
         return "store"
 
-    monkeypatch.setattr(assemble, "CacheStore", store)
+    monkeypatch.setattr(cache_plan, "CacheStore", store)
     with pytest.warns(UserWarning, match=r"The cache was made smaller: 16\.0 KiB of the 25\.0 KiB planned") as said:
-        made, memory = assemble.allocate_cache(planned(100), CPU)
+        made, memory = cache_plan.allocate_cache(planned(100), CPU)
     assert made == "store" and asked == [100, 90, 81, 72, 64] and memory.num_units == (64,)
     assert len(said) == 1 and memory.notes[-1] in str(said[0].message)
-    monkeypatch.setattr(assemble, "CacheStore", lambda *args, **options: (_ for _ in ()).throw(no_memory()))
+    monkeypatch.setattr(cache_plan, "CacheStore", lambda *args, **options: (_ for _ in ()).throw(no_memory()))
     with pytest.raises(QuireError, match="could not be allocated") as refused:
-        assemble.allocate_cache(planned(100), CPU)
+        cache_plan.allocate_cache(planned(100), CPU)
     assert refused.value.code == "out_of_memory"
 
 
 def test_the_longest_sequence_follows_the_smaller_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = assemble.CacheStore
+    real = cache_plan.CacheStore
 
     def store(specs: Any, units: list[int], host: Any, device: Any, **options: Any) -> Any:
         if units[0] > 20:
             raise no_memory()
         return real(specs, units, host, device, **options)
 
-    monkeypatch.setattr(assemble, "CacheStore", store)
+    monkeypatch.setattr(cache_plan, "CacheStore", store)
     with pytest.warns(UserWarning, match="made smaller"):
-        _, memory = assemble.allocate_cache(planned(26), CPU)
+        _, memory = cache_plan.allocate_cache(planned(26), CPU)
     assert memory.num_units[0] <= 20 and memory.capacity_tokens == (memory.num_units[0] - 1) * 4
 
 
@@ -242,9 +245,9 @@ def test_other_errors_are_not_taken_for_want_of_memory(monkeypatch: pytest.Monke
     def store(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no kernel image is available for execution on the device")
 
-    monkeypatch.setattr(assemble, "CacheStore", store)
+    monkeypatch.setattr(cache_plan, "CacheStore", store)
     with pytest.raises(RuntimeError, match="no kernel image"):
-        assemble.allocate_cache(planned(100), CPU)
+        cache_plan.allocate_cache(planned(100), CPU)
 
 
 def test_bytes_for_the_cache_are_kept_to(tiny: Any) -> None:
@@ -334,19 +337,19 @@ def test_a_gpu_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch, driver: boo
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(assemble, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(defaults, "has_nvidia_driver", lambda: driver)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert assemble.pick_device("auto").type == "cpu"
-        assert assemble.pick_device("cpu", strict=True).type == "cpu"
+        assert defaults.pick_device("auto").type == "cpu"
+        assert defaults.pick_device("cpu", strict=True).type == "cpu"
     lines = [str(w.message) for w in said]
     assert len(lines) == driver and all("too old (found version 11040)); the CPU computes" in line for line in lines)
     with pytest.raises(QuireError, match="too old") as refused:
-        assemble.pick_device("cuda")
+        defaults.pick_device("cuda")
     assert refused.value.code == "no_device"
     if driver:
         with pytest.raises(QuireError, match="too old"):
-            assemble.pick_device("auto", strict=True)
+            defaults.pick_device("auto", strict=True)
 
 
 def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:

@@ -25,7 +25,7 @@ from quire.models.fallback import model as fallback
 from quire.models.fallback import tensor_names as fallback_names
 from quire.models.loading.language_model_part import language_model_config
 from quire.models.loading.loader import build_model, load_model
-from quire.startup.assemble import memory_report
+from quire.startup.cache_plan import memory_report
 from quire.types import QuireError
 from tests.cpu.families.experts import draw_sharp
 from tests.cpu.families.harness import TINY, Family, save_checkpoint

@@ -9,7 +9,7 @@ import torch
 
 from quire.config import Config
 from quire.config_build import override_config
-from quire.startup.assemble import resolve_limits, resolve_page_tokens
+from quire.startup.defaults import resolve_limits, resolve_page_tokens
 from quire.types import SamplingParams
 from tests.cpu.rig import load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny

@@ -37,7 +37,7 @@ from quire.layers.weights import iter_weights, put_weight
 from quire.models.families.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loading import loader
 from quire.models.loading.loader import build_model
-from quire.startup.assemble import memory_report
+from quire.startup.cache_plan import memory_report
 from quire.types import QuireError
 from tests.cpu.families.experts import GROUPS, LATENT, QWEN, STRETCHED, YARN, draw_sharp
 from tests.cpu.families.fp8_in_torch import Fp8InTorch

@@ -16,7 +16,7 @@ from quire.config_build import override_config
 from quire.files.source import resolve_model
 from quire.kernels.native.library import ISAS
 from quire.models.loading.loader import LoadedModel, load_model
-from quire.startup.assemble import memory_report
+from quire.startup.cache_plan import memory_report
 from quire.types import QuireError
 from tests.cpu.families.harness import TINY, Family, save_checkpoint
 from tests.cpu.native_isas import open_or_skip

@@ -15,7 +15,8 @@ from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.config_build import override_config
 from quire.models.loading.device_memory import available_memory
-from quire.startup.assemble import assemble, memory_report
+from quire.startup.assemble import assemble
+from quire.startup.cache_plan import memory_report
 from tests.cpu.families.harness import all_families, save_checkpoint
 from tests.gpu.script import DEVICE, ON_GPU, marks, run_file
 

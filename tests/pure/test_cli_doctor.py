@@ -29,9 +29,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install_report(monkeypatch: pytest.MonkeyPatch, memory_report: Any) -> None:
-    module: Any = ModuleType("quire.startup.assemble")
+    module: Any = ModuleType("quire.startup.cache_plan")
     module.memory_report = memory_report
-    monkeypatch.setitem(sys.modules, "quire.startup.assemble", module)
+    monkeypatch.setitem(sys.modules, "quire.startup.cache_plan", module)
 
 
 class Report:

@@ -21,7 +21,8 @@ from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.models.loading import loader
-from quire.startup.assemble import build_engine, memory_report
+from quire.startup.assemble import build_engine
+from quire.startup.cache_plan import memory_report
 from quire.types import SamplingParams
 from tests.cpu.families.decoded import decode_into
 from tests.cpu.families.fp8_in_torch import STORED, Fp8InTorch

@@ -1,0 +1,111 @@
+"""Plans the cache of a model on this machine, and allocates it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
+from quire.config import Config
+from quire.engine.limits import Limits
+from quire.files.progress import Progress
+from quire.files.source import ModelFiles, resolve_model
+from quire.kernels.table import select_ops
+from quire.kernels.validation.failures import is_out_of_memory
+from quire.layers.weights import weights_bytes
+from quire.models.fallback.model import FallbackModel
+from quire.models.loading.device_memory import available_memory
+from quire.models.loading.loader import build_model, keeps_blocks, list_notes, read_config, resolve_dtype, supports_fp8
+from quire.models.registry import Model
+from quire.runtime.guard import release_memory
+from quire.runtime.store import CacheStore
+from quire.startup.defaults import pick_device, resolve_limits, resolve_page_tokens
+
+SHRINK = 0.9  # of the pages, for each time they could not be allocated
+
+
+def memory_report(config: Config) -> MemoryPlan:
+    """The memory plan for a model whose files are here, without loading it."""
+    device = pick_device(config.engine.device)
+    files = find_files(config, None)
+    hf_config = read_config(files)
+    model, _ = build_model(
+        hf_config,
+        dtype=config.model.dtype,
+        device=device,
+        page_tokens=resolve_page_tokens(config, device),
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        ops=select_ops(device.type, config.engine.kernels),
+    )
+    limits = resolve_limits(config, device)
+    max_model_len = config.model.max_model_len or model.max_positions
+    plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+    dtype = resolve_dtype(config.model.dtype, device, hf_config)
+    quant = config.model.quant
+    smaller = quant == "none" and supports_fp8(model, device, config.engine.kernels, config.engine.deterministic)
+    in_blocks = keeps_blocks(model, config.model.dtype, hf_config)
+    return replace(plan, notes=(*plan.notes, *list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks)))
+
+
+def plan_cache(
+    model: Any, config: Config, limits: Limits, device: torch.device, available: int, max_model_len: int
+) -> MemoryPlan:
+    """The memory plan for a model that is not loaded, where so many bytes are available now."""
+    weights = weights_bytes(model)
+    return plan_model_memory(model, config, limits, device, available - weights, weights, max_model_len)
+
+
+def plan_model_memory(
+    model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int, max_model_len: int
+) -> MemoryPlan:
+    width = model.activation_elements * limits.max_batch_tokens
+    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
+    item = 4 if device.type == "cpu" else 2
+    work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
+    return plan_memory(
+        list(model.specs),
+        config.cache,
+        device=device.type,
+        available=available,
+        host_available=available_memory(torch.device("cpu")),
+        weights=weights,
+        activations=width * item + logits * 4 + work,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+
+
+def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
+    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
+    has to do, and the plan says so."""
+    wanted = memory
+    while True:
+        host = list(memory.num_host_units) if memory.num_host_units else None
+        try:
+            store = CacheStore(list(memory.specs), list(memory.num_units), host, device, checksums=checksums)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            if memory is not wanted:
+                warnings.warn(f"The cache was made smaller: {memory.notes[-1]}.", stacklevel=2)
+            return store, memory
+        release_memory(device)
+        memory = shrink_cache(memory, wanted, SHRINK)
+
+
+def find_files(config: Config, progress: Progress | None) -> ModelFiles:
+    model = config.model
+    return resolve_model(
+        model.model,
+        revision=model.revision,
+        token=model.hub_token,
+        offline=model.offline,
+        random_weights=model.random_weights,
+        progress=progress,
+    )

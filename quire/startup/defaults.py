@@ -1,0 +1,86 @@
+"""Defaults that depend on the machine: the device, and the rows, batch tokens, depth and page size for it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from quire.config import Config
+from quire.engine.limits import Limits
+from quire.machine import has_nvidia_driver
+from quire.runtime.guard import first_line
+from quire.types import QuireError
+
+# A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
+# half a second on the smallest model, and for many on others.
+CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250, "page_tokens": 16}
+# A page is what the prompt kernel's copy engine takes at a time, and what the host books a prompt by.
+CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0, "page_tokens": 64}
+
+
+def pick_device(name: str, *, strict: bool = False) -> torch.device:
+    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
+    if name == "cpu":
+        return torch.device("cpu")
+    trouble = cuda_trouble()
+    if trouble is None:
+        return torch.device("cuda", 0)
+    if name == "cuda" or (strict and has_nvidia_driver()):
+        what = f"No CUDA device is usable here: {trouble}."
+        raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
+    if has_nvidia_driver():
+        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
+    return torch.device("cpu")
+
+
+def cuda_trouble() -> str | None:
+    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
+    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
+
+
+def describe_card(device: torch.device) -> dict[str, Any] | None:
+    """What tells a card, and how it is driven, from every other; None: there is none."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_properties(device)
+    names = ("name", "uuid", "major", "minor", "multi_processor_count", "total_memory")
+    return {name: str(getattr(card, name, "")) for name in names} | {"cuda": torch.version.cuda}
+
+
+def resolve_page_tokens(config: Config, device: torch.device) -> int:
+    return config.cache.page_tokens or _defaults(device)["page_tokens"]
+
+
+def resolve_limits(config: Config, device: torch.device) -> Limits:
+    chosen = _defaults(device)
+    scheduler = config.scheduler
+    max_rows = scheduler.max_rows or chosen["max_rows"]
+    max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
+    if max_batch_tokens < max_rows:
+        what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
+        raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
+    target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
+    return Limits(
+        max_rows=max_rows,
+        max_batch_tokens=max_batch_tokens,
+        chunk_tokens=min(scheduler.chunk_tokens or max_batch_tokens, max_batch_tokens),
+        max_waiting=scheduler.max_waiting,
+        max_waiting_tokens=scheduler.max_waiting_tokens,
+        preemption=scheduler.preemption,
+        order=scheduler.order,
+        step_target_seconds=target / 1000 if target else None,
+        depth=config.engine.depth or chosen["depth"],
+    )
+
+
+def _defaults(device: torch.device) -> dict[str, int]:
+    return CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS

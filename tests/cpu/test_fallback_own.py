@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from quire.files.source import resolve_model
 from quire.layers.step import StateInputs
 from quire.models.fallback import model as fallback
-from quire.models.fallback.opaque_states import LAYER, OwnRows, find_own
-from quire.models.fallback.recurrent_states import KeptState, StateSlots
+from quire.models.fallback.opaque_states import ALL_LAYERS, OpaqueRowStates, find_opaque_states
+from quire.models.fallback.recurrent_states import StateSlots, StateTensor
 from quire.models.loading.loader import build_model, load_model
 from tests.cpu.families.harness import Family, save_checkpoint
 from tests.cpu.families.more_types import small_config
@@ -55,7 +55,7 @@ class Remembers(nn.Module):
 
 
 def find(body: Remembers) -> Any:
-    return find_own(body, TAKEN, lambda num_rows, count: body(torch.ones(num_rows, count)), BF16)
+    return find_opaque_states(body, TAKEN, lambda num_rows, count: body(torch.ones(num_rows, count)), BF16)
 
 
 def test_what_is_returned_and_what_is_left_is_found() -> None:
@@ -63,20 +63,23 @@ def test_what_is_returned_and_what_is_left_is_found() -> None:
     form, states = find(body)
     assert list(form.returned) == ["memory"] and form.attributes == (("part", "squares"),)
     assert form.row_dims == (1, None, 0), "a sum for each row, a count for all, squares for each row"
-    assert list(states.values()) == [KeptState((5,), torch.float32), KeptState((3,), None)]
+    assert list(states.values()) == [StateTensor((5,), torch.float32), StateTensor((3,), None)]
     assert body.part.squares is None, "nothing is left of a rehearsal"
 
 
 def test_what_grows_or_is_of_no_row_is_not_taken_for_a_state() -> None:
     assert find(Remembers(grows=True)) is None
     assert find(Remembers(shares=True)) is None
-    assert find_own(nn.Linear(2, 2), TAKEN, lambda *unused: {"last_hidden_state": torch.ones(2, 3, 1)}, BF16) is None
+    assert (
+        find_opaque_states(nn.Linear(2, 2), TAKEN, lambda *unused: {"last_hidden_state": torch.ones(2, 3, 1)}, BF16)
+        is None
+    )
 
 
 def test_states_go_to_their_rows_slots_and_come_back() -> None:
     body = Remembers()
     form, states = find(body)
-    slots = StateSlots.of({LAYER: states}, torch.float32, page_tokens=4)
+    slots = StateSlots.of({ALL_LAYERS: states}, torch.float32, page_tokens=4)
     (spec,) = slots.specs
     caches = {spec.group: torch.full((1, 6, *spec.shape), torch.nan)}
     tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -84,10 +87,10 @@ def test_states_go_to_their_rows_slots_and_come_back() -> None:
         body.part.squares = torch.full((7, 3), torch.nan)  # type: ignore[assignment]  # of a call that failed
         step: Any = SimpleNamespace(tokens=tokens, counts=[2, 2], len_bounds=[start + 2] * 2,
                                     groups={spec.group: StateInputs(torch.tensor([4, 1]))})  # fmt: skip
-        rows = OwnRows(form, slots, step, caches)
-        given = rows.hand_in(body, {})
+        rows = OpaqueRowStates(form, slots, step, caches)
+        given = rows.body_arguments(body, {})
         assert given.pop("use_cache") and (start > 0) == (given["memory"] is not None)
-        rows.take_back(body, body(tokens, **given))
+        rows.collect_states(body, body(tokens, **given))
         rows.flush()
         assert body.part.squares is None
     assert caches[spec.group][0, 4].tolist() == [106] * 5 + [10] * 3, "begun once, by the model itself"
@@ -95,10 +98,12 @@ def test_states_go_to_their_rows_slots_and_come_back() -> None:
     assert caches[spec.group][0, [0, 2, 3, 5]].isnan().all()
 
 
-@pytest.mark.parametrize(("kind", "apart", "goes_on"), [
+@pytest.mark.parametrize(("kind", "apart", "continues_states"), [
     ("rwkv", True, True), ("xlstm", False, True), ("recurrent_gemma", False, False),
 ])  # fmt: skip
-def test_models_with_states_of_their_own_are_right(kind: str, apart: bool, goes_on: bool, tmp_path: Path) -> None:
+def test_models_with_states_of_their_own_are_right(
+    kind: str, apart: bool, continues_states: bool, tmp_path: Path
+) -> None:
     config = small_config(kind)
     reference = save_checkpoint(Family(kind, lambda: config, draw_ln), tmp_path)
     with warnings.catch_warnings(record=True) as said:
@@ -106,7 +111,7 @@ def test_models_with_states_of_their_own_are_right(kind: str, apart: bool, goes_
         loaded = load_model(resolve_model(str(tmp_path)), dtype="float32", device=CPU, max_model_len=None,
                             page_tokens=4)  # fmt: skip
     model: Any = loaded.model
-    assert (model.apart, model.goes_on, model.eager_only) == (apart, goes_on, True)
+    assert (model.separate_rows, model.continues_states, model.eager_only) == (apart, continues_states, True)
     assert any(fallback.NO_BATCHES in str(each.message) for each in said) == apart
     assert_equals_transformers(model, reference)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quire.models.fallback import dry_run as fallback_rehearse
 from quire.models.fallback.build import import_transformers
-from quire.models.fallback.dry_run import _check_all_keep, measure_call, rehearse
-from quire.models.fallback.synthetic_values import MadeUp
+from quire.models.fallback.dry_run import _check_all_keep, find_cache_layout, measure_call
+from quire.models.fallback.synthetic_values import SyntheticValues
 from quire.types import QuireError
 from tests.cpu.families.more_types import small_config
 
@@ -43,7 +43,7 @@ def test_numbers_are_made_up_where_weights_are_none() -> None:
     x = torch.randn(5, 8)
     with pytest.raises((RuntimeError, NotImplementedError)):
         module(x.to("meta"))
-    with torch.no_grad(), MadeUp():
+    with torch.no_grad(), SyntheticValues():
         out = module(x)
         moved = module.experts.to("cpu")
         both = torch.ones(3).add_(torch.ones(3, device="meta"))
@@ -53,21 +53,21 @@ def test_numbers_are_made_up_where_weights_are_none() -> None:
 
 
 def test_without_weights_numbers_are_what_they_are() -> None:
-    with MadeUp():
+    with SyntheticValues():
         assert torch.equal(torch.arange(6).view(2, 3) @ torch.ones(3, 1, dtype=torch.long), torch.tensor([[3], [12]]))
 
 
 @pytest.mark.parametrize("kind", ["dbrx", "jetmoe", "longcat_flash"])
 def test_experts_that_look_at_numbers_can_be_rehearsed(kind: str) -> None:
     import_transformers(kind)
-    kept = rehearse(small_config(kind))
+    kept = find_cache_layout(small_config(kind))
     assert sorted(kept.shapes) == [0, 1] and not kept.gathers
 
 
 def test_a_call_that_looks_at_numbers_is_measured() -> None:
     import_transformers("jetmoe")
     config = small_config("jetmoe")
-    _, num_bytes = measure_call(config, rehearse(config), torch.float32, 512)
+    _, num_bytes = measure_call(config, find_cache_layout(config), torch.float32, 512)
     assert num_bytes >= 256 * 2 * 96 * 4, "what lies between an expert's matrices, of all tokens"
 
 
@@ -76,23 +76,23 @@ def test_weights_are_no_part_of_what_a_call_takes(monkeypatch: pytest.MonkeyPatc
     import_transformers("dots3_note_text")
     config = small_config("dots3_note_text")
     config.n_routed_experts = 2048
-    _, num_bytes = measure_call(config, rehearse(config), torch.float32, 16)
+    _, num_bytes = measure_call(config, find_cache_layout(config), torch.float32, 16)
     assert num_bytes < 2048 * 24 * 64 * 4, "all experts' smaller matrices"
-    monkeypatch.setattr(fallback_rehearse, "MOST_OPERATIONS", 10)
-    assert measure_call(config, rehearse(config), torch.float32, 1)[1] < num_bytes, "of what was seen so far"
+    monkeypatch.setattr(fallback_rehearse, "MAX_OPERATIONS", 10)
+    assert measure_call(config, find_cache_layout(config), torch.float32, 1)[1] < num_bytes, "of what was seen so far"
 
 
 def test_layers_may_have_heads_of_their_own() -> None:
     config = small_config("dots3_note_text")
     with pytest.raises(RuntimeError):
         assert config.num_attention_heads
-    assert fallback_rehearse._most_heads(config) == 4
+    assert fallback_rehearse._max_heads(config) == 4
 
 
 def test_who_attends_twice_in_a_layer_attends_by_itself() -> None:
     """Pages would hold the values of the second time."""
     import_transformers("diffllama")
-    kept = rehearse(small_config("diffllama"))
+    kept = find_cache_layout(small_config("diffllama"))
     assert kept.gathers and kept.shapes[0].v_dim == 16
 
 

@@ -18,17 +18,17 @@ from quire.models.fallback.build import build_on_meta, make_weights
 from quire.models.fallback.dry_run import (
     CALL_BYTES,
     CALL_TOKENS,
-    FEWEST_CALL_TOKENS,
-    MOST_CALL_TOKENS,
+    MAX_CALL_TOKENS,
+    MIN_CALL_TOKENS,
+    find_cache_layout,
     measure_call,
-    rehearse,
 )
 from quire.models.fallback.gathered_attention import GatheredRow
 from quire.models.fallback.recurrent_states import (
-    KeptState,
     RowStates,
-    StateRehearsal,
+    StateRecorder,
     StateSlots,
+    StateTensor,
     split_rows,
 )
 from quire.models.loading.loader import build_model, load_model
@@ -86,7 +86,7 @@ def check_part(part: Step, whole: Step, of_tokens: Any) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("counts", "starts", "goes_on", "apart", "expected"), [
+@pytest.mark.parametrize(("counts", "starts", "continues_states", "apart", "expected"), [
     ([1, 1, 1], [4, 9, 0], True, False, [([0, 1, 2], 1)]),  # all that decode, and a prompt of one token
     ([3, 1, 3, 1], [0, 5, 4, 7], True, False, [([0, 2], 3), ([1, 3], 1)]),
     ([3, 1, 3, 1], [0, 5, 4, 7], False, False, [([0], 3), ([1, 3], 1), ([2], 1), ([2], 1), ([2], 1)]),
@@ -98,11 +98,11 @@ def check_part(part: Step, whole: Step, of_tokens: Any) -> list[int]:
     ([10, 3], [0, 2], False, False, [([0], 8), ([0], 1), ([0], 1), ([1], 1), ([1], 1), ([1], 1)]),
     ([1] * 10, [3] * 10, True, False, [(list(range(10)), 1)]),  # decodes stay together
 ])  # fmt: skip
-def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], goes_on: bool, apart: bool,
+def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], continues_states: bool, apart: bool,
                                           expected: list[tuple[list[int], int]]) -> None:  # fmt: skip
     whole = step_of(counts, starts)
     found, seen = [], []
-    for part, of_tokens in split_rows(whole, goes_on, apart, most=8):
+    for part, of_tokens in split_rows(whole, continues_states, apart, most=8):
         found.append((check_part(part, whole, of_tokens), part.counts[0]))
         assert (of_tokens is None) == (part is whole)
         seen += part.tokens.tolist()
@@ -112,15 +112,15 @@ def test_rows_of_equal_length_are_a_batch(counts: list[int], starts: list[int], 
 
 def test_rows_that_begin_may_be_apart_and_batches_small() -> None:
     whole = step_of([1, 1, 2, 1, 2, 1], [4, 0, 0, 9, 3, 6])
-    parts = list(split_rows(whole, True, False, most=8, begin_apart=True, most_rows=2))
+    parts = list(split_rows(whole, True, False, most=8, separate_beginnings=True, most_rows=2))
     assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3], [5], [1], [2], [4]]
-    parts = list(split_rows(whole, False, False, most=8, begin_apart=True))
+    parts = list(split_rows(whole, False, False, most=8, separate_beginnings=True))
     assert [check_part(part, whole, of_tokens) for part, of_tokens in parts] == [[0, 3, 5], [1], [2], [4], [4]]
 
 
 def test_slots_give_back_what_was_put_in() -> None:
     """Several tensors a layer, of types of their own; layers that keep less are in another group."""
-    kept = KeptState((2, 3), None), KeptState((4,), torch.float64)
+    kept = StateTensor((2, 3), None), StateTensor((4,), torch.float64)
     slots = StateSlots.of({0: {("conv", 0): kept[0], ("recurrent", 0): kept[1]}, 3: {("conv", 0): kept[0]},
                            5: {("conv", 0): kept[0]}}, torch.float16, page_tokens=4)  # fmt: skip
     assert [(spec.layers, spec.shape, spec.snapshot_tokens) for spec in slots.specs] == [
@@ -145,13 +145,13 @@ def test_slots_give_back_what_was_put_in() -> None:
 
 
 def test_a_rehearsal_notes_shapes_and_types() -> None:
-    noted = StateRehearsal(torch.bfloat16)
+    noted = StateRecorder(torch.bfloat16)
     noted.update_conv_state(torch.zeros(1, 6, 2, dtype=torch.bfloat16), 1, conv_kernel_size=4)
     noted.update_recurrent_state(torch.zeros(1, 2, 3), 1, state_idx=1)
     noted.set_linear_cache(2, torch.zeros(1, 5, dtype=torch.bfloat16))
     assert noted.layers == {
-        1: {("conv", 0): KeptState((6, 4), None), ("recurrent", 1): KeptState((2, 3), torch.float32)},
-        2: {("recurrent", 0): KeptState((5,), None)},
+        1: {("conv", 0): StateTensor((6, 4), None), ("recurrent", 1): StateTensor((2, 3), torch.float32)},
+        2: {("recurrent", 0): StateTensor((5,), None)},
     }
 
 
@@ -161,16 +161,16 @@ def test_memory_is_set_aside_for_what_a_call_takes() -> None:
                              for kind in ("mamba", "gptj", "gpt2"))  # fmt: skip
     config = small_config("mamba")
     states = config.intermediate_size * config.state_size * 4
-    assert 4 * CALL_BYTES >= scans.work_bytes(1) >= 3 * MOST_CALL_TOKENS * states, "of every token"
+    assert 4 * CALL_BYTES >= scans.work_bytes(1) >= 3 * MAX_CALL_TOKENS * states, "of every token"
     assert scans.work_bytes(9) - scans.work_bytes(1) == 4 * 8 * (states + config.intermediate_size * 4 * 4)
     assert attends.work_bytes(1) == attends.work_bytes(9) >= 3 * CALL_TOKENS * 4 * 512 * 4, "scores"
     assert swaps.work_bytes(9) == 0
 
 
-@pytest.mark.parametrize(("max_len", "call_tokens"), [(512, CALL_TOKENS), (2**20, 64), (2**24, FEWEST_CALL_TOKENS)])
+@pytest.mark.parametrize(("max_len", "call_tokens"), [(512, CALL_TOKENS), (2**20, 64), (2**24, MIN_CALL_TOKENS)])
 def test_long_contexts_have_shorter_calls(max_len: int, call_tokens: int) -> None:
     config = small_config("gptj")
-    found, num_bytes = measure_call(config, rehearse(config), torch.float32, max_len)
+    found, num_bytes = measure_call(config, find_cache_layout(config), torch.float32, max_len)
     assert found == call_tokens and num_bytes >= call_tokens * 4 * max_len * 4
 
 
@@ -185,7 +185,7 @@ def test_who_can_not_go_on_is_found_whatever_the_weights(kind: str, tmp_path: Pa
             parameter *= 0.1
 
     save_checkpoint(Family(kind, lambda: config, draw), tmp_path)
-    assert load(tmp_path)[0].goes_on == (kind not in ("mamba", "jamba"))
+    assert load(tmp_path)[0].continues_states == (kind not in ("mamba", "jamba"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bailing_hybrid"])
@@ -198,7 +198,7 @@ def test_rows_that_stand_for_nobody_disturb_nobody(kind: str, tmp_path: Path) ->
     for padded in (False, True):
         caches = {spec.group: fallback._empty_cache(spec, 3, 6, CPU) for spec in model.specs}
         for span in ((0, 5), (5, 6), (6, 7)):
-            step = fallback._rehearsed_step(model.specs, torch.arange(14).view(2, 7), *span)
+            step = fallback._probe_step(model.specs, torch.arange(14).view(2, 7), *span)
             for inputs in step.groups.values():
                 inputs.slots += 1 if isinstance(inputs, StateInputs) else 4
                 if isinstance(inputs, PagedInputs):

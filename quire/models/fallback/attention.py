@@ -1,8 +1,9 @@
 """The attention of transformers models: the function that transformers calls in place of its own, under the name
 `ATTENTION`.
 
-Every layer of such a model calls it with queries, keys and values. In a dry run a `Rehearsal` records the calls. In a
-step `PagedStep` writes keys and values to pages and attends over them. `model` passes one of them through the model.
+Every layer of such a model calls it with queries, keys and values. In a dry run a `AttentionRecorder` records the
+calls. In a step `PagedStep` writes keys and values to pages and attends over them. `model` passes one of them through
+the model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LayerShape:
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class AttentionRecorder:
     """Records what each layer's attention is called with in a dry run."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
@@ -105,7 +106,7 @@ def paged_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    quire: Rehearsal | PagedStep | None = None,
+    quire: AttentionRecorder | PagedStep | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function that transformers calls as `ATTENTION`. `quire` is the object that `run_body` passes through

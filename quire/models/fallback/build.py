@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from quire.layers.weights import Part, Weight
 from quire.models.fallback.attention import (
     ATTENTION,
+    AttentionRecorder,
     LayerShape,
     PagedStep,
-    Rehearsal,
     paged_attention,
     unsupported,
 )
-from quire.models.fallback.recurrent_states import RowStates, StateRehearsal
+from quire.models.fallback.recurrent_states import RowStates, StateRecorder
 from quire.types import CacheSpec, QuireError
 
 CACHES = ("past_key_values", "cache_params")  # parameter names of models for a cache
@@ -96,8 +96,8 @@ def run_body(
     base: Any,
     tokens: Tensor,
     positions: Tensor,
-    quire: Rehearsal | PagedStep | None,
-    states: StateRehearsal | RowStates | None = None,
+    quire: AttentionRecorder | PagedStep | None,
+    states: StateRecorder | RowStates | None = None,
 ) -> Tensor:
     """Runs tokens and positions [rows, n] through a body -> hidden states [rows, n, width]. `states`: the cache object
     of models that keep states.
@@ -109,12 +109,12 @@ def run_body(
         given["position_ids"] = positions
     if states is not None:
         given |= dict.fromkeys([name for name in CACHES if name in taken][:1], states)
-        given |= states.hand_in(base, taken)
+        given |= states.body_arguments(base, taken)
     if not any(taken[name].kind == inspect.Parameter.VAR_KEYWORD for name in taken):
         given = {name: value for name, value in given.items() if name in taken}
     output = base(input_ids=tokens, **given)
     if states is not None:
-        states.take_back(base, output)
+        states.collect_states(base, output)
     return output.last_hidden_state
 
 
@@ -170,10 +170,10 @@ def rebuild_buffers(causal: Any, model_type: str, device: torch.device) -> None:
             _initialise(modules, prefix)
     for prefix, module in modules.items():
         owners = prefix.split(".")
-        while owners and _unmade(module):
+        while owners and _uninitialized(module):
             owners.pop()
             _initialise(modules, ".".join(owners))
-        for name in _unmade(module):
+        for name in _uninitialized(module):
             raise unsupported(model_type, f"its table {_join(prefix, name)} can't be made anew")
 
 
@@ -188,7 +188,7 @@ def _initialise(modules: Mapping[str, Any], prefix: str) -> None:
         model._init_weights(modules[prefix])
 
 
-def _unmade(module: nn.Module) -> list[str]:
+def _uninitialized(module: nn.Module) -> list[str]:
     """Returns the names of buffers that are still NaN, which means that no initializer has set them."""
     tables = module.named_buffers(recurse=False)
     return [name for name, x in tables if not x.is_meta and x.is_floating_point() and bool(x.isnan().any())]
@@ -198,7 +198,7 @@ def make_weights(causal: Any, dtype: torch.dtype) -> None:
     """Turns every parameter, and every buffer that checkpoints hold, into a weight that names its checkpoint tensor.
     Tied parameters get the same name, so the loader makes them one tensor.
     """
-    in_full = _kept_in_full(causal, dtype)
+    in_full = _float32_weights(causal, dtype)
     names: dict[int, str] = {}
     for prefix, module in list(causal.named_modules()):
         kept_buffers = [(name, value) for name, value in module._buffers.items() if value is not None and value.is_meta]
@@ -215,7 +215,7 @@ def make_weights(causal: Any, dtype: torch.dtype) -> None:
             module._parameters[name] = weight
 
 
-def _kept_in_full(causal: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+def _float32_weights(causal: Any, dtype: torch.dtype) -> Callable[[str], bool]:
     """Returns a predicate for the weights that the model keeps in float32 in every dtype, or in every dtype but
     bfloat16.
     """
@@ -239,5 +239,5 @@ def first_line(error: Exception) -> str:
     key.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return (f"it does not know {said}" if isinstance(error, KeyError) else said)[:300].rstrip(".")
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return (f"it does not know {text}" if isinstance(error, KeyError) else text)[:300].rstrip(".")

@@ -32,7 +32,7 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
         with torch.cuda.stream(stream):
             compute()  # compiles kernels and warms up, which capture does not allow
             restore()
-            with _no_waiting():
+            with _forbid_synchronization():
                 wanted = compute().clone()
             graph, out = capture(compute)
             out.fill_(torch.nan)
@@ -47,7 +47,7 @@ def can_capture(compute: Callable[[], Tensor], caches: Mapping[str, Tensor], mos
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def _forbid_synchronization() -> Iterator[None]:
     """Makes each synchronization with the device raise. That is cheaper than to let a capture fail: see `capture`."""
     usual = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

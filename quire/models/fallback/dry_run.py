@@ -18,40 +18,39 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.models.fallback.attention import ATTENTION, LayerShape, Rehearsal, unsupported
+from quire.models.fallback.attention import ATTENTION, AttentionRecorder, LayerShape, unsupported
 from quire.models.fallback.build import CACHES, body_of, build_on_meta, first_line, parameters_of, run_body
-from quire.models.fallback.opaque_states import LAYER as OWN_LAYER
-from quire.models.fallback.opaque_states import OwnForm, OwnRehearsal, find_own
-from quire.models.fallback.recurrent_states import LayerStates, StateRehearsal
-from quire.models.fallback.synthetic_values import MadeUp
+from quire.models.fallback.opaque_states import ALL_LAYERS, OpaqueForm, OpaqueStateRecorder, find_opaque_states
+from quire.models.fallback.recurrent_states import LayerStates, StateRecorder
+from quire.models.fallback.synthetic_values import SyntheticValues
 from quire.types import QuireError
 
-_KEEP_KEYS = {"full_attention", "sliding_attention"}
-_KEEP_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the hybrid types keep keys and values, too
-_KEEP_NOTHING = {"moe", "mlp"}
+_PAGED_TYPES = {"full_attention", "sliding_attention"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the hybrid types keep keys and values, too
+_STATELESS_TYPES = {"moe", "mlp"}
 _OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two are synonyms
-_OWN_WAYS = "its attention can't be exchanged, or it keeps a state of its own"
-_OLD_NAMES = {"attention", "mamba"}  # transformers replaces these names by current ones
-_REHEARSED = torch.bfloat16  # the only dtype that some kernels of transformers models accept on meta
+_NOT_RECORDED = "its attention can't be exchanged, or it keeps a state of its own"
+_OLD_TYPE_NAMES = {"attention", "mamba"}  # transformers replaces these names by current ones
+_DRY_RUN_DTYPE = torch.bfloat16  # the only dtype that some kernels of transformers models accept on meta
 # Tokens per call for layers that scan or attend by themselves, which may take a megabyte a token: the usual number, the
 # most where a token takes little, and the fewest where it takes much, so that the largest tensor has CALL_BYTES at
 # most.
 CALL_TOKENS = 256
-MOST_CALL_TOKENS = 4096
-FEWEST_CALL_TOKENS = 16
+MAX_CALL_TOKENS = 4096
+MIN_CALL_TOKENS = 16
 CALL_BYTES = 2**28
-MOST_OPERATIONS = 40_000  # operations observed in the search for the largest tensor
+MAX_OPERATIONS = 40_000  # operations observed in the search for the largest tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheLayout:
     """What the layers of a model keep: of each token in pages, of a sequence in state slots. A layer may do both."""
 
     shapes: dict[int, LayerShape]
     states: dict[int, LayerStates]
     # dimension of the index keys of layers with sparse attention
     index_dims: dict[int, int] = field(default_factory=dict)
-    own: OwnForm | None = None  # form of states outside any cache; `states` is then one entry for all layers
+    own: OpaqueForm | None = None  # form of states outside any cache; `states` is then one entry for all layers
     gathers: bool = False  # attention is the model's own, over keys gathered from pages
 
     @property
@@ -61,33 +60,33 @@ class Kept:
 
 def check_layers(model_type: str, kinds: Any) -> None:
     """Refuses unknown layer types, whose state would not be found."""
-    known = _KEEP_KEYS | _KEEP_STATE | _KEEP_NOTHING | _OWN_MASKS | _OLD_NAMES
+    known = _PAGED_TYPES | _STATE_TYPES | _STATELESS_TYPES | _OWN_MASKS | _OLD_TYPE_NAMES
     other = next((kind for kind in kinds or () if kind not in known), None)
     if other is not None:
         raise unsupported(model_type, f"layers of type {other} keep something of their own, or are not known")
 
 
-def rehearse(hf: Any) -> Kept:
+def find_cache_layout(hf: Any) -> CacheLayout:
     """Returns what each layer keeps, from a forward pass without weights."""
     try:
-        return _rehearse_exchanged(hf)
+        return _try_paged_attention(hf)
     except QuireError as refused:
-        kept = _rehearse_gathered(hf) or _rehearse_own(hf)
-        if kept is None:
+        layout = _try_own_attention(hf) or _try_opaque_states(hf)
+        if layout is None:
             raise refused from None
-        return kept
+        return layout
 
 
-def _rehearse_exchanged(hf: Any) -> Kept:
+def _try_paged_attention(hf: Any) -> CacheLayout:
     """Runs the model with Quire's attention in place of its own."""
-    causal = build_on_meta(hf, _REHEARSED, ATTENTION)
-    states = _rehearse_states(causal, exchanged=True) or StateRehearsal(_REHEARSED)
-    exchanges = getattr(causal, "_supports_attention_backend", False) or states.layers
-    if not exchanges or _OWN_MASKS & {*(getattr(hf, "layer_types", None) or ())}:
-        raise unsupported(hf.model_type, _OWN_WAYS)
+    causal = build_on_meta(hf, _DRY_RUN_DTYPE, ATTENTION)
+    states = _record_states(causal, replaces_attention=True) or StateRecorder(_DRY_RUN_DTYPE)
+    is_replaceable = getattr(causal, "_supports_attention_backend", False) or states.layers
+    if not is_replaceable or _OWN_MASKS & {*(getattr(hf, "layer_types", None) or ())}:
+        raise unsupported(hf.model_type, _NOT_RECORDED)
     try:
-        cache = StateRehearsal if states.layers else None
-        shapes = _rehearse_body(body_of(causal), True, cache)[0].layers
+        cache = StateRecorder if states.layers else None
+        shapes = _record_body(body_of(causal), True, cache)[0].layers
     except QuireError:
         raise
     except Exception as error:  # model code of transformers can raise anything
@@ -95,38 +94,38 @@ def _rehearse_exchanged(hf: Any) -> Kept:
     if not set(states.with_keys) <= set(shapes):
         raise unsupported(hf.model_type, "some of its attention can't be exchanged")
     _check_all_keep(causal, set(shapes), set(states.layers))
-    return Kept(_with_windows(shapes, causal, hf), states.layers)
+    return CacheLayout(_with_windows(shapes, causal, hf), states.layers)
 
 
-def _rehearse_gathered(hf: Any) -> Kept | None:
+def _try_own_attention(hf: Any) -> CacheLayout | None:
     """Runs the model with its own attention and a cache. Returns None if that fails, too, or if a layer keeps a state
     that is not recorded. A model that can't be built with its own attention raises the reason.
     """
-    causal = build_on_meta(hf, _REHEARSED, "eager")
+    causal = build_on_meta(hf, _DRY_RUN_DTYPE, "eager")
     try:
-        states = _rehearse_states(causal, exchanged=False)
+        states = _record_states(causal, replaces_attention=False)
         if states is None or not states.with_keys:
             return None
         _check_all_keep(causal, set(states.with_keys), set(states.layers))
     except QuireError:
         return None
-    return Kept(states.with_keys, states.layers, states.index_dims, gathers=True)
+    return CacheLayout(states.with_keys, states.layers, states.index_dims, gathers=True)
 
 
-def _rehearse_own(hf: Any) -> Kept | None:
+def _try_opaque_states(hf: Any) -> CacheLayout | None:
     """Runs the model with states in a form of its own, and with Quire's attention if it attends. Returns None if no
     states are found.
     """
-    causal = build_on_meta(hf, _REHEARSED, ATTENTION)
+    causal = build_on_meta(hf, _DRY_RUN_DTYPE, ATTENTION)
     body = body_of(causal)
-    probes: list[tuple[Rehearsal, StateRehearsal]] = []
+    probes: list[tuple[AttentionRecorder, StateRecorder]] = []
 
     def probe(num_rows: int, count: int) -> Any:
-        probes.append(_rehearse_body(body, True, OwnRehearsal, count, num_rows))
+        probes.append(_record_body(body, True, OpaqueStateRecorder, count, num_rows))
         return probes[-1][1].output
 
     try:
-        found = find_own(body, parameters_of(body.__class__), probe, _REHEARSED)
+        found = find_opaque_states(body, parameters_of(body.__class__), probe, _DRY_RUN_DTYPE)
     except Exception:  # model code of transformers can raise anything
         return None
     if found is None:
@@ -134,35 +133,38 @@ def _rehearse_own(hf: Any) -> Kept | None:
     attention, states = probes[-1]
     if states.layers or not set(states.with_keys) <= set(attention.layers):
         return None
-    return Kept(_with_windows(attention.layers, causal, hf), {OWN_LAYER: found[1]}, own=found[0])
+    return CacheLayout(_with_windows(attention.layers, causal, hf), {ALL_LAYERS: found[1]}, own=found[0])
 
 
-def _rehearse_body(
-    body: Any, exchanged: bool, cache: type[StateRehearsal] | None, count: int = 2, num_rows: int = 1
-) -> tuple[Rehearsal, StateRehearsal]:
-    """Runs tokens through a body on meta and returns the recorded calls of attention, if `exchanged`, and of the cache,
-    if one is passed. A body that reads values on the host runs with synthetic values instead of meta tensors.
+def _record_body(
+    body: Any, replaces_attention: bool, cache: type[StateRecorder] | None, count: int = 2, num_rows: int = 1
+) -> tuple[AttentionRecorder, StateRecorder]:
+    """Runs tokens through a body on meta and returns the recorded calls of attention, if `replaces_attention`, and of
+    the cache, if one is passed. A body that reads values on the host runs with synthetic values instead of meta
+    tensors.
     """
     try:
-        return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long, device="meta"))
+        return _run_tokens(
+            body, replaces_attention, cache, torch.zeros(num_rows, count, dtype=torch.long, device="meta")
+        )
     except QuireError:
         raise
     # model code of transformers can raise anything; an error with synthetic values is the one that is reported
     except Exception:
-        with MadeUp():
-            return _pass_tokens(body, exchanged, cache, torch.zeros(num_rows, count, dtype=torch.long))
+        with SyntheticValues():
+            return _run_tokens(body, replaces_attention, cache, torch.zeros(num_rows, count, dtype=torch.long))
 
 
 @torch.no_grad()
-def _pass_tokens(
-    body: Any, exchanged: bool, cache: type[StateRehearsal] | None, tokens: Tensor
-) -> tuple[Rehearsal, StateRehearsal]:
-    attention, states = Rehearsal(), (cache or StateRehearsal)(_REHEARSED)
-    run_body(body, tokens, tokens, attention if exchanged else None, None if cache is None else states)
+def _run_tokens(
+    body: Any, replaces_attention: bool, cache: type[StateRecorder] | None, tokens: Tensor
+) -> tuple[AttentionRecorder, StateRecorder]:
+    attention, states = AttentionRecorder(), (cache or StateRecorder)(_DRY_RUN_DTYPE)
+    run_body(body, tokens, tokens, attention if replaces_attention else None, None if cache is None else states)
     return attention, states
 
 
-def _rehearse_states(causal: Any, exchanged: bool) -> StateRehearsal | None:
+def _record_states(causal: Any, replaces_attention: bool) -> StateRecorder | None:
     """Returns the recorded use of a cache. None: the model takes no cache, or fails with one. It may still run without,
     since most keep only keys and values, which the attention function records.
     """
@@ -170,7 +172,7 @@ def _rehearse_states(causal: Any, exchanged: bool) -> StateRehearsal | None:
     if not any(name in parameters_of(body.__class__) for name in CACHES):
         return None
     try:
-        return _rehearse_body(body, exchanged, StateRehearsal)[1]
+        return _record_body(body, replaces_attention, StateRecorder)[1]
     # model code of transformers can raise anything; the dry run without a cache reports its own error
     except Exception:
         return None
@@ -183,9 +185,9 @@ def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
     hf = causal.config
     num_layers = int(hf.num_hidden_layers)
     kinds = getattr(hf, "layer_types", None) or [None] * num_layers
-    idle = {layer for layer, kind in enumerate(kinds) if kind in _KEEP_NOTHING}
+    idle = {layer for layer, kind in enumerate(kinds) if kind in _STATELESS_TYPES}
     if not (attend or recur) or (getattr(causal, "_is_stateful", False) and not recur):
-        raise unsupported(hf.model_type, _OWN_WAYS)
+        raise unsupported(hf.model_type, _NOT_RECORDED)
     if attend | recur | idle != set(range(num_layers)):
         what = f"{len(attend | recur)} of its {num_layers} layers attend or keep a state that is known here"
         raise unsupported(hf.model_type, f"{what}, and others may keep one that is not")
@@ -196,14 +198,14 @@ def _with_windows(shapes: dict[int, LayerShape], causal: Any, hf: Any) -> dict[i
     Quire's attention. Models with windows in some layers declare `layer_types` and pass the window to attention.
     """
     masks = hasattr(sys.modules[type(causal).__module__], "create_sliding_window_causal_mask")
-    told = any(shape.window for shape in shapes.values()) or getattr(hf, "layer_types", None) is not None
-    window = getattr(hf, "sliding_window", None) if masks and not told else None
+    declared = any(shape.window for shape in shapes.values()) or getattr(hf, "layer_types", None) is not None
+    window = getattr(hf, "sliding_window", None) if masks and not declared else None
     return shapes if window is None else {layer: replace(shape, window=window) for layer, shape in shapes.items()}
 
 
 class _LargestTensor(TorchDispatchMode):
     """Records the size of the largest tensor that an operation allocates; views of existing memory, such as weights, do
-    not count. Raises after MOST_OPERATIONS: layers are much alike, and a scan token by token would delay a start by
+    not count. Raises after MAX_OPERATIONS: layers are much alike, and a scan token by token would delay a start by
     half a minute.
     """
 
@@ -213,43 +215,45 @@ class _LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations += 1
-        if self._operations > MOST_OPERATIONS:
+        if self._operations > MAX_OPERATIONS:
             raise RuntimeError("enough is seen")
         made = func(*args, **(kwargs or {}))
-        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {_storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, Tensor) and _memory(tensor) not in given:
+            if isinstance(tensor, Tensor) and _storage_id(tensor) not in given:
                 self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
         return made
 
 
-def _memory(x: Tensor) -> int:
+def _storage_id(x: Tensor) -> int:
     """Returns the identity of a tensor's storage."""
     return int(x.untyped_storage()._cdata)
 
 
-def measure_call(hf: Any, kept: Kept, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
+def measure_call(hf: Any, layout: CacheLayout, dtype: torch.dtype, max_len: int) -> tuple[int, int]:
     """Returns the maximum tokens of one call and the bytes of the largest tensor it allocates, measured on meta.
 
     Recurrent scans in transformers may allocate a thousand times their output. With the model's own attention the
     largest tensor is the scores over all previous tokens.
     """
-    body = body_of(build_on_meta(hf, _REHEARSED, kept.attention))
+    body = body_of(build_on_meta(hf, _DRY_RUN_DTYPE, layout.attention))
     largest = _LargestTensor()
     with suppress(Exception), largest:  # model code of transformers can raise anything; the size found so far counts
-        _rehearse_body(body, not kept.gathers, StateRehearsal if kept.own is None else OwnRehearsal, CALL_TOKENS)
-    num_bytes = max(largest.num_bytes * dtype.itemsize // _REHEARSED.itemsize, 1)
-    if kept.gathers:
-        scores = 4 * _most_heads(hf) * max_len  # per token
-        call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, FEWEST_CALL_TOKENS))
+        _record_body(
+            body, not layout.gathers, StateRecorder if layout.own is None else OpaqueStateRecorder, CALL_TOKENS
+        )
+    num_bytes = max(largest.num_bytes * dtype.itemsize // _DRY_RUN_DTYPE.itemsize, 1)
+    if layout.gathers:
+        scores = 4 * _max_heads(hf) * max_len  # per token
+        call_tokens = min(CALL_TOKENS, max(4 * CALL_BYTES // scores, MIN_CALL_TOKENS))
         return call_tokens, max(num_bytes, call_tokens * scores)
     times = 1
-    while 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MOST_CALL_TOKENS:
+    while 2 * times * num_bytes <= CALL_BYTES and 2 * times * CALL_TOKENS <= MAX_CALL_TOKENS:
         times *= 2
     return times * CALL_TOKENS, times * num_bytes
 
 
-def _most_heads(hf: Any) -> int:
+def _max_heads(hf: Any) -> int:
     """Returns the number of attention heads of the layer with the most."""
     try:
         return int(getattr(hf, "num_attention_heads", 1))

@@ -37,9 +37,9 @@ from quire.models.fallback.build import (
     run_body,
 )
 from quire.models.fallback.capture import can_capture
-from quire.models.fallback.dry_run import CALL_BYTES, check_layers, measure_call, rehearse
+from quire.models.fallback.dry_run import CALL_BYTES, check_layers, find_cache_layout, measure_call
 from quire.models.fallback.gathered_attention import GatheredRow
-from quire.models.fallback.opaque_states import OwnRows
+from quire.models.fallback.opaque_states import OpaqueRowStates
 from quire.models.fallback.recurrent_states import MANY, RowStates, StateSlots, place_layers, split_rows
 from quire.models.families.mamba2 import MAX_POSITIONS
 from quire.models.loading.fields import whole
@@ -88,20 +88,20 @@ class FallbackModel(nn.Module):
         sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
         self.vocab_size = whole(sizes, "vocab_size")
         width, _ = whole(sizes, "hidden_size"), whole(sizes, "num_hidden_layers")
-        kept = rehearse(config.hf)
-        self.max_positions = _max_positions(config.hf, 2048 if kept.shapes else MAX_POSITIONS)
-        self.causal = build_on_meta(config.hf, dtype, kept.attention)
-        self.gathers, self.own = kept.gathers, kept.own
-        self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if kept.gathers else ''}.",)
-        self.layer_shapes = kept.shapes
-        self.paged_specs = cache_specs(kept.shapes, cache_dtype, page_tokens)
-        self.states = StateSlots.of(kept.states, dtype, page_tokens)
-        index = index_specs(kept.index_dims, cache_dtype, page_tokens)
+        layout = find_cache_layout(config.hf)
+        self.max_positions = _max_positions(config.hf, 2048 if layout.shapes else MAX_POSITIONS)
+        self.causal = build_on_meta(config.hf, dtype, layout.attention)
+        self.gathers, self.own = layout.gathers, layout.own
+        self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if layout.gathers else ''}.",)
+        self.layer_shapes = layout.shapes
+        self.paged_specs = cache_specs(layout.shapes, cache_dtype, page_tokens)
+        self.states = StateSlots.of(layout.states, dtype, page_tokens)
+        index = index_specs(layout.index_dims, cache_dtype, page_tokens)
         self.specs = [*self.paged_specs, *index, *self.states.specs]
         # Assumed until `verify` measures it: layers continue from a state with several tokens, and batches are
         # possible.
-        self.goes_on, self.apart = True, kept.gathers
-        self._call_rows = MANY if kept.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
+        self.continues_states, self.separate_rows = True, layout.gathers
+        self._call_rows = MANY if layout.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
         self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
         rebuild_buffers(self.causal, config.model_type, device)
         make_weights(self.causal, dtype)
@@ -110,9 +110,9 @@ class FallbackModel(nn.Module):
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
         self._call_tokens, self._call_bytes = 0, 0
-        if kept.states or kept.gathers:
+        if layout.states or layout.gathers:
             max_len = min(self.max_positions, config.served_len or self.max_positions)
-            self._call_tokens, self._call_bytes = measure_call(config.hf, kept, dtype, max_len)
+            self._call_tokens, self._call_bytes = measure_call(config.hf, layout, dtype, max_len)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -139,7 +139,7 @@ class FallbackModel(nn.Module):
         if not self.states.specs and not self.gathers:
             return step.wanted(self._run(step, 1, self._page(step, caches), None))
         hidden = None
-        how = (self.goes_on, self.apart, self._call_tokens, self.own is not None, self._call_rows)
+        how = (self.continues_states, self.separate_rows, self._call_tokens, self.own is not None, self._call_rows)
         for part, of_tokens in split_rows(step, *how):
             rows = self._rows(part, caches)
             x = self._run(part, len(part.counts), None if self.gathers else self._page(part, caches), rows)
@@ -156,7 +156,7 @@ class FallbackModel(nn.Module):
         if self.gathers:
             return GatheredRow(self.states, step, caches, self.places, self.index_places)
         if self.own is not None:
-            return OwnRows(self.own, self.states, step, caches)
+            return OpaqueRowStates(self.own, self.states, step, caches)
         return RowStates(self.states, step, caches)
 
     def _page(self, step: Step, caches: Mapping[str, Tensor]) -> PagedStep:
@@ -191,13 +191,13 @@ class FallbackModel(nn.Module):
         rows = torch.arange(2 * count, device=device).view(2, count) * 7 % self.vocab_size
         config = self.causal.config
         wanted = self._own_logits(rows)
-        if getattr(config, "is_decoder", None) is False and self._looks_ahead(rows, wanted):
+        if getattr(config, "is_decoder", None) is False and self._sees_later_tokens(rows, wanted):
             raise unsupported(config.model_type, "it is no decoder (is_decoder is false), and looks ahead")
         most = 1e-3 if self.states.dtype == torch.float32 else 0.1
-        self._find_way(rows, wanted, most)
-        notes = [] if self.goes_on else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
-        notes += [f"{config.model_type} {NO_BATCHES}."] if self.apart and not self.gathers else []
-        if device.type == "cuda" and self.ops.captures and not self.apart and self.own is None:
+        self._choose_batching(rows, wanted, most)
+        notes = [] if self.continues_states else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
+        notes += [f"{config.model_type} {NO_BATCHES}."] if self.separate_rows and not self.gathers else []
+        if device.type == "cuda" and self.ops.captures and not self.separate_rows and self.own is None:
             self.eager_only = not self._captures(rows, most)
             notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
         return notes
@@ -213,7 +213,7 @@ class FallbackModel(nn.Module):
         finally:
             config._attn_implementation = attention
 
-    def _looks_ahead(self, rows: Tensor, logits: Tensor) -> bool:
+    def _sees_later_tokens(self, rows: Tensor, logits: Tensor) -> bool:
         """Returns whether another last token changes logits before it. The change may be small: in half precision an
         encoder could pass for a decoder.
         """
@@ -222,17 +222,17 @@ class FallbackModel(nn.Module):
         changed = (self._own_logits(others) - logits)[:, :-1].abs().max()
         return not bool(changed <= 1e-4 * logits.abs().max())
 
-    def _find_way(self, rows: Tensor, wanted: Tensor, most: float) -> None:
+    def _choose_batching(self, rows: Tensor, wanted: Tensor, most: float) -> None:
         """Chooses how rows are passed so that logits are right: rows with states as batches if possible, else one by
         one.
         """
-        ways = (False, True) if self.states.specs and not self.gathers else (self.apart,)
-        for self.apart in ways:
+        ways = (False, True) if self.states.specs and not self.gathers else (self.separate_rows,)
+        for self.separate_rows in ways:
             try:
-                self.goes_on = not self.states.specs or self._takes_up_states(rows)
+                self.continues_states = not self.states.specs or self._can_continue_states(rows)
                 error = self._error(rows, wanted)
             except QuireError:
-                if self.apart == ways[-1]:
+                if self.separate_rows == ways[-1]:
                     raise
                 continue
             if error <= most:
@@ -243,14 +243,14 @@ class FallbackModel(nn.Module):
     def _captures(self, rows: Tensor, most: float) -> bool:
         num_rows, count = rows.shape
         caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
-        self._try(_rehearsed_step(self.specs, rows, 0, count - 1), caches)
-        step = _rehearsed_step(self.specs, rows, count - 1, count)
+        self._try(_probe_step(self.specs, rows, 0, count - 1), caches)
+        step = _probe_step(self.specs, rows, count - 1, count)
         for inputs in step.groups.values():
             if isinstance(inputs, PagedInputs):
                 inputs.row_index = torch.arange(num_rows, device=rows.device)
         return can_capture(lambda: self.logits(self.forward(step, caches)), caches, most)
 
-    def _takes_up_states(self, rows: Tensor) -> bool:
+    def _can_continue_states(self, rows: Tensor) -> bool:
         """Returns whether layers continue from a state with several tokens as they do one by one.
 
         Logits may not show it, since a state of few tokens may have little effect. So states are filled with random
@@ -264,7 +264,7 @@ class FallbackModel(nn.Module):
             for layer, (spec, place) in self.states.places.items() if drawn else ():
                 self.states.fill(layer, caches[spec.group][place], generator)
             spans = ((1, 3),) if together else ((1, 2), (2, 3))  # a row that begins need not continue from a state
-            hidden = [self._try(_rehearsed_step(self.specs, rows[:, :3], *span), caches) for span in spans]
+            hidden = [self._try(_probe_step(self.specs, rows[:, :3], *span), caches) for span in spans]
             kept = [caches[spec.group][place] for spec, place in self.states.places.values()]
             left.append([hidden[-1].view(len(rows), -1, hidden[-1].shape[1])[:, -1].float(), *kept])
         return all(
@@ -280,7 +280,7 @@ class FallbackModel(nn.Module):
         # the last span is one token, as in decode
         spans = ((0, count // 2), (count // 2, count - 1), (count - 1, count))
         caches = {spec.group: _empty_cache(spec, num_rows, count, rows.device) for spec in self.specs}
-        hidden = [self._try(_rehearsed_step(self.specs, rows, *span), caches) for span in spans]
+        hidden = [self._try(_probe_step(self.specs, rows, *span), caches) for span in spans]
         got = [self.logits(part).float().view(num_rows, -1, self.vocab_size) for part in hidden]
         return float((torch.cat(got, 1) - wanted).abs().max() / wanted.abs().max())
 
@@ -297,7 +297,7 @@ class FallbackModel(nn.Module):
 # The model's body and head
 
 
-class _GivenStates:
+class _PrecomputedOutput:
     """Output of a base model that holds given hidden states; all other fields are None."""
 
     def __init__(self, hidden: Tensor):
@@ -310,7 +310,7 @@ class _GivenStates:
         return (self.last_hidden_state,)[index]
 
 
-class _GivenBody(nn.Module):
+class _PrecomputedBody(nn.Module):
     """A base model that returns given hidden states. It also serves as the decoder of its body, and has the body's
     attributes, since some heads read them.
     """
@@ -323,8 +323,8 @@ class _GivenBody(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.body, name)
 
-    def forward(self, *unused: Any, inputs_embeds: Tensor, **others: Any) -> _GivenStates:
-        return _GivenStates(inputs_embeds)
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **others: Any) -> _PrecomputedOutput:
+        return _PrecomputedOutput(inputs_embeds)
 
 
 class _Head:
@@ -334,14 +334,14 @@ class _Head:
 
     def __init__(self, causal: Any):
         self._model = copy.copy(causal)
-        self._model._modules = {**causal._modules, body_name(causal): _GivenBody(body_of(causal))}
+        self._model._modules = {**causal._modules, body_name(causal): _PrecomputedBody(body_of(causal))}
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Maps hidden [n, width] to logits [n, vocab]."""
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
 
 
-def _rehearsed_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int) -> Step:
+def _probe_step(specs: list[CacheSpec], rows: Tensor, start: int, stop: int) -> Step:
     """Returns a step over tokens start : stop of each row; row r has the r-th share of each group's pages."""
     num_rows, count = rows.shape[0], stop - start
     positions = torch.arange(start, stop, device=rows.device).repeat(num_rows)

@@ -1,8 +1,9 @@
 """States that transformers models keep in a form of their own, outside any transformers cache.
 
 Some models return their states and take them again with the next tokens; others keep them in their modules. In both
-cases they are tensors with a row dimension and a fixed size. `find_own` finds them in a dry run. `OwnRows` passes the
-states of some rows of a step from their slots and collects them. A row that begins gets none: the model initializes it.
+cases they are tensors with a row dimension and a fixed size. `find_opaque_states` finds them in a dry run.
+`OpaqueRowStates` passes the states of some rows of a step from their slots and collects them. A row that begins gets
+none: the model initializes it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import Tensor, nn
 
 from quire.layers.step import Step
 from quire.models.fallback.recurrent_states import (
-    KeptState,
     Key,
     LayerStates,
     RowStates,
-    StateRehearsal,
+    StateRecorder,
     StateSlots,
+    StateTensor,
 )
 
-LAYER = 0  # states of all layers are one entry, since nothing tells which layer has which
+ALL_LAYERS = 0  # states of all layers are one entry, since nothing tells which layer has which
 _PROBES = ((2, 3), (4, 5))  # rows and tokens of two calls, whose differences in shape identify the row dimension
 
 
 @dataclass(frozen=True, slots=True)
-class OwnForm:
+class OpaqueForm:
     """Where a model has its states, and the row dimension of each tensor; None: it has none."""
 
     returned: Mapping[str, Any]  # by output and parameter name, with the values of the dry run
@@ -42,22 +43,22 @@ class OwnForm:
         return [*_leaves(found), *(_attribute(body, place) for place in self.attributes)]
 
 
-class OwnRehearsal(StateRehearsal):
+class OpaqueStateRecorder(StateRecorder):
     """Records a dry run in which the model keeps states in its own form."""
 
-    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+    def body_arguments(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_cache": True, **{name: None for name in ("cache_params",) if name in taken}}
 
 
-class OwnRows(RowStates):
+class OpaqueRowStates(RowStates):
     """The states of some rows in the model's own form. Either all rows begin, or none does."""
 
-    def __init__(self, form: OwnForm, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
+    def __init__(self, form: OpaqueForm, slots: StateSlots, step: Step, caches: Mapping[str, Tensor]):
         super().__init__(slots, step, caches)
         self._form = form
         self._begins = step.len_bounds[0] == step.counts[0]
 
-    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+    def body_arguments(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
         form = self._form
         _forget(body, form.attributes)  # an earlier call that failed may have left states
         if self._begins:
@@ -69,28 +70,28 @@ class OwnRows(RowStates):
         return {"use_cache": True, **returned}
 
     def _in_their_form(self) -> Iterator[Tensor]:
-        states = iter(self.states_of(LAYER).values())
-        rehearsed = list(_leaves(list(self._form.returned.values())))
+        states = iter(self.states_of(ALL_LAYERS).values())
+        recorded = list(_leaves(list(self._form.returned.values())))
         for place, dim in enumerate(self._form.row_dims):
             if dim is None:  # a token count or the like in the returned value
-                yield torch.zeros_like(rehearsed[place], device=self._step.tokens.device)
+                yield torch.zeros_like(recorded[place], device=self._step.tokens.device)
             else:
                 yield next(states).movedim(0, dim).contiguous()
 
-    def take_back(self, body: nn.Module, output: Any) -> None:
+    def collect_states(self, body: nn.Module, output: Any) -> None:
         form = self._form
         kept = [
             x.movedim(dim, 0)
             for x, dim in zip(form.tensors(body, output), form.row_dims, strict=True)
             if dim is not None
         ]
-        self._layer, self._states = LAYER, {_key(index): x for index, x in enumerate(kept)}
+        self._layer, self._states = ALL_LAYERS, {_key(index): x for index, x in enumerate(kept)}
         _forget(body, form.attributes)
 
 
-def find_own(
-    body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any], rehearsed: torch.dtype
-) -> tuple[OwnForm, LayerStates] | None:
+def find_opaque_states(
+    body: nn.Module, taken: Collection[str], probe: Callable[[int, int], Any], dtype: torch.dtype
+) -> tuple[OpaqueForm, LayerStates] | None:
     """Finds the states that a body keeps by itself. `taken`: its parameter names; `probe(rows, tokens)`: calls it and
     returns its output. Returns None if there are none, or if they grow with the tokens.
     """
@@ -100,7 +101,7 @@ def find_own(
         output = probe(num_rows, count)
         returned = {name: x for name, x in output.items() if name in taken and next(_leaves(x), None) is not None}
         attributes = tuple(place for place in unset if isinstance(_attribute(body, place), Tensor))
-        seen.append(OwnForm(returned, attributes, ()).tensors(body, output))
+        seen.append(OpaqueForm(returned, attributes, ()).tensors(body, output))
         _forget(body, attributes)
     row_dims: list[int | None] = []
     for few, many in zip(*seen, strict=True):
@@ -112,9 +113,9 @@ def find_own(
     if None in row_dims[len(row_dims) - len(attributes) :]:
         return None
     of_rows = [x.movedim(dim, 0) for x, dim in zip(seen[0], row_dims, strict=True) if dim is not None]
-    kept = [KeptState(tuple(x.shape[1:]), None if x.dtype == rehearsed else x.dtype) for x in of_rows]
+    kept = [StateTensor(tuple(x.shape[1:]), None if x.dtype == dtype else x.dtype) for x in of_rows]
     states = {_key(index): state for index, state in enumerate(kept)}
-    return (OwnForm(returned, attributes, tuple(row_dims)), states) if states else None
+    return (OpaqueForm(returned, attributes, tuple(row_dims)), states) if states else None
 
 
 def _key(index: int) -> Key:
@@ -159,7 +160,7 @@ def _rebuild(x: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _parts(x: Any) -> Mapping[Any, Any] | None:
     """Returns the parts of a container by key; None for anything else."""
-    if isinstance(x, (type, nn.Module, StateRehearsal)) or hasattr(x, "model_type"):
+    if isinstance(x, (type, nn.Module, StateRecorder)) or hasattr(x, "model_type"):
         return None
     if isinstance(x, (list, tuple)):
         return dict(enumerate(x))

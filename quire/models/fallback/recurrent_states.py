@@ -1,7 +1,7 @@
 """Recurrent layers of transformers models, whose states are kept in state slots.
 
 Such a layer reads the last inputs of its convolution and its recurrent matrix from a transformers cache, and writes new
-ones there. `StateRehearsal` is this cache in a dry run and records what is kept. `RowStates` is the cache of some rows
+ones there. `StateRecorder` is this cache in a dry run and records what is kept. `RowStates` is the cache of some rows
 of a step: it is filled from their slots and written back, layer by layer. Keys and values pass through both unchanged,
 since `attention` keeps them in pages.
 
@@ -32,7 +32,7 @@ Key = tuple[Kind, int]  # a layer may keep several of each kind
 
 
 @dataclass(frozen=True, slots=True)
-class KeptState:
+class StateTensor:
     """One tensor that a layer keeps of a sequence."""
 
     shape: tuple[int, ...]
@@ -43,21 +43,21 @@ class KeptState:
         return math.prod(self.shape)
 
 
-LayerStates = dict[Key, KeptState]
+LayerStates = dict[Key, StateTensor]
 
 
-class _PassingCache:
+class _CacheInterface:
     """Methods of a transformers cache that both caches share."""
 
     is_compileable = False
     is_initialized = True  # read where a mask would otherwise be created for the beginning of a prompt
     is_sliding = (False,)  # pages hold all tokens of a layer with the model's own attention
 
-    def hand_in(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+    def body_arguments(self, body: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
         """Returns further arguments for the body, out of the parameters it takes: see `opaque_states`."""
         return {}
 
-    def take_back(self, body: nn.Module, output: Any) -> None:
+    def collect_states(self, body: nn.Module, output: Any) -> None:
         """Receives the output of the body."""
 
     def update(self, keys: Tensor, values: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -77,11 +77,11 @@ class _PassingCache:
         return int(query_length), 0
 
 
-class StateRehearsal(_PassingCache):
-    """Records what each layer keeps, in a dry run in the dtype `rehearsed`."""
+class StateRecorder(_CacheInterface):
+    """Records what each layer keeps, in a dry run whose computation has this dtype."""
 
-    def __init__(self, rehearsed: torch.dtype):
-        self._rehearsed = rehearsed
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
         self.layers: dict[int, LayerStates] = {}
         self.with_keys: dict[int, LayerShape] = {}  # layers that keep keys and values
         self.output: Any = None  # of the model
@@ -92,7 +92,7 @@ class StateRehearsal(_PassingCache):
         self.with_keys[layer_idx] = LayerShape(heads, heads, keys.shape[-1], values.shape[-1], None, None)
         return keys, values
 
-    def take_back(self, body: nn.Module, output: Any) -> None:
+    def collect_states(self, body: nn.Module, output: Any) -> None:
         self.output = output
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -132,11 +132,11 @@ class StateRehearsal(_PassingCache):
         self.update_recurrent_state(state, layer_idx)
 
     def _note(self, layer: int, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        kept = KeptState(shape, None if dtype == self._rehearsed else dtype)
+        kept = StateTensor(shape, None if dtype == self._dtype else dtype)
         self.layers.setdefault(layer, {})[key] = kept
 
 
-class RowStates(_PassingCache):
+class RowStates(_CacheInterface):
     """The states of some rows of a step. A layer reads and replaces them; when the next layer follows, they are written
     to the rows' slots, so that one layer's states are held at a time.
     """
@@ -293,26 +293,33 @@ def _slots(step: Step, spec: CacheSpec) -> Tensor:
 
 
 def split_rows(
-    step: Step, goes_on: bool, apart: bool, most: int, begin_apart: bool = False, most_rows: int = MANY
+    step: Step,
+    continues_states: bool,
+    separate_rows: bool,
+    most: int,
+    separate_beginnings: bool = False,
+    most_rows: int = MANY,
 ) -> Iterator[tuple[Step, Tensor | None]]:
     """Yields steps of rows with equally many tokens, and the indices of their tokens in the whole step; None: all of
     them.
 
     Recurrent layers of transformers have batches and no ragged rows, so all decodes are one batch, and most prompts are
-    batches of one. Unless a model `goes_on` from a kept state with several tokens, only beginnings run as a chunk, and
-    other tokens run one by one. `apart`: each row is a step of its own. `begin_apart`: rows that begin are not with
-    others. A step has at most `most_rows` rows and `most` tokens, except that all decodes stay together, so that the
-    step can be captured.
+    batches of one. Unless a model `continues_states` from a kept state with several tokens, only beginnings run as a
+    chunk, and other tokens run one by one. `separate_rows`: each row is a step of its own. `separate_beginnings`: rows
+    that begin are not with others. A step has at most `most_rows` rows and `most` tokens, except that all decodes stay
+    together, so that the step can be captured.
     """
     by_count: dict[tuple[int, bool, bool], list[int]] = {}
     for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):
-        key = (count, goes_on or count in (1, bound), begin_apart and count == bound)
+        key = (count, continues_states or count in (1, bound), separate_beginnings and count == bound)
         by_count.setdefault(key, []).append(row)
     calls = [
         (rows, count, span)
         for (count, whole, _), same in by_count.items()
-        for rows in _batches(same, 1 if apart else min(most_rows, MANY if count == 1 else max(most // count, 1)))
-        for span in _spans(count, goes_on, whole, most)
+        for rows in _batches(
+            same, 1 if separate_rows else min(most_rows, MANY if count == 1 else max(most // count, 1))
+        )
+        for span in _spans(count, continues_states, whole, most)
     ]
     if len(calls) == 1 and 0 not in step.counts:
         yield step, None
@@ -329,11 +336,11 @@ def _batches(rows: list[int], most: int) -> list[list[int]]:
     return [rows[first : first + most] for first in range(0, len(rows), most)]
 
 
-def _spans(count: int, goes_on: bool, whole: bool, most: int) -> list[range]:
-    """Returns the tokens of each call. Without `goes_on`, a beginning takes up to `most` tokens, and the rest one
-    each.
+def _spans(count: int, continues_states: bool, whole: bool, most: int) -> list[range]:
+    """Returns the tokens of each call. Without `continues_states`, a beginning takes up to `most` tokens, and the rest
+    one each.
     """
-    if goes_on:
+    if continues_states:
         return [range(n, min(n + most, count)) for n in range(0, count, most)]
     first = min(count, most) if whole else 0
     return [*([range(first)] if first else []), *(range(n, n + 1) for n in range(first, count))]

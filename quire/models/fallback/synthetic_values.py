@@ -1,8 +1,9 @@
 """Synthetic values for dry runs of code that reads values on the host. Used by `dry_run`.
 
 Weights of a model that is being built are on meta, and so is all that is computed from them. Some code still reads such
-tensors on the host, the number of tokens of each expert, for example. While `MadeUp` is active, tokens are real
-tensors, and results that combine them with weights are random. No weight is needed, and shapes are those of a real run.
+tensors on the host, the number of tokens of each expert, for example. While `SyntheticValues` is active, tokens are
+real tensors, and results that combine them with weights are random. No weight is needed, and shapes are those of a real
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _META = torch.device("meta")
 _HOST = torch.device("cpu")
 
 
-class MadeUp(TorchDispatchMode):
+class SyntheticValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(0)
@@ -26,14 +27,14 @@ class MadeUp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        among_numbers = any(not x.is_meta for x in tensors) or torch.device(kwargs.get("device") or _META) != _META
-        if not among_numbers or not any(x.is_meta for x in tensors):
+        has_values = any(not x.is_meta for x in tensors) or torch.device(kwargs.get("device") or _META) != _META
+        if not has_values or not any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return args[0]  # the in-place target stays as it is: a real tensor has values, and meta weights have none
-        return tree_map(self._make_up, func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs)))
+        return tree_map(self._synthesize, func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs)))
 
-    def _make_up(self, x: Any) -> Any:
+    def _synthesize(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         made = torch.zeros(x.shape, dtype=x.dtype, device=_HOST)

@@ -1,9 +1,9 @@
 """Presents a checkpoint under the tensor names of a transformers model, since files are often older than the model
 code.
 
-The loader wraps the checkpoints of `FallbackModel` in `OwnNames`. transformers' conversion mapping defines which names
-change, which tensors of a file are joined into one of the model (experts, matrices), and which are reordered or split.
-Conversions beyond these are refused.
+The loader wraps the checkpoints of `FallbackModel` in `RenamedCheckpoint`. transformers' conversion mapping defines
+which names change, which tensors of a file are joined into one of the model (experts, matrices), and which are
+reordered or split. Conversions beyond these are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rename = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JoinedPart:
     """Location of one of the file's tensors in a joined tensor."""
 
     entry: int | None  # index in the first dimension; None: some rows of the whole
@@ -39,15 +39,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class TensorJoin:
     """Tensors of a file, matched by these patterns in this order, that are one in the model."""
 
     patterns: list[str]
-    below: bool  # concatenated along rows; otherwise the tensors are numbered entries of a stack
+    concatenates: bool  # concatenated along rows; otherwise the tensors are numbered entries of a stack
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """Makes one of the model's tensors from one in a file: reordered, transposed, or a part of it."""
 
     target: str  # pattern of its name
@@ -55,15 +55,15 @@ class Form:
     by_entries: bool  # applies to each entry of the first dimension on its own
 
 
-class OwnNames:
+class RenamedCheckpoint:
     """A view of a checkpoint with the tensor names and shapes of a transformers model."""
 
     def __init__(self, whole: Checkpoint, causal: Any):
         self.where = whole.where
         self._whole = whole
         self._names: dict[str, str] = {}  # model's name -> file's name
-        self._joined: dict[str, list[Place]] = {}
-        self._formed: dict[str, Form] = {}
+        self._joined: dict[str, list[JoinedPart]] = {}
+        self._formed: dict[str, TensorForm] = {}
         wanted = {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()}
         rename, joins, forms = _read_conversions(causal, wanted)
         members: dict[str, dict[str, dict[int, str]]] = {}  # model's name -> pattern -> number -> file's name
@@ -93,13 +93,13 @@ class OwnNames:
             what = f"{self.where} holds {self._names[ours]} in the wrong shape: {list(shape)}"
             raise bad_weights(f"{what}, which makes no {ours}") from None
 
-    def _join(self, ours: str, found: dict[str, dict[int, str]], join: Join, num_entries: int) -> None:
+    def _join(self, ours: str, found: dict[str, dict[int, str]], join: TensorJoin, num_entries: int) -> None:
         """Adds a joined tensor. `found`: the file's tensors by pattern and number; the model has `num_entries` of
         them.
         """
         shapes = self._whole.shapes
         sample = next(iter(next(iter(found.values())).values()))
-        entries = range(1 if join.below else max(num_entries, 1 + max(max(names) for names in found.values())))
+        entries = range(1 if join.concatenates else max(num_entries, 1 + max(max(names) for names in found.values())))
         absent = next((pattern for pattern in join.patterns if pattern not in found), None)
         if absent is not None:
             raise bad_weights(f"{self.where} holds {sample}, but no {absent} beside it")
@@ -120,10 +120,10 @@ class OwnNames:
                 if shapes[name] != (rows, *columns):
                     what = f"{self.where} holds {name} in the wrong shape: {list(shapes[name])}"
                     raise bad_weights(f"{what} where others of its kind have {[rows, *columns]}")
-                places.append(Place(None if join.below else entry, start, rows, name))
+                places.append(JoinedPart(None if join.concatenates else entry, start, rows, name))
             start += rows
         self._joined[ours] = places
-        self.shapes[ours] = (start, *columns) if join.below else (len(entries), start, *columns)
+        self.shapes[ours] = (start, *columns) if join.concatenates else (len(entries), start, *columns)
 
     def read(self, name: str, target: Tensor, index: int | None = None) -> None:
         if name in self._formed:
@@ -155,15 +155,17 @@ class OwnNames:
         return self._whole.source(self._names[name], index)
 
 
-def _number(name: str, join: Join) -> int | None:
+def _number(name: str, join: TensorJoin) -> int | None:
     """Returns the index of a file's tensor in its stack."""
-    if join.below:
+    if join.concatenates:
         return 0
     found = _NUMBER.search(name)
     return None if found is None else int(found[1])
 
 
-def _read_conversions(causal: Any, wanted: dict[str, Any]) -> tuple[Rename, dict[str, Join], dict[str, list[Form]]]:
+def _read_conversions(
+    causal: Any, wanted: dict[str, Any]
+) -> tuple[Rename, dict[str, TensorJoin], dict[str, list[TensorForm]]]:
     """Returns the function that renames tensors, and by pattern the joins and the forms of transformers'
     conversions.
     """
@@ -201,18 +203,18 @@ def _conversions_of_whole(config: Any, find: Callable[[str], list[Any] | None]) 
     return [one for whole in wholes for one in find(whole.model_type) or ()]
 
 
-def _join_of(converter: Any) -> Join | None:
+def _join_of(converter: Any) -> TensorJoin | None:
     """Returns the join of a converter: a stack of experts, each of one or more concatenated matrices, or a
     concatenation. None: the converter does something else.
     """
     done = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
-    below = done == [("Concatenate", 0)]
-    if below or (done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])):
-        return Join(list(converter.source_patterns), below)
+    concatenates = done == [("Concatenate", 0)]
+    if concatenates or (done[:1] == [("MergeModulelist", 0)] and done[1:] in ([], [("Concatenate", 1)])):
+        return TensorJoin(list(converter.source_patterns), concatenates)
     return None
 
 
-def _forms_of(converter: Any) -> list[Form] | None:
+def _forms_of(converter: Any) -> list[TensorForm] | None:
     """Returns the forms of a converter: interleaves and transposes, then a split into equal parts. None: it does
     something else.
     """
@@ -224,7 +226,7 @@ def _forms_of(converter: Any) -> list[Form] | None:
     parts = type(last).__name__ == "Chunk" and getattr(last, "num_shards_attribute", None) is None
     for operation in firsts if parts else converter.operations:
         if type(operation).__name__ == "Interleave":
-            steps.append(partial(_take_turns, dim=operation.dim, back=getattr(operation, "inverse", False)))
+            steps.append(partial(_deinterleave, dim=operation.dim, back=getattr(operation, "inverse", False)))
             dims |= {operation.dim}
         elif type(operation).__name__ == "Transpose" and not getattr(operation, "check_dims", False):
             steps.append(partial(torch.transpose, dim0=operation.dim0, dim1=operation.dim1))
@@ -241,9 +243,9 @@ def _forms_of(converter: Any) -> list[Form] | None:
             x = step(x)
         return x.unflatten(last.dim, (len(targets), -1)).select(last.dim, part) if parts else x
 
-    return [Form(target, partial(change, part=part), min(dims) > 0) for part, target in enumerate(targets)]
+    return [TensorForm(target, partial(change, part=part), min(dims) > 0) for part, target in enumerate(targets)]
 
 
-def _take_turns(x: Tensor, dim: int, back: bool) -> Tensor:
+def _deinterleave(x: Tensor, dim: int, back: bool) -> Tensor:
     """Deinterleaves two kinds of rows along a dimension; `back`: interleaves them."""
     return x.unflatten(dim, (2, -1) if back else (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)

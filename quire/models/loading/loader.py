@@ -24,7 +24,7 @@ from quire.kernels.validation.trial_results import Findings
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.weights import iter_weights, weights_bytes
 from quire.models.fallback.model import FallbackModel
-from quire.models.fallback.tensor_names import OwnNames
+from quire.models.fallback.tensor_names import RenamedCheckpoint
 from quire.models.gguf import checkpoint as gguf
 from quire.models.loading.deterministic_support import select_deterministic_ops
 from quire.models.loading.device_memory import available_memory
@@ -111,7 +111,7 @@ def load_model(
         else:
             shards: Checkpoint = _open_shards(files)
             if isinstance(model, FallbackModel):
-                shards = OwnNames(shards, model.causal)
+                shards = RenamedCheckpoint(shards, model.causal)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
     finally:
         progress.finish()

@@ -8,7 +8,7 @@ The engine's loop is the only caller, from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.engine.chunking import Chunking, choose_chunking
@@ -29,6 +29,8 @@ from quire.types import (
     Status,
     StepOutput,
 )
+
+FindRoom = Callable[[Request, int, Plan], tuple[int, bool]]  # request, budget, plan -> end, preempted a request
 
 
 class Scheduler:
@@ -127,28 +129,8 @@ class Scheduler:
                 (decodes if behind == 1 else catch_ups).append(request)
         budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
         budget = min(budget, self.step_cap)
-        has_state, page_tokens = bool(self.cache.state), self.cache.page_tokens
-        num_decodes = len(decodes)
-        for index, request in enumerate(decodes + catch_ups):
-            if budget <= 0:
-                break
-            if request.status is not Status.RUNNING:
-                continue  # became a victim a moment ago
-            start = request.planned
-            if index < num_decodes and start % page_tokens and not (has_state and (start + 1) % page_tokens == 0):
-                # What nearly every row of a step is: one token, into a page the request already holds, and not the last
-                # of it, where a snapshot may be due.
-                plan.rows.append(PlanRow(request.id, request.row, start, 1, 0, True))
-                plan.may_mask = plan.may_mask or request.grammar is not None
-                request.planned = start + 1
-                request.inflight += 1
-                request.pending += 1
-                budget -= 1
-                continue
-            end, preempted = self._make_room(request, budget, plan)
-            pressed = pressed or preempted
-            if end > request.planned:
-                budget -= self._plan_row(request, end, plan)
+        budget, preempted = self._plan_rows(decodes + catch_ups, len(decodes), budget, plan, self._make_room)
+        pressed = pressed or preempted
         if not pressed:  # who was just pushed out must not be replaced by a newcomer
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
@@ -195,27 +177,57 @@ class Scheduler:
             return end, True
         return request.planned, True
 
+    def _find_free_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
+        """How far a newly admitted request may be computed in this step; it preempts nothing."""
+        end = self._chunk_end(request, budget)
+        if not self.cache.reserve(request, end, plan):
+            end = min(end, self.cache.reservable(request))
+            self.cache.reserve(request, end, plan)
+        return end, False
+
     def _chunk_end(self, request: Request, budget: int) -> int:
         start = request.planned
         count = min(request.expected_len - start, budget, self.limits.chunk_tokens)
         return self.cache.chunk_end(request, start, start + count)
 
-    def _plan_row(self, request: Request, end: int, plan: Plan) -> int:
-        start = request.planned
-        wants_sample = end == len(request.tokens) + request.pending
-        plan.rows.append(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
-        if request.grammar is not None:
-            plan.may_mask = True
-        if start < request.prompt_len:
-            prompt_rows, prompt_tokens = self._num_prompt
-            self._num_prompt = (prompt_rows + 1, prompt_tokens + min(end, request.prompt_len) - start)
-        request.planned = end
-        request.inflight += 1
-        if wants_sample:
-            request.pending += 1
-        if self.cache.state:
-            self.cache.snapshot(request, end, plan)
-        return end - start
+    def _plan_rows(
+        self, requests: Sequence[Request], num_decodes: int, budget: int, plan: Plan, find_room: FindRoom
+    ) -> tuple[int, bool]:
+        """Give each request a row of the step with as many tokens as there is room for.
+
+        The first `num_decodes` compute one token each and need room only where a page begins. Returns what is left of
+        the budget, and whether `find_room` has preempted a request.
+        """
+        add_row, page_tokens, has_state = plan.rows.append, self.cache.page_tokens, bool(self.cache.state)
+        any_preempted = False
+        for index, request in enumerate(requests):
+            if budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # preempted for an earlier request of this step
+            start = request.planned
+            if index < num_decodes and start % page_tokens:
+                end, wants_sample = start + 1, True
+            else:
+                end, preempted = find_room(request, budget, plan)
+                any_preempted = any_preempted or preempted
+                if end <= start:
+                    continue
+                wants_sample = end == len(request.tokens) + request.pending
+                if start < request.prompt_len:
+                    prompt_rows, prompt_tokens = self._num_prompt
+                    self._num_prompt = (prompt_rows + 1, prompt_tokens + min(end, request.prompt_len) - start)
+            add_row(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
+            if wants_sample:
+                request.pending += 1
+            if request.grammar is not None:
+                plan.may_mask = True
+            request.planned = end
+            request.inflight += 1
+            budget -= end - start
+            if has_state and end % page_tokens == 0:
+                self.cache.snapshot(request, end, plan)
+        return budget, any_preempted
 
     def _admit(self, budget: int, plan: Plan) -> None:
         while budget > 0:
@@ -240,12 +252,7 @@ class Scheduler:
                 return
             self._refused = None
             self.roster.start(request, plan)
-            end = self._chunk_end(request, budget)
-            if not self.cache.reserve(request, end, plan):
-                end = min(end, self.cache.reservable(request))
-                self.cache.reserve(request, end, plan)
-            if end > request.planned:
-                budget -= self._plan_row(request, end, plan)
+            budget, _ = self._plan_rows((request,), 0, budget, plan, self._find_free_room)
 
     def _room(self) -> list[int]:
         return [self.cache.available(group) for group in range(len(self.cache.specs))]

@@ -3,7 +3,7 @@
 The default mode may part from the undisturbed run only where two tokens were nearly tied: a stream that goes on in
 another engine has its past computed in other company, which may decide in which order sums are taken. How much that
 moves a token is measured: every request is asked once among others and once alone, and two tokens are tied if they lie
-no further apart than both may have moved, and in no case more than `WIDEST_TIE`. In the deterministic mode nothing may
+no further apart than both may have moved, and in no case more than `MAX_TIE_GAP`. In the deterministic mode nothing may
 differ.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quire.bench.online.streamed_chat import Choice, Seen
-from quire.chaos.traffic import Script
+from quire.bench.online.streamed_chat import Choice, StreamedReply
+from quire.chaos.traffic import ScriptedRequest
 
-LAST_DIGITS = 1e-3  # of a logit in float32, which the order of sums moves
-WIDEST_TIE = 0.05  # nats: what moves tokens by more has no near-ties, it has other answers
+ROUNDING_GAP = 1e-3  # of a logit in float32, which the order of sums moves
+MAX_TIE_GAP = 0.05  # nats: what moves tokens by more has no near-ties, it has other answers
 Noise = Callable[[int, int, int, bytes], float]  # seed, sample index, position, token -> what was added to its score
 
 
@@ -28,7 +28,7 @@ class Divergence:
 
 
 @dataclass(slots=True)
-class Verdict:
+class ReplyDifference:
     lost: int = 0
     duplicated: int = 0
     wrong: int = 0
@@ -40,7 +40,7 @@ class Verdict:
         return not (self.lost or self.duplicated or self.wrong)
 
 
-class NoiseOf:
+class SampleNoise:
     """The noise a seeded sample drew for a token: part of what runs compared. It needs torch, so it imports late."""
 
     def __init__(self, token_ids: Mapping[bytes, int], vocab_size: int):
@@ -59,7 +59,7 @@ class NoiseOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class NumericTolerance:
     """What the default mode may differ by: how far company moved the log-probability of any token, and the noise."""
 
     shift: float
@@ -67,10 +67,10 @@ class Arithmetic:
 
     def near_tie(self, temperature: float) -> float:
         """Two scores closer than this may change places: each may have moved."""
-        return min(WIDEST_TIE, max(LAST_DIGITS, 2 * self.shift)) / (temperature or 1.0)
+        return min(MAX_TIE_GAP, max(ROUNDING_GAP, 2 * self.shift)) / (temperature or 1.0)
 
 
-def measure_shift(among_others: Seen, alone: Seen) -> float:
+def measure_shift(among_others: StreamedReply, alone: StreamedReply) -> float:
     """How far the log-probability of any token moved, as long as both runs said the same."""
     shift = 0.0
     for index, want in among_others.choices.items():
@@ -82,54 +82,56 @@ def measure_shift(among_others: Seen, alone: Seen) -> float:
     return shift
 
 
-def compare(script: Script, expected: Seen, seen: Seen, arithmetic: Arithmetic | None) -> Verdict:
-    """`arithmetic`: None in the deterministic mode, where no gap excuses a difference."""
-    verdict = Verdict()
+def compare(
+    script: ScriptedRequest, expected: StreamedReply, seen: StreamedReply, tolerance: NumericTolerance | None
+) -> ReplyDifference:
+    """`tolerance`: None in the deterministic mode, where no gap excuses a difference."""
+    difference = ReplyDifference()
     for index, want in expected.choices.items():
         got = seen.choices.get(index, Choice())
         if (got.tokens, got.text, got.calls, got.finish) == (want.tokens, want.text, want.calls, want.finish):
             continue
-        _explain(verdict, script, index, want, got, expected, arithmetic)
-    if verdict.is_clean and not verdict.near_ties and expected.usage is not None:
+        _add_difference(difference, script, index, want, got, expected, tolerance)
+    if difference.is_clean and not difference.near_ties and expected.usage is not None:
         keys = ("prompt_tokens", "completion_tokens")
         if seen.usage is None or any(seen.usage[key] != expected.usage[key] for key in keys):
-            verdict.wrong += 1
-            verdict.detail = f"usage {seen.usage} instead of {expected.usage}"
-    return verdict
+            difference.wrong += 1
+            difference.detail = f"usage {seen.usage} instead of {expected.usage}"
+    return difference
 
 
-def _explain(verdict: Verdict, script: Script, index: int, want: Choice, got: Choice, expected: Seen,
-             arithmetic: Arithmetic | None) -> None:  # fmt: skip
+def _add_difference(difference: ReplyDifference, script: ScriptedRequest, index: int, want: Choice, got: Choice,
+                    expected: StreamedReply, tolerance: NumericTolerance | None) -> None:  # fmt: skip
     place = next((i for i, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
     if place is None:
         shorter, longer = len(got.tokens), len(want.tokens)
         if shorter < longer:
-            verdict.lost += longer - shorter
+            difference.lost += longer - shorter
         elif shorter > longer:
-            verdict.duplicated += shorter - longer
+            difference.duplicated += shorter - longer
         else:
-            verdict.wrong += 1
-        verdict.detail = f"{shorter} of {longer} tokens, end {got.finish!r} instead of {want.finish!r}"
+            difference.wrong += 1
+        difference.detail = f"{shorter} of {longer} tokens, end {got.finish!r} instead of {want.finish!r}"
         return
     for count in range(1, 17):
         if got.tokens[place:] == want.tokens[place + count :]:
-            verdict.lost += count
-            verdict.detail = f"{count} tokens are missing at {place}"
+            difference.lost += count
+            difference.detail = f"{count} tokens are missing at {place}"
             return
         came_before = place >= count and got.tokens[place : place + count] == got.tokens[place - count : place]
         if came_before and got.tokens[place + count :] == want.tokens[place:]:
-            verdict.duplicated += count
-            verdict.detail = f"{count} tokens came twice at {place}"
+            difference.duplicated += count
+            difference.detail = f"{count} tokens came twice at {place}"
             return
-    gap = None if arithmetic is None else _gap(script, index, place, want, got, expected, arithmetic.noise)
-    if arithmetic is not None and gap is not None and gap <= arithmetic.near_tie(script.temperature):
-        verdict.near_ties += (Divergence(f"{script.name}/{index}", place, gap),)
+    gap = None if tolerance is None else _score_gap(script, index, place, want, got, expected, tolerance.noise)
+    if tolerance is not None and gap is not None and gap <= tolerance.near_tie(script.temperature):
+        difference.near_ties += (Divergence(f"{script.name}/{index}", place, gap),)
         return
-    verdict.wrong += 1
-    verdict.detail = f"token {place} is {got.tokens[place]!r} instead of {want.tokens[place]!r}, gap {gap}"
+    difference.wrong += 1
+    difference.detail = f"token {place} is {got.tokens[place]!r} instead of {want.tokens[place]!r}, gap {gap}"
 
 
-def _gap(script: Script, index: int, place: int, want: Choice, got: Choice, expected: Seen,
+def _score_gap(script: ScriptedRequest, index: int, place: int, want: Choice, got: Choice, expected: StreamedReply,
          noise: Noise) -> float:  # fmt: skip
     """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
     scores = []

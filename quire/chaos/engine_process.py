@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.chaos.faults import Faults, poison_of
+from quire.chaos.faults import ArmedFaults, poison_of
 from quire.config import Config
 from quire.engine.host.process import Built, Socket, run_engine_process
 from quire.engine.loop import FillMasks
@@ -23,10 +23,10 @@ from quire.types import Plan, Request, StepOutput
 BALLAST_BYTES = 1 << 30
 
 
-class Disturbed:
+class FaultyWorkers:
     """Workers that fail on demand."""
 
-    def __init__(self, inner: Workers, faults: Faults):
+    def __init__(self, inner: Workers, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
         self._poison: dict[int, str] = {}  # row -> what its request does
         self._ballast = b""
@@ -65,7 +65,7 @@ class Disturbed:
         if self._faults.take("sample"):
             raise RuntimeError("chaos: sampling failed")
         ticket = self._inner.sample(forward, masks)
-        return FailsToWait() if self._faults.take("wait") else Commits(ticket, self._faults)
+        return FailingTicket() if self._faults.take("wait") else FaultyTicket(ticket, self._faults)
 
     def chores(self) -> Iterator[None]:
         return self._inner.chores()
@@ -84,15 +84,15 @@ class Disturbed:
                 tensor.add_(1.0)
 
 
-class FailsToWait:
+class FailingTicket:
     def wait(self) -> StepOutput:
         raise RuntimeError("chaos: the device lost a step")
 
 
-class Commits:
+class FaultyTicket:
     """A ticket whose output may be such that committing it breaks the engine's books."""
 
-    def __init__(self, inner: Ticket, faults: Faults):
+    def __init__(self, inner: Ticket, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
 
     def wait(self) -> StepOutput:
@@ -100,18 +100,18 @@ class Commits:
         if self._faults.take("commit"):
             output.tokens = output.tokens[:-1]  # one row's tokens are missing: an IndexError in mid-commit
         if self._faults.take("starve"):
-            output.tokens = NoRoom(output.tokens)
+            output.tokens = UnreadableTokens(output.tokens)
         return output
 
 
-class NoRoom(list[list[int]]):
+class UnreadableTokens(list[list[int]]):
     """Tokens that can't be taken in for lack of memory."""
 
     def __getitem__(self, index: Any) -> Any:
         raise MemoryError("chaos: out of memory where the engine can't go on")
 
 
-class DisturbedDesk:
+class FaultyDesk:
     """A grammar desk that can't prepare some requests."""
 
     def __init__(self, inner: Any):
@@ -129,7 +129,7 @@ class DisturbedDesk:
         return self._inner.take(request)
 
 
-def disturbed_masks(faults: Faults, fill: FillMasks) -> FillMasks:
+def faulty_masks(faults: ArmedFaults, fill: FillMasks) -> FillMasks:
     def fill_masks(plan: Plan, requests: Mapping[str, Request]) -> Mapping[int, bytes]:
         if any(poison_of(requests[r.request_id].seed) == "mask" for r in plan.rows if r.request_id in requests):
             raise RuntimeError("chaos: masking a poisonous request failed")
@@ -140,10 +140,10 @@ def disturbed_masks(faults: Faults, fill: FillMasks) -> FillMasks:
     return fill_masks
 
 
-class DisturbedSocket:
+class FaultySocket:
     """Loses, doubles and damages frames, and hears voices."""
 
-    def __init__(self, inner: Any, faults: Faults):
+    def __init__(self, inner: Any, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
         self._ahead: list[bytes] = []
 
@@ -177,17 +177,17 @@ class DisturbedSocket:
 
 
 def main(orders: str, address: str) -> int:
-    faults = Faults()
+    faults = ArmedFaults()
 
     def build(config: Config) -> Built:
         built = build_engine(config)
-        built.engine.wrap(lambda workers: Disturbed(workers, faults), lambda fill: disturbed_masks(faults, fill))
+        built.engine.wrap(lambda workers: FaultyWorkers(workers, faults), lambda fill: faulty_masks(faults, fill))
         faults.listen(Path(orders))
-        desk: Any = None if built.desk is None else DisturbedDesk(built.desk)
+        desk: Any = None if built.desk is None else FaultyDesk(built.desk)
         return Built(built.engine, built.ready, desk)
 
     def wrap_socket(socket: Any) -> Socket:
-        return DisturbedSocket(socket, faults)
+        return FaultySocket(socket, faults)
 
     return run_engine_process(address, build, wrap_socket)
 

@@ -27,7 +27,7 @@ def poison_of(seed: int | None) -> str | None:
     return POISONS[place] if 0 <= place < len(POISONS) else None
 
 
-class Faults:
+class ArmedFaults:
     """Armed faults of one process. Any thread may arm, the process's own loop takes."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Faults:
                     self.arm(str(order["arm"]))
 
 
-def send_order(path: Path, kind: str | None) -> dict[str, int] | None:
+def arm_fault(path: Path, kind: str | None) -> dict[str, int] | None:
     """Arm a fault in the process that listens there; returns what has happened in it so far, None if nobody listens."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

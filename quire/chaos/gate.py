@@ -1,4 +1,4 @@
-"""One chaos run: a server, an undisturbed pass over all requests, then the same requests under faults, then the count.
+"""One chaos run: a server, an undisturbed pass over all requests, the same requests under faults, and the count.
 
 `quire chaos` calls `run_gate`. Faults that take the engine process away are injected one at a time, the next when the
 engine is back and has cleared those who were aboard: two of them in a row would make a suspect of anyone.
@@ -25,13 +25,13 @@ from typing import Any
 from quire.bench.hostile.requests import costly_template
 from quire.bench.hostile.watch import status_bytes
 from quire.bench.online.stream_client import Endpoint, Fault, parse_url
-from quire.bench.online.streamed_chat import Seen, ask, call, error_code
-from quire.chaos.compare import Arithmetic, NoiseOf, compare, measure_shift
-from quire.chaos.faults import poison_seed, send_order
+from quire.bench.online.streamed_chat import StreamedReply, error_code, send_request, stream_chat
+from quire.chaos.compare import NumericTolerance, SampleNoise, compare, measure_shift
+from quire.chaos.faults import arm_fault, poison_seed
 from quire.chaos.hostile import HostileTraffic
 from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
 from quire.chaos.report import Report
-from quire.chaos.traffic import SCHEMA, Script, hostile_bodies, make_scripts
+from quire.chaos.traffic import SCHEMA, ScriptedRequest, invalid_bodies, make_scripts
 from quire.files.source import resolve_model
 from quire.files.tiny_model import make_tiny_model
 from quire.text.loading import load_tokenizer
@@ -39,12 +39,12 @@ from quire.text.template import template_source
 from quire.types import QuireError
 
 START_SECONDS = 300.0
-BACK_SECONDS = 180.0  # an engine must be back within this
+RECOVERY_SECONDS = 180.0  # an engine must be back within this
 ADMIN_KEY = "chaos"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ChaosSettings:
     model: str = "smollm2"  # `tiny`: made on the spot
     seconds: float = 60.0
     streams: int = 8
@@ -66,24 +66,24 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Gate:
-    settings: Settings
-    say: Callable[[str], None]
+class ChaosRun:
+    settings: ChaosSettings
+    show: Callable[[str], None]
     report: Report = field(default_factory=Report)
     process: subprocess.Popen[str] | None = None
     endpoint: Endpoint | None = None
     hostile_traffic: HostileTraffic | None = None
-    scripts: list[Script] = field(default_factory=list)
-    expected: dict[str, Seen] = field(default_factory=dict)
-    noise: NoiseOf | None = None  # of seeded samples; None: deterministic
-    arithmetic: Arithmetic | None = None
+    scripts: list[ScriptedRequest] = field(default_factory=list)
+    expected: dict[str, StreamedReply] = field(default_factory=dict)
+    sample_noise: SampleNoise | None = None  # of seeded samples; None: deterministic
+    tolerance: NumericTolerance | None = None
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="quire-chaos-")))
-    is_over: bool = False  # no new requests
+    is_stopping: bool = False  # no new requests
 
     # -- the server -----------------------------------------------------------------------------------------------
 
     @property
-    def orders(self) -> Path:
+    def fault_socket(self) -> Path:
         return self.folder / "orders"
 
     async def start(self) -> None:
@@ -96,7 +96,7 @@ class Gate:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.")
         if not settings.deterministic:
             ids = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
-            self.noise = NoiseOf(ids, tokenizer.vocab_size if not tiny else 260)
+            self.sample_noise = SampleNoise(ids, tokenizer.vocab_size if not tiny else 260)
         # A step is short, so that a hang shows.
         flags = ["--model", model, "--port", "0", "--admin-key", ADMIN_KEY, "--hang-timeout",
                  str(settings.hang_timeout), "--stall-timeout", str(4 * settings.hang_timeout), "--max-restarts", "100",
@@ -109,7 +109,7 @@ class Gate:
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
         flags += ["--kernels", settings.kernels] if settings.kernels != "auto" else []
-        command = [sys.executable, "-m", "quire.chaos.server_process", str(self.orders), *flags]
+        command = [sys.executable, "-m", "quire.chaos.server_process", str(self.fault_socket), *flags]
         log = open(self.folder / "server.log", "w")  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
@@ -135,62 +135,62 @@ class Gate:
     async def admin(self, method: str, path: str) -> dict[str, Any]:
         assert self.endpoint is not None
         bare = Endpoint(self.endpoint.host, self.endpoint.port, False, "", ADMIN_KEY)
-        status, body = await call(bare, method, path)
+        status, body = await send_request(bare, method, path)
         if status != 200:
             raise Fault(f"HTTP {status}", body[:200].decode("utf-8", "replace"))
         return json.loads(body)
 
     # -- traffic --------------------------------------------------------------------------------------------------
 
-    async def ask(self, body: dict[str, Any], **options: Any) -> Seen:
+    async def stream_patiently(self, body: dict[str, Any], **options: Any) -> StreamedReply:
         """A request as a patient client makes it: told to come back later, it does."""
         assert self.endpoint is not None
         while True:
-            seen = await ask(self.endpoint, body, **options)
+            seen = await stream_chat(self.endpoint, body, **options)
             if seen.status not in (429, 503):
                 return seen
             self.report.num_refused += 1
             await asyncio.sleep(0.5)
 
-    async def undisturbed(self) -> None:
+    async def run_undisturbed(self) -> None:
         gate = asyncio.Semaphore(self.settings.streams)
 
-        async def one(script: Script) -> None:
+        async def one(script: ScriptedRequest) -> None:
             async with gate:
-                self.expected[script.name] = seen = await self.ask(script.body)
+                self.expected[script.name] = seen = await self.stream_patiently(script.body)
                 if seen.error is not None:
                     raise QuireError("engine_failed", f"The undisturbed request {script.name} failed: {seen.error}.")
 
         await asyncio.gather(*(one(script) for script in self.scripts))
-        if self.noise is not None:
-            self.arithmetic = Arithmetic(await self.shift_alone(), self.noise)
-            self.report.shift = self.arithmetic.shift
+        if self.sample_noise is not None:
+            self.tolerance = NumericTolerance(await self.measure_shift_alone(), self.sample_noise)
+            self.report.shift = self.tolerance.shift
 
-    async def shift_alone(self) -> float:
+    async def measure_shift_alone(self) -> float:
         """How far tokens move when each request is asked by itself, and computed from its first token on."""
         shifts = []
         for script in self.scripts:
-            alone = await self.ask({**script.body, "cache_salt": "alone"})
+            alone = await self.stream_patiently({**script.body, "cache_salt": "alone"})
             shifts.append(measure_shift(self.expected[script.name], alone))
         return max(shifts)
 
     async def stream_loop(self, number: int) -> None:
         assert self.hostile_traffic is not None
-        rng, dice = (random.Random(f"{self.settings.seed}/{number}{what}") for what in ("", "/hostile"))
-        while not self.is_over:
-            if dice.random() < self.settings.hostile:
-                await self.hostile_traffic.send_one(dice, self.report.hostile_sent, self.report.hostile_wrong)
+        rng, attack_rng = (random.Random(f"{self.settings.seed}/{number}{what}") for what in ("", "/hostile"))
+        while not self.is_stopping:
+            if attack_rng.random() < self.settings.hostile:
+                await self.hostile_traffic.send_one(attack_rng, self.report.hostile_sent, self.report.hostile_wrong)
             script = rng.choice(self.scripts)
             try:
-                seen = await self.ask(script.body)
+                seen = await self.stream_patiently(script.body)
             except (Fault, TimeoutError, OSError) as error:
                 self.report.fail(script, f"{type(error).__name__}: {error}", self.expected[script.name])
                 continue
             if seen.error is not None:
                 self.report.fail(script, seen.error, self.expected[script.name])
                 continue
-            verdict = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.arithmetic)
-            self.report.count(script, seen, verdict)
+            difference = await asyncio.to_thread(compare, script, self.expected[script.name], seen, self.tolerance)
+            self.report.count(script, seen, difference)
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
@@ -202,37 +202,37 @@ class Gate:
         kinds: list[str] = []
         while len(kinds) < total:
             kinds += rng.sample(chosen, len(chosen))
-        begun, span = time.monotonic(), self.settings.seconds * 0.95
+        started, span = time.monotonic(), self.settings.seconds * 0.95
         for number, kind in enumerate(kinds[:total]):
-            pause = begun + span * number / total - time.monotonic()
+            pause = started + span * number / total - time.monotonic()
             if pause > 0:
                 await asyncio.sleep(pause)
-            self.say(f"fault {number + 1} of {total}: {kind}")
+            self.show(f"fault {number + 1} of {total}: {kind}")
             try:
                 await self.inject(kind, rng)
                 self.report.faults[kind] += 1
             except (Fault, TimeoutError, OSError, AssertionError) as error:
                 self.report.problems.append(f"{kind}: {type(error).__name__}: {error}")
-            if time.monotonic() > begun + 3 * self.settings.seconds + 3 * BACK_SECONDS:
+            if time.monotonic() > started + 3 * self.settings.seconds + 3 * RECOVERY_SECONDS:
                 self.report.problems.append(f"only {number + 1} of {total} faults fitted into the time")
                 break
-        rest = begun + self.settings.seconds - time.monotonic()
+        rest = started + self.settings.seconds - time.monotonic()
         if rest > 0:
             await asyncio.sleep(rest)
 
     async def inject(self, kind: str, rng: random.Random) -> None:
         if kind in DEATHS:
-            await self.deadly(kind)
+            await self.kill_engine(kind)
         elif kind in STEPS:
-            await self.settled()  # several in a row would look like the fault of whoever is suspected
-            before = await asyncio.to_thread(send_order, self.orders, None) or {}
+            await self.wait_until_ready()  # several in a row would look like the fault of whoever is suspected
+            before = await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}
             failures = await self.failed_steps()
-            await self.order(kind)
-            await self.happened(kind, before.get(kind, 0))
+            await self.arm(kind)
+            await self.wait_until_injected(kind, before.get(kind, 0))
             if kind in FAILING_STEPS:
-                await self.heard_of(failures)
+                await self.wait_for_failed_steps(failures)
         elif kind.startswith("poison_"):
-            await self.poisonous(kind.removeprefix("poison_"))
+            await self.send_poison(kind.removeprefix("poison_"))
         else:
             action: dict[str, Callable[[random.Random], Awaitable[None]]] = {
                 "hang_up": self.hang_up, "slow_client": self.slow_client, "vanish": self.vanish,
@@ -240,16 +240,16 @@ class Gate:
             }  # fmt: skip
             await action[kind](rng)
 
-    async def deadly(self, kind: str) -> None:
-        await self.settled()
+    async def kill_engine(self, kind: str) -> None:
+        await self.wait_until_ready()
         state = await self.admin("GET", "/admin/state")
         pages = await self.num_pages()
         if kind in ("kill", "stop"):
             pid = (await self.admin("GET", "/admin/engine"))["pid"]
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         else:
-            await self.order(kind)
-        await self.replaced(state["restarts"])
+            await self.arm(kind)
+        await self.wait_until_replaced(state["restarts"])
         left = await self.num_pages()
         shrinks = kind == "starve" and pages > 0.6 * self.settings.num_pages  # down to half of the first one's
         assert left < pages if shrinks else left <= pages, f"the next engine has {left} pages after one of {pages}"
@@ -257,38 +257,38 @@ class Gate:
     async def num_pages(self) -> int:
         return int((await self.admin("GET", "/admin/engine"))["memory"]["groups"][0]["units"])
 
-    async def order(self, kind: str) -> None:
+    async def arm(self, kind: str) -> None:
         """Arm a fault in the engine process; between two of them there is nobody to take the order."""
-        async with asyncio.timeout(BACK_SECONDS):
-            while await asyncio.to_thread(send_order, self.orders, kind) is None:
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while await asyncio.to_thread(arm_fault, self.fault_socket, kind) is None:
                 await asyncio.sleep(0.1)
 
-    async def happened(self, kind: str, before: int) -> None:
+    async def wait_until_injected(self, kind: str, before: int) -> None:
         """Until the armed fault has come about, once more than before."""
-        async with asyncio.timeout(BACK_SECONDS):
-            while (await asyncio.to_thread(send_order, self.orders, None) or {}).get(kind, 0) == before:
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while (await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}).get(kind, 0) == before:
                 await asyncio.sleep(0.05)
 
     async def failed_steps(self) -> int:
         """How many steps have failed in this engine, as its last beat says."""
         return int((await self.admin("GET", "/admin/state"))["loop"]["transitions"].get("fail", 0))
 
-    async def heard_of(self, failures: int) -> None:
+    async def wait_for_failed_steps(self, failures: int) -> None:
         """Until a beat knows of one more failed step: before it, the engine is not known to suspect anyone."""
-        async with asyncio.timeout(BACK_SECONDS):
+        async with asyncio.timeout(RECOVERY_SECONDS):
             while await self.failed_steps() <= failures:
                 await asyncio.sleep(0.05)
 
-    async def replaced(self, restarts: int) -> None:
+    async def wait_until_replaced(self, restarts: int) -> None:
         """The engine was lost since there were so many restarts, and is back."""
-        async with asyncio.timeout(BACK_SECONDS):
+        async with asyncio.timeout(RECOVERY_SECONDS):
             while (await self.admin("GET", "/admin/state"))["restarts"] <= restarts:
                 await asyncio.sleep(0.1)
-        await self.settled()
+        await self.wait_until_ready()
 
-    async def settled(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Ready, and nobody is under suspicion any more."""
-        async with asyncio.timeout(BACK_SECONDS):
+        async with asyncio.timeout(RECOVERY_SECONDS):
             while True:
                 state = await self.admin("GET", "/admin/state")
                 engine = (await self.admin("GET", "/v1/stats"))["engine"]
@@ -296,7 +296,7 @@ class Gate:
                     return
                 await asyncio.sleep(0.1)
 
-    async def poisonous(self, name: str) -> None:
+    async def send_poison(self, name: str) -> None:
         """A request that can't be computed ends alone, with its own error."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "poison"}], "max_tokens": 8, "stream": True,
                                 "temperature": 0.7}  # fmt: skip
@@ -307,20 +307,20 @@ class Gate:
         if name == "mask":
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
         if name == "die":
-            await self.settled()
-        seen = await self.ask(body)
+            await self.wait_until_ready()
+        seen = await self.stream_patiently(body)
         assert seen.error == POISON_CODES[name], f"ended with {seen.error!r} instead of {POISON_CODES[name]!r}"
-        await self.settled()
+        await self.wait_until_ready()
 
     async def hang_up(self, rng: random.Random) -> None:
         for _ in range(3):
-            await self.ask(rng.choice(self.scripts).body, leave_after=rng.randrange(1, 6))
+            await self.stream_patiently(rng.choice(self.scripts).body, leave_after=rng.randrange(1, 6))
 
     async def slow_client(self, rng: random.Random) -> None:
         script = rng.choice(self.scripts)
-        seen = await self.ask(script.body, slow=0.2)
+        seen = await self.stream_patiently(script.body, slow=0.2)
         assert seen.error is None, f"ended with {seen.error!r}"
-        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.arithmetic))
+        self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.tolerance))
 
     async def vanish(self, rng: random.Random) -> None:
         """A client that announces a body and goes away, at every stage."""
@@ -334,28 +334,30 @@ class Gate:
 
     async def hostile(self, rng: random.Random) -> None:
         assert self.endpoint is not None
-        for body in hostile_bodies(rng):
-            status, answer = await call(self.endpoint, "POST", "/chat/completions", body, timeout=BACK_SECONDS)
+        for body in invalid_bodies(rng):
+            status, answer = await send_request(
+                self.endpoint, "POST", "/chat/completions", body, timeout=RECOVERY_SECONDS
+            )
             assert 400 <= status < 500, f"{body[:80]!r} was answered with {status} {error_code(answer)}"
 
     async def full_disk(self, rng: random.Random) -> None:
         """Nothing more can be written to files for a moment: stored responses may fail, streams may not."""
         assert self.endpoint is not None and self.process is not None
-        await self.settled()
+        await self.wait_until_ready()
         before = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (512, before[1]))
         try:
             body = json.dumps({"input": "hello", "max_output_tokens": 16, "store": True}).encode()
-            status, answer = await call(self.endpoint, "POST", "/responses", body, timeout=BACK_SECONDS)
+            status, answer = await send_request(self.endpoint, "POST", "/responses", body, timeout=RECOVERY_SECONDS)
             assert status == 200 or error_code(answer) == "store_failed", f"{status} {answer[:200]!r}"
         finally:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, before)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    async def finish(self) -> None:
+    async def check_at_end(self) -> None:
         """Idle again: is everything back, and what did it cost?"""
-        async with asyncio.timeout(BACK_SECONDS):
+        async with asyncio.timeout(RECOVERY_SECONDS):
             while True:
                 engine = (await self.admin("GET", "/v1/stats"))["engine"]
                 if not engine["running"] + engine["waiting"] + engine["held"]:
@@ -374,29 +376,29 @@ class Gate:
         self.report.errors = Counter((await self.admin("GET", "/admin/errors"))["counts"])
 
 
-async def run_gate(settings: Settings, say: Callable[[str], None]) -> Report:
-    gate = Gate(settings, say)
-    report = gate.report
+async def run_gate(settings: ChaosSettings, show: Callable[[str], None]) -> Report:
+    run = ChaosRun(settings, show)
+    report = run.report
     report.settings = settings
     try:
-        say(f"starting a server on {settings.model}")
-        await gate.start()
-        gate.scripts = make_scripts(settings.seed, settings.num_scripts, settings.max_tokens, 60)
-        say(f"{len(gate.scripts)} requests undisturbed")
-        await gate.undisturbed()
-        begun = time.monotonic()
-        streams = [asyncio.create_task(gate.stream_loop(number)) for number in range(settings.streams)]
+        show(f"starting a server on {settings.model}")
+        await run.start()
+        run.scripts = make_scripts(settings.seed, settings.num_scripts, settings.max_tokens, 60)
+        show(f"{len(run.scripts)} requests undisturbed")
+        await run.run_undisturbed()
+        started = time.monotonic()
+        streams = [asyncio.create_task(run.stream_loop(number)) for number in range(settings.streams)]
         try:
-            await gate.inject_all()
+            await run.inject_all()
         finally:
-            gate.is_over = True
+            run.is_stopping = True
             results = await asyncio.gather(*streams, return_exceptions=True)
-        report.seconds = time.monotonic() - begun
+        report.seconds = time.monotonic() - started
         report.problems += [f"a stream's loop broke: {r!r}" for r in results if isinstance(r, BaseException)]
-        await gate.finish()
+        await run.check_at_end()
     except (Fault, TimeoutError) as error:
         report.problems.append(f"the run broke off: {type(error).__name__} {error} {getattr(error, 'detail', '')}")
     finally:
-        await gate.stop()
-        report.log = str(gate.folder / "server.log")
+        await run.stop()
+        report.log = str(run.folder / "server.log")
     return report

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quire.bench.online.streamed_chat import Seen
-from quire.chaos.compare import WIDEST_TIE, Divergence, Verdict
-from quire.chaos.traffic import Script
+from quire.bench.online.streamed_chat import StreamedReply
+from quire.chaos.compare import MAX_TIE_GAP, Divergence, ReplyDifference
+from quire.chaos.traffic import ScriptedRequest
 from quire.files.progress import format_bytes
 
 MAX_EXAMPLES = 20
@@ -42,19 +42,19 @@ class Report:
     problems: list[str] = field(default_factory=list)
     log: str = ""
 
-    def count(self, script: Script, seen: Seen, verdict: Verdict) -> None:
+    def count(self, script: ScriptedRequest, seen: StreamedReply, difference: ReplyDifference) -> None:
         self.num_requests += 1
         self.by_kind[script.kind] += 1
         self.num_tokens += sum(len(choice.tokens) for choice in seen.choices.values())
         self.longest_pause = max(self.longest_pause, seen.longest_pause)
-        self.lost += verdict.lost
-        self.duplicated += verdict.duplicated
-        self.wrong += verdict.wrong
-        self.near_ties += verdict.near_ties
-        if not verdict.is_clean:
-            self.problems.append(f"{script.name} ({script.kind}): {verdict.detail}")
+        self.lost += difference.lost
+        self.duplicated += difference.duplicated
+        self.wrong += difference.wrong
+        self.near_ties += difference.near_ties
+        if not difference.is_clean:
+            self.problems.append(f"{script.name} ({script.kind}): {difference.detail}")
 
-    def fail(self, script: Script, why: str, expected: Seen) -> None:
+    def fail(self, script: ScriptedRequest, why: str, expected: StreamedReply) -> None:
         """All that should have come and did not is lost."""
         self.num_requests += 1
         self.failed += 1
@@ -85,7 +85,7 @@ class Report:
             ("hostile requests", f"{self.hostile_sent.total()} of {len(self.hostile_sent)} kinds"),
             ("hostile requests answered wrongly", _shown(self.hostile_wrong)),
             ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that, and within "
-                                               f"{WIDEST_TIE}, are tied)"),
+                                               f"{MAX_TIE_GAP}, are tied)"),
             ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
             ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
             ("peak memory", f"engine {format_bytes(self.engine_peak_bytes)}, "

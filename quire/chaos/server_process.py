@@ -21,7 +21,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
 
-class DisturbedTokenizer:
+class FaultyTokenizer:
     """The real one, but a request that wants to see special tokens can't have its text made: only the gate asks so."""
 
     def __init__(self, inner: Tokenizer):
@@ -36,9 +36,9 @@ class DisturbedTokenizer:
         return self._inner.shown_ids(ids, skip_special)
 
 
-def load_disturbed(files: ModelFiles) -> Any:
+def load_faulty_tokenizer(files: ModelFiles) -> Any:
     tokenizer = load_tokenizer(files)
-    return None if tokenizer is None else DisturbedTokenizer(tokenizer)
+    return None if tokenizer is None else FaultyTokenizer(tokenizer)
 
 
 def main(orders: str, arguments: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def main(orders: str, arguments: Sequence[str]) -> int:
         config = config_from_args(parser.parse_args(list(arguments)))
         model = config.model
         files = resolve_model(model.model, offline=model.offline, random_weights=model.random_weights)
-        return uvloop.run(serve(config, files, command, print_url, __version__, load_disturbed))
+        return uvloop.run(serve(config, files, command, print_url, __version__, load_faulty_tokenizer))
     except QuireError as error:
         print(f"quire: error: {error.what} {error.hint}", file=sys.stderr)
         return 1

@@ -29,7 +29,7 @@ KINDS = ("greedy", "seeded", "long", "schema", "tool", "penalties", "several", "
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ScriptedRequest:
     """One request, always the same."""
 
     name: str
@@ -41,12 +41,12 @@ class Script:
         return float(self.body["temperature"])
 
 
-def make_scripts(seed: int, count: int, max_tokens: int, long_words: int) -> list[Script]:
+def make_scripts(seed: int, count: int, max_tokens: int, long_words: int) -> list[ScriptedRequest]:
     rng = random.Random(seed)
     return [_script(rng, f"s{index}", KINDS[index % len(KINDS)], max_tokens, long_words) for index in range(count)]
 
 
-def _script(rng: random.Random, name: str, kind: str, max_tokens: int, long_words: int) -> Script:
+def _script(rng: random.Random, name: str, kind: str, max_tokens: int, long_words: int) -> ScriptedRequest:
     words = " ".join(rng.choice(WORDS) for _ in range(long_words if kind == "long" else rng.randrange(3, 12)))
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"{name}: say something about {words}."}],
@@ -69,10 +69,10 @@ def _script(rng: random.Random, name: str, kind: str, max_tokens: int, long_word
         body |= {"tools": [TOOL], "tool_choice": "required"}
     elif kind == "stop":
         body |= {"stop": ["zq", " the "], "ignore_eos": True}
-    return Script(name, kind, body)
+    return ScriptedRequest(name, kind, body)
 
 
-def hostile_bodies(rng: random.Random) -> list[bytes]:
+def invalid_bodies(rng: random.Random) -> list[bytes]:
     """What no client should send; each must be refused as the client's own mistake."""
     deep = b"[" * 2000 + b"]" * 2000
     good: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

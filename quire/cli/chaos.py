@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Namespace) -> int:
-    from quire.chaos.gate import Settings, run_gate  # imported late, so that --help is fast
+    from quire.chaos.gate import ChaosSettings, run_gate  # imported late, so that --help is fast
 
     shortest = knobs()["hang_timeout"].low or 0.0  # the server's own lower bound
     for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", shortest)):
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
-    settings = Settings(
+    settings = ChaosSettings(
         args.model,
         args.minutes * 60,
         args.streams,

@@ -61,7 +61,7 @@ def test_the_next_engine_needs_less_and_every_stream_goes_on(out_of_memory: str,
     need("torch", "httpx")
     import httpx
 
-    from quire.chaos.faults import send_order
+    from quire.chaos.faults import arm_fault
 
     started = serve(tmp_path, out_of_memory)
     try:
@@ -78,7 +78,7 @@ def test_the_next_engine_needs_less_and_every_stream_goes_on(out_of_memory: str,
             for thread in threads:
                 thread.start()
             assert begun.wait(60)
-            assert send_order(tmp_path / "orders", "outgrow") is not None
+            assert arm_fault(tmp_path / "orders", "outgrow") is not None
             for thread in threads:
                 thread.join(120)
             state, errors = client.get("/admin/state").json(), client.get("/admin/errors").json()

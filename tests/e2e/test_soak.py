@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.bench.online.stream_client import Endpoint, parse_url
-from quire.bench.online.streamed_chat import call
+from quire.bench.online.streamed_chat import send_request
 from quire.files.tiny_model import make_tiny_model
 from tests.e2e.conftest import start
 
@@ -31,7 +31,7 @@ async def send(endpoint: Endpoint, first: int, last: int) -> None:
     async def one() -> None:
         for number in numbers:
             body = {"prompt": f"request number {number % 5000}", "max_tokens": 2, "stream": bool(number % 2)}
-            status, answer = await call(endpoint, "POST", "/completions", json.dumps(body).encode())
+            status, answer = await send_request(endpoint, "POST", "/completions", json.dumps(body).encode())
             assert status == 200, answer
 
     await asyncio.gather(*(one() for _ in range(STREAMS)))
@@ -52,7 +52,7 @@ def test_twenty_thousand_requests_leave_memory_flat(tmp_path: Path) -> None:
             readings = []
             for first, last in ((0, FIRST), (FIRST, TOTAL)):
                 await send(endpoint, first, last)
-                engine = json.loads((await call(bare, "GET", "/admin/engine"))[1])["pid"]
+                engine = json.loads((await send_request(bare, "GET", "/admin/engine"))[1])["pid"]
                 readings.append({"server": resident(started.process.pid), "engine": resident(engine)})
             return readings
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from quire.bench.online.streamed_chat import Choice, Seen
-from quire.chaos.compare import WIDEST_TIE, Arithmetic, compare, measure_shift
-from quire.chaos.traffic import Script
+from quire.bench.online.streamed_chat import Choice, StreamedReply
+from quire.chaos.compare import MAX_TIE_GAP, NumericTolerance, compare, measure_shift
+from quire.chaos.traffic import ScriptedRequest
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 6}
-GREEDY = Script("s", "greedy", {"temperature": 0.0})
+GREEDY = ScriptedRequest("s", "greedy", {"temperature": 0.0})
 
 
-def seen(tokens: str, logprobs: Sequence[float] | None = None, **more: Any) -> Seen:
+def seen(tokens: str, logprobs: Sequence[float] | None = None, **more: Any) -> StreamedReply:
     scores = list(logprobs or [-0.5] * len(tokens))
     choice = Choice([token.encode() for token in tokens], scores, tokens, "", "length")
-    return Seen({0: choice}, usage={**USAGE, **more})
+    return StreamedReply({0: choice}, usage={**USAGE, **more})
 
 
 WANTED = seen("abcdef")
@@ -34,11 +34,11 @@ WANTED = seen("abcdef")
         (seen("abcbcdef"), 0, 2, 0),
         (seen("abXdef"), 0, 0, 1),
         (seen("abcdef", prompt_tokens=8), 0, 0, 1),
-        (Seen(), 6, 0, 0),
+        (StreamedReply(), 6, 0, 0),
     ],
 )
-def test_what_is_lost_doubled_or_wrong_is_named_so(got: Seen, lost: int, duplicated: int, wrong: int) -> None:
-    for arithmetic in (None, Arithmetic(0.01, lambda *_: 0.0)):
+def test_what_is_lost_doubled_or_wrong_is_named_so(got: StreamedReply, lost: int, duplicated: int, wrong: int) -> None:
+    for arithmetic in (None, NumericTolerance(0.01, lambda *_: 0.0)):
         if arithmetic is not None and wrong and got.choices[0].tokens[2] == b"X":
             continue  # excused or not: below
         verdict = compare(GREEDY, WANTED, got, arithmetic)
@@ -47,8 +47,8 @@ def test_what_is_lost_doubled_or_wrong_is_named_so(got: Seen, lost: int, duplica
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_only_a_gap_that_the_arithmetic_explains_is_excused(temperature: float) -> None:
-    script = Script("s", "seeded", {"temperature": temperature, "seed": 1})
-    arithmetic = Arithmetic(0.01, lambda seed, index, position, token: {b"c": 0.2, b"X": 0.1}[token])
+    script = ScriptedRequest("s", "seeded", {"temperature": temperature, "seed": 1})
+    arithmetic = NumericTolerance(0.01, lambda seed, index, position, token: {b"c": 0.2, b"X": 0.1}[token])
     bound = 0.02 / (temperature or 1.0)
     for gap, is_excused in ((0.9 * bound, True), (1.1 * bound, False)):
         # what decided: the log-probability over the temperature and the noise of that token, or the former alone
@@ -63,8 +63,8 @@ def test_only_a_gap_that_the_arithmetic_explains_is_excused(temperature: float) 
 
 
 def test_nothing_makes_a_wide_gap_a_near_tie() -> None:
-    careless = Arithmetic(0.4, lambda *_: 0.0)
-    for gap, is_excused in ((0.9 * WIDEST_TIE, True), (1.1 * WIDEST_TIE, False)):
+    careless = NumericTolerance(0.4, lambda *_: 0.0)
+    for gap, is_excused in ((0.9 * MAX_TIE_GAP, True), (1.1 * MAX_TIE_GAP, False)):
         got = seen("abXyzq", [-0.5, -0.5, -0.5 - gap, -0.5, -0.5, -0.5])
         assert compare(GREEDY, WANTED, got, careless).is_clean is is_excused
 

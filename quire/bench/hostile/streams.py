@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.online.stream_client import Endpoint, Fault
-from quire.bench.online.streamed_chat import WORDS, Choice, Seen, ask
+from quire.bench.online.streamed_chat import WORDS, Choice, StreamedReply, stream_chat
 from quire.types import QuireError
 
 LATER = (429, 503)
@@ -36,7 +36,7 @@ class Streams:
 
     async def learn(self) -> None:
         """Record the answer of each stream without attacks."""
-        seen = await asyncio.gather(*(ask(self._endpoint, body) for body in self._bodies))
+        seen = await asyncio.gather(*(stream_chat(self._endpoint, body) for body in self._bodies))
         for one in seen:
             if one.error is not None or not one.choices.get(0, Choice()).tokens:
                 raise QuireError("engine_failed", f"An undisturbed stream ended with {one.error or 'no token'}.")
@@ -57,7 +57,7 @@ class Streams:
     async def _loop(self, number: int) -> None:
         while not self._over:
             try:
-                seen = await ask(self._endpoint, self._bodies[number])
+                seen = await stream_chat(self._endpoint, self._bodies[number])
             except (Fault, TimeoutError, OSError) as error:
                 self._lose(len(self._expected[number].tokens), f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
@@ -68,7 +68,7 @@ class Streams:
                 continue
             self._count(seen, self._expected[number])
 
-    def _count(self, seen: Seen, expected: Choice) -> None:
+    def _count(self, seen: StreamedReply, expected: Choice) -> None:
         counts, got = self.counts, seen.choices.get(0, Choice())
         counts.answers += 1
         counts.tokens += len(got.tokens)

@@ -27,7 +27,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Seen:
+class StreamedReply:
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     error: str | None = None  # the code of an error event or reply
@@ -54,10 +54,10 @@ class Seen:
             choice.finish = part.get("finish_reason") or choice.finish
 
 
-async def ask(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | None = None, slow: float = 0.0,
-              timeout: float = 600.0) -> Seen:  # fmt: skip
+async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | None = None, slow: float = 0.0,
+              timeout: float = 600.0) -> StreamedReply:  # fmt: skip
     """One streamed request to its end. `leave_after`: hang up after so many events; `slow`: seconds between reads."""
-    seen = Seen()
+    seen = StreamedReply()
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout), Connection(endpoint) as connection:
         seen.status, headers = await connection.request("POST", CHAT, json.dumps(body).encode())
@@ -83,7 +83,7 @@ async def ask(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | No
     return seen
 
 
-async def call(endpoint: Endpoint, method: str, path: str, body: bytes = b"", timeout: float = 60.0
+async def send_request(endpoint: Endpoint, method: str, path: str, body: bytes = b"", timeout: float = 60.0
                ) -> tuple[int, bytes]:  # fmt: skip
     async with asyncio.timeout(timeout), Connection(endpoint) as connection:
         status, headers = await connection.request(method, path, body)

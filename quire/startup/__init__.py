@@ -1,6 +1,8 @@
-"""What makes a start short: it begins early what takes long (`beginning`), has what was never compiled compiled beside
-it (`compilers`; `rehearsal` and the `workers` it forks in processes of their own), and need not try again what an
-earlier start has tried (`notes`).
+"""Builds an engine from a config (`assemble`), and shortens the time until it is ready.
+
+`early_init` opens the GPU and hashes Triton while torch is imported. `compile_ahead` compiles missing kernels in other
+processes: `dry_run` lists them, `compile_workers` compile them. `trial_notes` saves a start from repeating the kernel
+trials of an earlier one.
 """
 
 from quire.startup.compile_ahead import Compilers, start_compilers

@@ -1,7 +1,7 @@
-"""Wires the rooms together: from a config to an engine that runs, with its edge. `LLM` and `AsyncLLM` call it.
+"""Builds a running engine and its edge from a config. `early_init.open_engine` calls `assemble`.
 
-This is the one place that knows every room. Defaults that depend on the machine (rows, batch tokens, depth, threads)
-are decided here and nowhere else.
+This is the only module that imports every subsystem. `defaults` has the defaults that depend on the machine, and
+`cache_plan` the sizes of the cache.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Everything a front end holds."""
+    """The parts of a running engine that a front end uses."""
 
     engine: Engine
     edge: Edge
     memory: MemoryPlan
     files: ModelFiles
     dtype: str
-    desk: GrammarDesk | None  # where requests wait while their grammars compile; None: no tokenizer, no grammars
+    desk: GrammarDesk | None  # queue of requests whose grammars compile; None: no tokenizer, so no grammars
 
 
 def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
-    """`compilers`: who compiles kernels meanwhile, see `quire.startup`."""
+    """Loads the model and returns its engine. `compilers`: processes that compile kernels, see `compile_ahead`."""
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
     if compilers is not None and device.type == "cuda":
         compilers.attach()
@@ -90,7 +90,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     ops: Ops | None = getattr(loaded.model, "ops", None)
     if ops is not None and ops.native is not None:
-        torch.set_num_threads(1)  # the native pool has the cores; torch is left with what is too small to share
+        torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations
     edge = Edge(
         tokenizer=tokenizer,
         template=template,
@@ -108,9 +108,12 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
 def _load_engine(
     config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
-    """A model and the engine around it: with the kernels that an earlier start noted, if what one request needs still
-    runs (a note knows of no kernel that was damaged on disk since, and is forgotten when one fails); else as trials
-    have it."""
+    """Returns a loaded model with its engine.
+
+    If an earlier start left a note, its kernels are used without trials, provided that the engine's first chore runs:
+    a kernel may have been damaged on disk since. If that fails, the note is deleted and the model is loaded again with
+    trials.
+    """
     noted = note.read() if note is not None else None
     if note is not None and noted is not None:
         found = _load_with(Findings(noted), config, files, device, note, progress)
@@ -149,7 +152,7 @@ def _load_with(
         findings=findings,
         progress=progress,
     )
-    release_memory(device)  # of weights that were made smaller once read: the plan below counts what is free
+    release_memory(device)  # frees weights that were quantized after reading, before the plan reads the free memory
     engine, memory = build_engine(
         loaded.model,
         config,
@@ -159,16 +162,18 @@ def _load_with(
         findings=findings,
         on_failure=doubt,
     )
-    engine.do_chore()  # what one request needs: the first should not wait for a compiler, nor find a kernel broken
+    engine.do_chore()  # runs what one request needs, so that the first one meets neither a compiler nor a broken kernel
     return loaded, engine, memory
 
 
 def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
-    """Settings of an engine that keeps the same in fewer bytes, for when this one runs out of memory; none: this is
-    the lowest, or the mode allows no other."""
+    """Returns the settings of an engine with smaller weights or cache, for a restart after running out of memory.
+
+    Empty if there is no lower precision, or if the deterministic mode forbids it.
+    """
     if parts.memory.device != "cpu":
         return {"kv_dtype": "fp8"} if config.cache.kv_dtype == "auto" and not config.engine.deterministic else {}
-    keeps_blocks = parts.files.kind == "gguf" and config.model.dtype == "auto"  # smaller than any float
+    keeps_blocks = parts.files.kind == "gguf" and config.model.dtype == "auto"  # smaller than floats
     if config.engine.deterministic or config.model.quant != "none" or keeps_blocks:
         return {}
     return {"dtype": "float16"} if config.model.dtype in ("auto", "float32") else {}
@@ -184,7 +189,7 @@ def build_engine(
     findings: Findings | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> tuple[Engine, MemoryPlan]:
-    """An engine around a model that is already loaded. `on_failure`: told of steps that fail, see `Guarded`."""
+    """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `Guarded`."""
     limits = resolve_limits(config, device)
     memory = plan_model_memory(model, config, limits, device, available_memory(device), weights, max_model_len)
     checksums = config.cache.swap_checksums
@@ -194,7 +199,7 @@ def build_engine(
     cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
     rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
     sampling_ops = try_sampling_ops(model, config, device, device, findings)
-    # Where the sampler's kernels can't be used, those of captured steps, which sample too, can't either.
+    # Captured steps use the sampler's kernels, so they are impossible without these.
     row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
@@ -214,7 +219,7 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
         return None
 
     def make_compiler() -> GrammarCompiler:
-        ids = range(min(tokenizer.vocab_size, vocab_size))  # some tokenizers know more tokens than their model
+        ids = range(min(tokenizer.vocab_size, vocab_size))  # some tokenizers have more tokens than their model
         tokens = [tokenizer.token_bytes(i) for i in ids]
         special = [i for i in ids if tokenizer.is_special(i)]
         return GrammarCompiler(
@@ -232,8 +237,10 @@ def _can_capture(model: Model) -> bool:
 def try_sampling_ops(
     model: Model, config: Config, device: torch.device, at: torch.device, findings: Findings | None = None
 ) -> SamplingOps | None:
-    """The device's sampling kernels, tried. Torch would draw with other bits: not in the deterministic mode. `at`: see
-    `build_tried_model`."""
+    """Returns the device's sampling kernels after their trial; None if torch samples.
+
+    The deterministic mode never falls back to torch, whose random bits differ. `at`: see `build_tried_model`.
+    """
     engine = config.engine
     ops = None if engine.kernels == "torch" else select_sampling(device.type, engine.deterministic)
     if ops is None:
@@ -243,7 +250,7 @@ def try_sampling_ops(
 
 
 def _irreplaceable(config: Config) -> frozenset[str]:
-    """Sampling kernels that torch may not stand in for."""
+    """Returns the sampling kernels that torch must not replace."""
     if config.engine.strict_kernels:
         return EVERY
     return OTHER_BITS if config.engine.deterministic else frozenset()
@@ -257,7 +264,7 @@ def try_row_ops(
     at: torch.device,
     findings: Findings | None = None,
 ) -> RowOps | None:
-    """What captured steps need besides the model, tried. Without it steps compute the same bits, uncaptured."""
+    """Returns the tried kernels that captured steps need besides the model's; None: steps run uncaptured."""
     ops = select_row_ops(device.type) if config.engine.graphs and _can_capture(model) else None
     if ops is None:
         return None
@@ -274,7 +281,7 @@ def try_row_ops(
 
 
 def _logits_dtype(model: Model) -> torch.dtype:
-    """What the model computes in; weights may be kept in something smaller."""
+    """Returns the dtype of the model's computation; stored weights may have a smaller type."""
     weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((weight.dtype for weight in weights if weight.dtype in TOLERANCE), torch.float32)
 
@@ -287,7 +294,7 @@ def _mixed_graphs(
     graphs: DecodeGraphs | None,
     max_rows: int,
 ) -> MixedGraphs | None:
-    """Where decodes are captured, and everything the model keeps is in pages."""
+    """Returns graphs of steps with prefill and decode rows; None unless decodes are captured and all state is paged."""
     captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
     if getattr(model, "decodes_only", False):
         return None

@@ -1,4 +1,4 @@
-"""Plans the cache of a model on this machine, and allocates it."""
+"""Plans how much memory a model's cache takes on this machine, and allocates the cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from quire.runtime.guard import release_memory
 from quire.runtime.store import CacheStore
 from quire.startup.defaults import pick_device, resolve_limits, resolve_page_tokens
 
-SHRINK = 0.9  # of the pages, for each time they could not be allocated
+SHRINK = 0.9  # factor of the number of pages after each failed allocation
 
 
 def memory_report(config: Config) -> MemoryPlan:
-    """The memory plan for a model whose files are here, without loading it."""
+    """Returns the memory plan of a model from its files, without loading its weights. `quire doctor` prints it."""
     device = pick_device(config.engine.device)
     files = find_files(config, None)
     hf_config = read_config(files)
@@ -54,7 +54,7 @@ def memory_report(config: Config) -> MemoryPlan:
 def plan_cache(
     model: Any, config: Config, limits: Limits, device: torch.device, available: int, max_model_len: int
 ) -> MemoryPlan:
-    """The memory plan for a model that is not loaded, where so many bytes are available now."""
+    """Returns the memory plan of a model that is not loaded yet, with so many bytes available now."""
     weights = weights_bytes(model)
     return plan_model_memory(model, config, limits, device, available - weights, weights, max_model_len)
 
@@ -63,7 +63,7 @@ def plan_model_memory(
     model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int, max_model_len: int
 ) -> MemoryPlan:
     width = model.activation_elements * limits.max_batch_tokens
-    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and room to sort
+    logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and sort buffers
     item = 4 if device.type == "cpu" else 2
     work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
     return plan_memory(
@@ -81,8 +81,11 @@ def plan_model_memory(
 
 
 def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = True) -> tuple[CacheStore, MemoryPlan]:
-    """The cache of the plan. Where memory is in pieces, or somebody else took some since it was planned, a smaller one
-    has to do, and the plan says so."""
+    """Allocates the planned cache. Returns it with the plan it follows.
+
+    If the allocation fails (fragmented memory, or another process took some since the plan), a smaller cache is tried,
+    and the plan's notes say so.
+    """
     wanted = memory
     while True:
         host = list(memory.num_host_units) if memory.num_host_units else None
@@ -100,6 +103,7 @@ def allocate_cache(memory: MemoryPlan, device: torch.device, checksums: bool = T
 
 
 def find_files(config: Config, progress: Progress | None) -> ModelFiles:
+    """Returns the model's files, downloading them if needed."""
     model = config.model
     return resolve_model(
         model.model,

@@ -1,10 +1,9 @@
-"""Compiles the kernels of a start that finds none of them on disk, in processes beside it, while torch is imported and
-weights are read. `LLM`, `AsyncLLM` and the engine process start it before they import torch.
+"""Compiles missing Triton kernels in parallel processes while a start imports torch and reads weights.
 
-One process rehearses the start and tells which kernels it will launch (`rehearsal`); those it has forked before compile
-them (`workers`). The start finds each on disk when it comes to it, waits for one that is under way, and compiles one
-that nobody has begun itself. Behind those come the kernels of larger steps, which nobody waits for yet. Nothing depends
-on any of this: whatever fails here is left to the start.
+`early_init.open_engine` starts it before it imports torch. One process performs a dry run (`dry_run`) and lists the
+kernels that the start will launch; workers that it forked earlier (`compile_workers`) compile them. When the start
+needs a kernel, it finds it in Triton's cache, waits for the worker that compiles it, or compiles it itself if no worker
+has begun. Kernels of larger steps follow last. Nothing depends on this module: the start does whatever fails here.
 """
 
 from __future__ import annotations
@@ -33,29 +32,31 @@ from quire.machine import Machine, installed_version, may_have_gpu, nvidia_card_
 
 FEWEST_CORES = 4
 MOST_WORKERS = 12
-WORKER_BYTES = 1 << 28  # what a worker and the compilers it runs take of the host's memory
-REHEARSAL_BYTES = 1 << 30
-# What a start waits in all: for a rehearsal that has not come to the kernel yet, about as quick as itself; and for
-# kernels that somebody else compiles.
+WORKER_BYTES = 1 << 28  # host memory of a worker and its compilers
+REHEARSAL_BYTES = 1 << 30  # host memory of the dry run
+# Total seconds that a start waits: for the dry run, about as fast as the start, to list a kernel; and for workers to
+# compile kernels.
 LIST_PATIENCE_SECONDS = 3.0
 PATIENCE_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "quire/kernels/triton"
-OTHER_SETTINGS = ("hub_token", "offline", "trace")  # whatever they say, the kernels are the same
-NEEDED = "needed"  # what the rehearsal says when it has told of all that the start needs before its first token
-END = "end"  # its last line
+OTHER_SETTINGS = ("hub_token", "offline", "trace")  # settings without influence on kernels
+NEEDED = "needed"  # line of the dry run after the last kernel that the first token needs
+END = "end"  # last line of the dry run
 
-Key = tuple[str, str, str]  # of a kernel: its module, its name, what it is compiled for
+Key = tuple[str, str, str]  # module, name and specialization of a kernel
 
 
 class State(Enum):
+    """The progress of one kernel."""
+
     QUEUED = 1
     RUNNING = 2
-    ENDED = 3  # it lies on disk, or nobody tries any more
+    ENDED = 3  # on disk, or no worker will compile it
 
 
 def start_compilers(config: Config) -> Compilers | None:
-    """None where there is nothing to gain: no GPU, too few cores, or all of this has been compiled before."""
+    """Starts the dry run and the workers; None without a GPU, with few cores, or if nothing is to be compiled."""
     if config.engine.device == "cpu" or config.engine.kernels == "torch" or not may_have_gpu():
         return None
     with suppress(OSError):
@@ -66,24 +67,26 @@ def start_compilers(config: Config) -> Compilers | None:
 
 
 def rehearsal_settings(config: Config) -> dict[str, Any]:
-    """All that may decide which kernels are launched, and how."""
+    """Returns the settings that may influence which kernels are launched, and how."""
     return {name: value for name, value in engine_settings(config).items() if name not in OTHER_SETTINGS}
 
 
 def count_workers(machine: Machine) -> int:
-    """The start itself and the rehearsal have a core each."""
+    """Returns the number of workers, which leaves a core each to the start and to the dry run."""
     if machine.num_usable_cores < FEWEST_CORES:
         return 0
     most = min(MOST_WORKERS, machine.num_usable_cores - 2)
     if machine.memory_available is None:
         return most
-    spare = machine.memory_available // 2 - REHEARSAL_BYTES  # the start needs its share, too
+    spare = machine.memory_available // 2 - REHEARSAL_BYTES  # half is left to the start
     return max(0, min(most, spare // WORKER_BYTES))
 
 
 def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
-    """The file that says: a start such as this one has left its kernels here. It lies in Triton's cache, and goes when
-    that goes."""
+    """Returns the path of the file which marks that all kernels of such a start are compiled.
+
+    It is in Triton's cache directory, so that it is deleted together with the kernels.
+    """
     versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
     sources = [(str(path.relative_to(SOURCES)), path.stat().st_mtime_ns) for path in list_sources(SOURCES)]
     text = json.dumps([rehearsal_settings(config), versions, sources, cards], sort_keys=True, default=str)
@@ -91,8 +94,10 @@ def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
 
 
 def list_sources(place: Path) -> list[Path]:
-    """Every Python file of a module or package, subfolders included. A place that is missing is a programming error: a
-    stamp that does not depend on its sources would outlast their changes."""
+    """Returns every Python file of a module or package, including subfolders.
+
+    A missing place is a programming error: a stamp that does not depend on its sources would outlive their changes.
+    """
     paths = [place] if place.is_file() else sorted(place.rglob("*.py"))
     if not paths:
         raise RuntimeError(f"{place} holds no Python source. Update the list of sources that names it.")
@@ -100,43 +105,48 @@ def list_sources(place: Path) -> list[Path]:
 
 
 def kernel_folder() -> Path:
-    """Ours, within Triton's cache of compiled kernels."""
+    """Returns this package's folder in Triton's cache of compiled kernels."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     return Path(folder, "quire")
 
 
 def _may_create(stamp: Path) -> bool:
-    """Where nothing can be kept, there is no point in compiling for others."""
+    """Whether Triton's cache is writable, without which kernels can't be shared between processes."""
     existing = next(folder for folder in stamp.parents if folder.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 @dataclass(slots=True)
 class _Patience:
+    """A time budget for several waits."""
+
     left: float  # seconds
 
     def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> None:
+        """Waits until the predicate holds or the budget is used up."""
         start = time.monotonic()
         condition.wait_for(predicate, self.left)
         self.left = max(0.0, self.left - (time.monotonic() - start))
 
 
 class Compilers:
+    """The dry run and the workers of one start, and the state of every kernel they know."""
+
     def __init__(
         self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.startup.dry_run"
     ):
-        """`rehearsal`: the module that is run, with a socket for each of the workers it is to fork."""
+        """`rehearsal`: module of the dry run, which receives one socket per worker that it forks."""
         self._stamp = stamp
         self._changed = threading.Condition()
         self._states: dict[Key, State] = {}
-        self._queue: deque[tuple[Key, str]] = deque()  # kernels, and the line that asks for each
-        self._later: set[Key] = set()  # of them: what no first token needs
-        self._needed_listed = False  # no more will come that one does
-        self._listed = False  # no more will come
-        self._is_whole = True  # nobody was lost on the way
-        self._num_working = num_workers
-        self._num_idle = 0  # of them: those that wait for a kernel
+        self._queue: deque[tuple[Key, str]] = deque()  # (kernel, line for the worker)
+        self._later: set[Key] = set()  # kernels that the first token does not need
+        self._needed_listed = False  # all kernels that the first token needs are listed
+        self._listed = False  # all kernels are listed
+        self._is_whole = True  # no process has failed so far
+        self._num_working = num_workers  # live workers
+        self._num_idle = 0  # live workers without a kernel
         self._list_patience, self._patience = _Patience(LIST_PATIENCE_SECONDS), _Patience(PATIENCE_SECONDS)
         self._detach: Callable[[], None] | None = None
         lines = [socket.socketpair() for _ in range(num_workers)]
@@ -147,21 +157,23 @@ class Compilers:
             _run_thread(self._feed, ours)
 
     def attach(self) -> None:
-        """From now on, and for as long as there are any workers, whoever is about to compile one of these kernels in
-        this process waits for it instead. Called where Triton is imported anyway."""
+        """Hooks into Triton so that this process waits for a kernel's worker instead of compiling the kernel itself.
+
+        The hook is removed when the last worker ends. This imports Triton, so call it only if Triton is needed anyway.
+        """
         try:
             from triton import knobs
 
             before = knobs.runtime.jit_cache_hook
-        except (ImportError, AttributeError):  # a version without: all is compiled here, as ever
+        except (ImportError, AttributeError):  # a Triton version without this hook: this process compiles everything
             return
 
         def hook(**told: Any) -> Any:
-            with suppress(ImportError, AttributeError):  # needed next, half a second, once: better before the wait
+            with suppress(ImportError, AttributeError):  # Triton's hash takes half a second, once, and is needed next
                 import_module("triton.runtime.cache").triton_key()
             with suppress(KeyError, AttributeError):
                 self.settle((told["fn"].module, told["fn"].name, told["compile"]["specialization_data"]))
-            return before(**told) if before is not None else False  # go on: what was compiled is found on disk
+            return before(**told) if before is not None else False  # False: Triton looks on disk next
 
         def detach() -> None:
             if knobs.runtime.jit_cache_hook is hook:
@@ -172,22 +184,22 @@ class Compilers:
                 knobs.runtime.jit_cache_hook, self._detach = hook, detach
 
     def settle(self, key: Key) -> None:
-        """Returns when this kernel is compiled, or when the caller should do it."""
+        """Waits until this kernel is compiled, or until the caller should compile it."""
         with self._changed:
             self._list_patience.wait_for(self._changed, lambda: key in self._states or self._needed_listed)
             self._patience.wait_for(self._changed, lambda: self._is_settled(key) or self._is_stuck(key))
             if self._is_stuck(key):
-                self._mark(key, State.ENDED)  # quicker than waiting for its turn
+                self._mark(key, State.ENDED)  # compiling it here is faster than waiting for a worker
 
     def _is_settled(self, key: Key) -> bool:
         return self._states.get(key, State.ENDED) is State.ENDED
 
     def _is_stuck(self, key: Key) -> bool:
-        """Nobody has begun it, nor will soon."""
+        """Whether the kernel is queued while every worker is busy."""
         return self._states.get(key) is State.QUEUED and self._num_idle == 0
 
     def wait(self) -> None:
-        """Until all of it is done; for tests and measurements."""
+        """Waits until every process has ended; for tests and measurements."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_working == 0)
         self._process.wait()
@@ -222,7 +234,7 @@ class Compilers:
                 self._mark(key, State.QUEUED)
 
     def _end_list(self, is_whole: bool = True) -> None:
-        """Of what is needed, at the latest."""
+        """Records that all needed kernels are listed."""
         with self._changed:
             self._needed_listed = True
             self._is_whole &= is_whole
@@ -230,7 +242,7 @@ class Compilers:
             self._changed.notify_all()
 
     def _feed(self, line: socket.socket) -> None:
-        """One of the workers, for as long as it answers."""
+        """Sends kernels to one worker for as long as it answers."""
         try:
             with line, line.makefile("r") as answers:
                 while (job := self._next()) is not None:
@@ -249,7 +261,7 @@ class Compilers:
             self._end_worker()
 
     def _next(self) -> tuple[Key, str] | None:
-        """The next kernel that nobody has begun; None: there will be none any more."""
+        """Returns the next queued kernel; None if no more will come."""
         with self._changed:
             while True:
                 self._num_idle += 1
@@ -263,7 +275,7 @@ class Compilers:
                     return key, text
 
     def _mark(self, key: Key, state: State) -> None:
-        """With the lock held."""
+        """Sets a kernel's state. The caller holds the lock."""
         self._states[key] = state
         self._leave_stamp()
         self._changed.notify_all()
@@ -271,7 +283,7 @@ class Compilers:
     def _leave_stamp(self) -> None:
         needed = (state for key, state in self._states.items() if key not in self._later)
         if self._needed_listed and self._is_whole and all(state is State.ENDED for state in needed):
-            with suppress(OSError):  # the next start rehearses again
+            with suppress(OSError):  # without a stamp the next start repeats the dry run
                 self._stamp.parent.mkdir(parents=True, exist_ok=True)
                 self._stamp.touch()
 
@@ -279,10 +291,10 @@ class Compilers:
         with self._changed:
             self._num_working -= 1
             is_last = self._num_working == 0
-            if is_last:  # nobody is left to wait for
+            if is_last:  # no worker is left to wait for
                 self._states = dict.fromkeys(self._states, State.ENDED)
                 self._needed_listed = self._listed = True
-                if self._detach is not None:  # before anybody hears that all is over
+                if self._detach is not None:  # before waiters are notified
                     self._detach()
             self._changed.notify_all()
         if is_last:
@@ -293,17 +305,17 @@ class Compilers:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The process. It and those it forks live no longer than we: it reads to the end of its stdin, whose other end is ours
-# alone.
+# The process of the dry run. It and its workers end with this process: it reads its stdin to the end, and only this
+# process holds the other end.
 
 
 def _start(module: str, sockets: Sequence[int]) -> subprocess.Popen[str]:
-    # A checkout need not be installed, nor be where we are.
+    # The package may be a checkout that is neither installed nor the working directory.
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     secrets = {"HF_TOKEN", *(item.variable for item in knobs().values() if item.secret)}
     env = {name: value for name, value in os.environ.items() if name not in secrets}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    quiet = os.environ.get("QUIRE_DEBUG", "0") in ("", "0")  # what goes wrong here, the start itself will see and say
+    quiet = os.environ.get("QUIRE_DEBUG", "0") in ("", "0")  # the start meets and reports the same errors
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, sockets)],
         env=env,
@@ -317,7 +329,7 @@ def _start(module: str, sockets: Sequence[int]) -> subprocess.Popen[str]:
 
 def _run_thread(target: Any, *args: Any) -> None:
     def run() -> None:
-        # A process that died, or something else than it should say: its share is left to the start itself.
+        # If a process dies or sends invalid lines, the start compiles its kernels itself.
         with suppress(OSError, ValueError, KeyError, TypeError):
             target(*args)
 

@@ -1,6 +1,7 @@
-"""The processes that compile for `quire.startup`: forked once all is imported, so that they take neither time nor
-memory for that, told a job a line through a socket of their own, and gone when whoever started them is.
-`dry_run` forks them.
+"""The worker processes of `compile_ahead`, each with a socket on which it receives one job per line.
+
+`dry_run` forks them after its imports, which they then share without time or memory of their own. They end with the
+process that started the dry run.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-NICE = 5  # whoever waits for the first token goes first
+NICE = 5  # the start, on which the first token depends, has priority
 
 Job = dict[str, Any]
 
 
 def fork_workers(fds: Sequence[int], begin: Callable[[int], object], work: Callable[[Job], object]) -> list[int]:
-    """The processes' ids; each has one of these sockets, which are closed here. `begin`: what each does before its
-    first job, told which of them it is. To be called before there are threads, and before a device is opened."""
-    gc.freeze()  # else the collector would write into the pages that all of them share
+    """Forks one worker per socket, closes the sockets in this process, and returns the process ids.
+
+    `begin`: called in each worker with its index, before the first job. `work`: called for each job. Must run before
+    this process has threads or opens a device.
+    """
+    gc.freeze()  # else garbage collections would write to the memory pages that all processes share
     pids = []
     for index, fd in enumerate(fds):
         pid = os.fork()
         if pid == 0:
             _run_worker(fd, fds[index + 1 :], partial(begin, index), work)
         pids.append(pid)
-        os.close(fd)  # or nobody would hear of that worker's end
+        os.close(fd)  # an open copy would hide the worker's end from its reader
     return pids
 
 
 def _run_worker(fd: int, others: Sequence[int], begin: Callable[[], object], work: Callable[[Job], object]) -> None:
-    """Never returns: what it was forked from has another way to go."""
+    """Serves jobs, then exits the process; never returns to the code of the forking process."""
     status = 1
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for own in (0, 1):  # those of whom it was forked from; and compilers may say something
+        for own in (0, 1):  # stdin and stdout belong to the dry run, and compilers may print
             os.dup2(nowhere, own)
         for other in others:
             os.close(other)
@@ -54,7 +58,7 @@ def _run_worker(fd: int, others: Sequence[int], begin: Callable[[], object], wor
 
 
 def _serve(line: socket.socket, work: Callable[[Job], object]) -> None:
-    """Until the other end is closed, by whoever had it or with their death."""
+    """Runs jobs until the other end of the socket is closed."""
     with line.makefile("r") as jobs:
         for text in jobs:
             _attempt(work, json.loads(text))
@@ -64,13 +68,12 @@ def _serve(line: socket.socket, work: Callable[[Job], object]) -> None:
 def _attempt(what: Callable[..., object], *args: Any) -> None:
     try:
         what(*args)
-    except Exception as error:  # whoever launches it will see for themselves
+    except Exception as error:  # the start meets and reports the same error
         print(f"{args!s:.80}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def end_with_parent(workers: Sequence[int]) -> None:
-    """In a thread: whatever they are at, the workers and this process live no longer than who has the other end of
-    stdin."""
+    """Waits for the end of stdin, then kills the workers and this process, whatever they do. Runs in a thread."""
     sys.stdin.read()
     for pid in workers:
         with suppress(ProcessLookupError):

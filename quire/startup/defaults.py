@@ -13,15 +13,15 @@ from quire.machine import has_nvidia_driver
 from quire.runtime.guard import first_line
 from quire.types import QuireError
 
-# A CPU computes inline: depth 2 would only delay. A whole budget of prompt tokens would hold up those who decode for
-# half a second on the smallest model, and for many on others.
+# A CPU computes inline, so depth 2 would only add latency. A prefill of a full token budget would delay decodes by half
+# a second on the smallest model, and by many seconds on others.
 CPU_DEFAULTS = {"max_rows": 32, "max_batch_tokens": 512, "depth": 1, "step_target_ms": 250, "page_tokens": 16}
-# A page is what the prompt kernel's copy engine takes at a time, and what the host books a prompt by.
+# A page of 64 tokens is one copy of the prefill kernel, and few enough pages for the host to manage.
 CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_target_ms": 0, "page_tokens": 64}
 
 
 def pick_device(name: str, *, strict: bool = False) -> torch.device:
-    """Where to run. A GPU that is there and can't be used is said in a line, or with `strict` a reason not to start."""
+    """Returns the device to run on. If a GPU exists but is unusable, warns and returns the CPU; `strict`: raises."""
     if name == "cpu":
         return torch.device("cpu")
     trouble = cuda_trouble()
@@ -36,8 +36,8 @@ def pick_device(name: str, *, strict: bool = False) -> torch.device:
 
 
 def cuda_trouble() -> str | None:
-    """Why torch can't compute on a CUDA device, in a few words; None: it can."""
-    with warnings.catch_warnings(record=True) as said:  # torch tells only by a warning that a driver is too old
+    """Returns a short reason why torch can't use a CUDA device; None if it can."""
+    with warnings.catch_warnings(record=True) as said:  # torch reports a driver that is too old only as a warning
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
@@ -48,7 +48,7 @@ def cuda_trouble() -> str | None:
 
 
 def describe_card(device: torch.device) -> dict[str, Any] | None:
-    """What tells a card, and how it is driven, from every other; None: there is none."""
+    """Returns the properties that identify a GPU and its CUDA version; None for a CPU."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_properties(device)
@@ -57,10 +57,12 @@ def describe_card(device: torch.device) -> dict[str, Any] | None:
 
 
 def resolve_page_tokens(config: Config, device: torch.device) -> int:
+    """Returns the configured page size, or the default of the device."""
     return config.cache.page_tokens or _defaults(device)["page_tokens"]
 
 
 def resolve_limits(config: Config, device: torch.device) -> Limits:
+    """Returns the scheduler's limits: the configured ones, and the device's defaults for the rest."""
     chosen = _defaults(device)
     scheduler = config.scheduler
     max_rows = scheduler.max_rows or chosen["max_rows"]

@@ -1,10 +1,9 @@
-"""Which kernels a model's first request will need, found out without a device, weights or anything compiled: `python -m
-quire.startup.dry_run`, started by `quire.startup` beside a start that finds nothing compiled.
+"""Lists the kernels that a start will launch, without a device, weights or compilation.
 
-The model's trials and its first steps run on meta tensors, through the code that will run them in earnest, while
-every launch is only noted. So there is no list of kernels that could go stale. Told on stdin from which settings the
-engine is built, it prints a line of JSON for each kernel, in Triton's own words for what it is compiled for. Those who
-will compile them are forked from it before it begins (`workers`).
+`compile_ahead` runs `python -m quire.startup.dry_run` beside a start that has kernels to compile. The kernel trials and
+the model's first steps run on meta tensors, through the same code as on the device, and every launch is recorded
+instead of executed, so there is no list of kernels to maintain. The settings come on stdin; each kernel is printed as a
+line of JSON with Triton's specialization data. The workers (`compile_workers`) are forked before the dry run begins.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from quire.types import Plan, PlanRow, RowInit, SamplingParams
 
 META = torch.device("meta")
 CUDA = torch.device("cuda")
-# Prompts of few tokens and of more go through other products; most models are sampled from within the best few tokens.
+# Short and long prompts use different matrix products, and most models sample with top-k and top-p.
 PROMPTS = (
     (16, SamplingParams(temperature=0.0)),
     (40, SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
@@ -52,16 +51,16 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """`argv`: the sockets of those that will compile."""
+    """Runs the dry run. `argv`: the sockets of the workers."""
     settings = json.loads(sys.stdin.readline())
     config = override_config(Config(), settings)
     light_meta.install()
-    select_ops("cuda", config.engine.kernels)  # what is imported by now, the others need not import
+    select_ops("cuda", config.engine.kernels)  # workers share what is imported by now
     workers = fork_workers([int(fd) for fd in sys.argv[1:]], compile_worker.prepare, compile_worker.compile_kernel)
     ending = threading.Thread(target=end_with_parent, args=(workers,))
     ending.start()
     told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # other output of this process goes to stderr
 
     def tell(line: str) -> None:
         told.write(line + "\n")
@@ -70,20 +69,20 @@ def main() -> None:
         note_launches(lambda kernel: tell(json.dumps(kernel)))
         for _ in rehearse(config):
             tell(NEEDED)
-            os.nice(NICE)  # for what comes now nobody waits
-    except Exception as error:  # the same would happen the next time: what it has told so far is all
+            os.nice(NICE)  # no request waits for the rest
+    except Exception as error:  # it would repeat, so the list so far is complete
         print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
     tell(END)
     ending.join()
 
 
 def note_launches(tell: Tell) -> None:
-    """From now on kernels are told of, once each, and not launched in this process."""
+    """From now on, reports each kernel once to `tell` and launches none in this process."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    major, minor = torch.cuda.get_device_capability()  # asks the driver, and opens nothing
+    major, minor = torch.cuda.get_device_capability()  # queries the driver without creating a context
     target = ("cuda", 10 * major + minor, 32)
     driver.set_active(compile_worker.StandIn(GPUTarget(*target)))
     told: set[tuple[str, str, str]] = set()
@@ -93,18 +92,20 @@ def note_launches(tell: Tell) -> None:
         if kernel not in told:
             told.add(kernel)
             tell({"module": fn.module, "name": fn.name, "data": kernel[2], "target": target})
-        return True  # seen to: neither compiled nor launched
+        return True  # True: neither compile nor launch it
 
     knobs.runtime.jit_cache_hook = note
 
 
 @torch.inference_mode()
 def rehearse(config: Config) -> Iterator[None]:
-    """The trials, what every start does before it is ready, and what stands before a first token. Yields, and goes on
-    with steps of all sizes, which the engine meets in idle moments."""
+    """Runs the kernel trials, the work of every start, and the steps before a first token; then yields.
+
+    After that it runs steps of all sizes, which the engine warms up when it is idle.
+    """
     limits = resolve_limits(config, CUDA)
     hf_config = read_config(find_files(config, None))
-    if find_family(find_model_type(hf_config)) is FallbackModel:  # other people's code: who knows what it asks a tensor
+    if find_family(find_model_type(hf_config)) is FallbackModel:  # its code may read tensor values
         return
     model, _ = build_tried_model(
         hf_config,
@@ -123,7 +124,7 @@ def rehearse(config: Config) -> Iterator[None]:
     free = torch.cuda.get_device_properties().total_memory
     memory = plan_cache(model, config, limits, CUDA, free, max_len)
     for module in model.modules():
-        finish_module(module)  # as when weights have been read
+        finish_module(module)  # as after loading weights
     specs = list(model.specs)
     store = CacheStore(specs, list(memory.num_units), None, META, checksums=False)
     rows = DeviceRows(limits.max_rows, max_len, specs, META)

@@ -1,9 +1,8 @@
-"""From a config to an engine, with all that takes long and needs no torch begun before torch is imported, which takes
-seconds. `LLM`, `AsyncLLM` and the engine process call `open_engine`.
+"""Builds an engine from a config, and uses the seconds in which torch is imported for slow work that needs no torch.
 
-Beside the import, other processes compile what was never compiled (`compilers`), one thread opens the card, and another
-has Triton hash itself, by which it names its kernels on disk. None of it decides anything: what fails here fails again
-where it is needed, and is said there.
+`LLM`, `AsyncLLM` and the engine process call `open_engine`. During the import, other processes compile missing kernels
+(`compile_ahead`), one thread opens the GPU, and another lets Triton compute the hash of itself that is part of its
+cache keys. This work is optional: what fails here fails again where it is needed, and is reported there.
 """
 
 from __future__ import annotations
@@ -29,24 +28,29 @@ DRIVER = "libcuda.so.1"
 
 
 def open_engine(config: Config, progress: Progress | None = None) -> Assembly:
+    """Returns a running engine. Imports torch."""
     compilers = start_compilers(config)
     with card_opened(config):
         with collections_paused():
             hashing = hash_triton() if launches_kernels(config) else None
             from quire.startup.assemble import assemble
         if hashing is not None:
-            hashing.join()  # whoever needs the hash before it is there would begin anew
+            hashing.join()  # a caller that needs the hash earlier would compute it again
         return assemble(config, progress, compilers)
 
 
 def launches_kernels(config: Config) -> bool:
+    """Whether this config may launch Triton kernels."""
     return config.engine.device != "cpu" and config.engine.kernels != "torch" and may_have_gpu()
 
 
 @contextmanager
 def card_opened(config: Config) -> Iterator[None]:
-    """The first card is opened meanwhile, as torch will open it: half a second that its import covers. Inside, torch
-    takes the same context as its own; then ours is let go, so that who ends up on the CPU keeps no card open."""
+    """Opens the first GPU in a thread, as torch will do, which hides half a second behind the import of torch.
+
+    Inside the block torch shares the context. On exit this reference is released, so that an engine on the CPU holds
+    no GPU context.
+    """
     end = threading.Event()
     if config.engine.device != "cpu" and may_have_gpu():
         _in_thread(lambda: _hold_card(end))
@@ -57,7 +61,7 @@ def card_opened(config: Config) -> Iterator[None]:
 
 
 def _hold_card(end: threading.Event) -> None:
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, and read but once
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # the value that torch sets; CUDA reads it only once
     driver = ctypes.CDLL(DRIVER)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
@@ -69,7 +73,7 @@ def _hold_card(end: threading.Event) -> None:
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """What is imported stays: the collector would walk over ever more of it, and find nothing."""
+    """Disables garbage collection in a block of imports, whose objects stay and would be scanned again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -80,10 +84,10 @@ def collections_paused() -> Iterator[None]:
 
 
 def hash_triton() -> threading.Thread | None:
-    """Imports Triton, which needs no torch and is needed anyway; the hash of its 400 MB, half a second, it keeps."""
+    """Lets Triton compute and cache the hash of its 400 MB, which takes half a second. Returns the thread."""
     try:
         key: Callable[[], Any] = import_module("triton.runtime.cache").triton_key
-    except Exception:  # not installed, or broken: who needs it will say so
+    except Exception:  # missing or broken: the code that needs Triton reports it
         return None
     return _in_thread(key)
 

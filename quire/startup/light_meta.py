@@ -1,7 +1,7 @@
-"""Torch's meta device without what torch imports for it at first use: a compiler of Python code and an algebra of
-symbols, together about two seconds. `rehearsal` installs it: sizes are plain numbers there, nothing is traced.
+"""Makes torch's meta device usable without torch.dynamo and sympy, whose import at first use takes two seconds.
 
-The modules are stood in for by the few functions that such sizes need. Who asks for anything else gets the real one.
+`dry_run` installs it: its sizes are plain integers and nothing is traced. Replacement modules provide the few functions
+that such sizes need; any other attribute imports the real module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OF_PLAIN_SIZES: dict[str, Any] = dict.fromkeys(ANSWERS, bool) | {
 
 
 def install() -> None:
-    """Once torch is imported."""
-    importlib.import_module("torch.fx.experimental._config")  # small, and counted on beside the first of them
+    """Installs the replacement modules. Torch must be imported already."""
+    importlib.import_module("torch.fx.experimental._config")  # small, and used together with SYMBOLS
     known = {ALGEBRA: {"Basic": _Expression}, SYMBOLS: OF_PLAIN_SIZES, TRACER: {"disable": _leave_alone}}
     for name, parts in known.items():
         if name not in sys.modules:
@@ -34,23 +34,25 @@ def install() -> None:
 
 
 def _leave_alone(fn: Any = None, *_: Any, **__: Any) -> Any:
-    """As a decorator without arguments, and with them."""
+    """Replaces the decorator `torch._dynamo.disable`, with or without arguments: returns the function unchanged."""
     return (lambda found: found) if fn is None else fn
 
 
 class _Expression:
-    """Nothing is one."""
+    """Replaces `sympy.Basic`; no object is an instance."""
 
 
 class _StandIn(ModuleType):
+    """A module with some attributes, which imports the real module for any other."""
+
     def __init__(self, name: str, known: dict[str, Any]):
         super().__init__(name)
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == SYMBOLS and name == "__path__":
-            raise AttributeError(name)  # every import asks, and this is no package
-        if self.__name__ == SYMBOLS and name[0].islower():  # functions are often imported and seldom called
+            raise AttributeError(name)  # the import system probes it, and the module is not a package
+        if self.__name__ == SYMBOLS and name[0].islower():  # often imported, seldom called: import later
             return lambda *args, **kwargs: getattr(self._real(), name)(*args, **kwargs)
         return getattr(self._real(), name)
 
@@ -62,7 +64,7 @@ class _StandIn(ModuleType):
 
 
 def _put(name: str, module: ModuleType) -> None:
-    """Where both ways of naming a module find it."""
+    """Registers a module in `sys.modules` and as an attribute of its parent."""
     sys.modules[name] = module
     parent, _, own = name.rpartition(".")
     if parent:

@@ -1,9 +1,9 @@
-"""Notes of starts in which every kernel that was tried agreed, so that the next start just like it need not try them
-again. `assemble` asks for one and leaves one; whoever sees a step fail has it forgotten (`runtime.guard`).
+"""Trial notes: files that record a start whose kernel trials all passed, so that an equal start skips the trials.
 
-A note lies beside Triton's kernels, whose trials it tells of, and goes when they go. Its name is made of everything
-that could make a trial end otherwise: our sources, Python, torch and Triton, the driver, the card itself, the model and
-the settings. It says that nothing failed, and what was decided by measuring; a file that says anything else is no note.
+`assemble` reads and writes them; a failed step deletes the note (`runtime.guard`). A note is in Triton's cache
+directory beside the compiled kernels, and is deleted with them. Its name is a hash of everything that could change the
+result of a trial: this package's sources, Python, torch, Triton, the driver, the GPU, the model and the settings. Its
+content is the decisions made by measurement; a file with any other content is ignored.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from quire.startup.compile_ahead import ROOT, kernel_folder, list_sources, rehea
 VERSION = 1
 SUFFIX = ".tried"
 MOST_BYTES = 4096
-MOST_NOTES = 200  # in one folder; the oldest go
-# What launches kernels, and what decides which.
+MOST_NOTES = 200  # in one folder; the oldest are deleted
+# Sources that launch kernels or decide which ones.
 _STARTUP = ("startup/assemble.py", "startup/cache_plan.py", "startup/defaults.py")
 SOURCES = (*_STARTUP, "kernels", "layers", "models", "runtime", "sampling")
-# Beginnings of environment variables that may change what runs.
+# Prefixes of environment variables that may change which kernels run.
 VARIABLES = ("TRITON_", "CUDA_", "CUBLAS", "NVIDIA_", "TORCH", "PYTORCH", "LLVM_", "DISABLE_")
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
+    """The note of one kind of start, whether or not it exists on disk."""
+
     path: Path
 
     def read(self) -> dict[str, bool] | None:
-        """What was decided; None: no such start has left a note, or what lies there is none."""
+        """Returns the decisions in the note; None if there is no valid note."""
         try:
             with self.path.open("rb") as file:
                 told = json.loads(file.read(MOST_BYTES))
@@ -54,11 +56,11 @@ class Note:
         return decided
 
     def leave(self, decided: Mapping[str, bool]) -> None:
-        """All of it or nothing, whoever else writes the same at the same time."""
+        """Writes the note atomically; another process may write the same note at the same time."""
         text = json.dumps({"version": VERSION, "note": self.path.stem, "decided": dict(decided)})
         if len(text) > MOST_BYTES:
             return
-        with suppress(OSError):  # the next start tries again
+        with suppress(OSError):  # without a note the next start repeats the trials
             self.path.parent.mkdir(parents=True, exist_ok=True)
             number, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
             try:
@@ -70,13 +72,16 @@ class Note:
             _keep_newest(self.path.parent)
 
     def forget(self) -> None:
+        """Deletes the note, if there is one."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
 
 
 def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None) -> Note | None:
-    """Of a start such as this one, on a card that this describes. None where there is no card, and where each start is
-    to see for itself: who asks for `strict_kernels` wants to know, not to be told."""
+    """Returns the note of such a start on this GPU.
+
+    None without a GPU, and with `strict_kernels`, which requires trials at every start.
+    """
     if card is None or config.engine.strict_kernels:
         return None
     with suppress(OSError):
@@ -89,7 +94,7 @@ def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None)
 
 
 def _model(files: ModelFiles) -> list[Any]:
-    """What its shapes are read from."""
+    """Returns what identifies the model's shapes."""
     if files.config is not None:
         return [files.config]
     stat = files.path.stat()

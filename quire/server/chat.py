@@ -6,14 +6,11 @@ The work is done by `textwork`; this is its face towards the dialects, and makes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from quire.edge import Edge
-from quire.server.conversation import Conversation
-from quire.server.sample import ChannelParser
 from quire.server.textwork.pool import TextWork
-from quire.server.textwork.prompt_maker import tool_format_of, tool_specs
 from quire.server.textwork.tasks import (
     CheckBody,
     CheckOutput,
@@ -23,10 +20,10 @@ from quire.server.textwork.tasks import (
     RenderChat,
     Setup,
     pack_ids,
-    tool_format_for,
     unpack_ids,
 )
-from quire.text.channels import FORMATS, choose_reasoning, make_channel_parser
+from quire.text.channels import choose_reasoning
+from quire.text.conversation import ChatTurn, Conversation, answer_format, choose_tool_format
 from quire.text.template import template_source
 from quire.types import GrammarSpec, SamplingParams
 
@@ -34,52 +31,29 @@ INLINE_CHARS = 256  # a shorter text is encoded on the event loop, within a frac
 COUNTED_TOKENS = 1 << 20  # routes that only count or show tokens take texts of so many, whatever the context
 
 
-@dataclass(slots=True)
-class ChatPrompt:
-    text: str
-    tokens: list[int]
-    make_parser: Callable[[], ChannelParser]
-    grammar: GrammarSpec | None
-    grammar_param: str  # which of the client's fields the grammar comes from, for errors about it
-    show_special: bool  # the model's markers are special tokens, so they must reach the parser
-
-    def fit(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with what this conversation asks of the output."""
-        return replace(
-            params, grammar=self.grammar, skip_special_tokens=params.skip_special_tokens and not self.show_special
-        )
-
-
 class ChatPrompts:
     def __init__(self, edge: Edge, setup: Setup, work: TextWork):
         self._edge, self._work = edge, work
         self._limits = setup.limits
         source = template_source(edge.tokenizer, setup.chat_template)
-        self._tool_format = tool_format_for(source, setup.tool_format)
-        if self._tool_format not in FORMATS and self._tool_format != "none":
-            make_channel_parser(self._tool_format)  # raises an error that names the formats there are
+        self._tool_format = choose_tool_format(source, setup.tool_format)
         self._reasoning = choose_reasoning(source)
 
     @property
     def tool_format(self) -> str:
         return self._tool_format
 
-    async def make(self, conversation: Conversation, *, shown: bool = False) -> ChatPrompt:
+    async def make(self, conversation: Conversation, *, shown: bool = False) -> ChatTurn:
         """Check, render and encode. `shown`: for a route that shows or counts the prompt, and generates nothing."""
         limit = max(COUNTED_TOKENS, self._max_prompt) if shown else self._max_prompt
         made = await self._work.run(RenderChat(conversation, limit, with_text=shown))
-        name = tool_format_of(conversation, self._tool_format)
-        style, is_open, specs = self._reasoning, made.reasoning_open, tool_specs(conversation)
-        must_call = conversation.tool_choice not in ("auto", "none")
-        return ChatPrompt(
+        return ChatTurn(
             made.text,
             unpack_ids(made.ids),
-            lambda: make_channel_parser(
-                name, reasoning=style or False, reasoning_open=is_open, tools=specs, must_call=must_call
-            ),
             made.grammar,
             made.grammar_param,
             made.show_special,
+            answer_format(conversation, self._tool_format, self._reasoning, made.reasoning_open),
         )
 
     @property

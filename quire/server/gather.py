@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.server.sample import End, Piece
-from quire.text.channels.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from quire.text.channels.events import ReasoningDelta
+from quire.text.conversation import AssistantMessage
 from quire.types import Timing, TokenLogprobs, Usage
 
 
@@ -35,33 +36,16 @@ class ReasoningTokens:
 
 
 @dataclass(slots=True)
-class Call:
-    name: str
-    id: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
 class Whole:
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    message: AssistantMessage = field(default_factory=AssistantMessage)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     embedding: list[float] = field(default_factory=list)
     end: End = field(default_factory=lambda: End("stop", None, Usage(), Timing()))
 
-    def add(self, piece: Piece, call_prefix: str = "call_") -> None:
-        for event in piece.events:
-            if isinstance(event, TextDelta):
-                self.text += event.text
-            elif isinstance(event, ReasoningDelta):
-                self.reasoning += event.text
-            elif isinstance(event, ToolCallStart):
-                self.calls.append(Call(event.name, new_id(call_prefix)))
-            elif isinstance(event, ToolCallDelta):
-                self.calls[event.index].arguments += event.arguments
+    def add(self, piece: Piece) -> None:
+        self.message.add(piece.events)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs or ()
         self.prompt_logprobs += piece.prompt_logprobs or ()
@@ -72,12 +56,11 @@ class Whole:
 class Gather:
     """All samples of a request."""
 
-    def __init__(self, num_samples: int, call_prefix: str = "call_"):
+    def __init__(self, num_samples: int):
         self.samples = [Whole() for _ in range(num_samples)]
-        self._call_prefix = call_prefix
         self.reasoning_tokens = ReasoningTokens()
 
     def take(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            self.samples[piece.index].add(piece, self._call_prefix)
+            self.samples[piece.index].add(piece)
             self.reasoning_tokens.add(piece)

@@ -45,6 +45,7 @@ class ChatTemplate:
         except Exception as error:
             line = getattr(error, "lineno", None)
             raise _template_error(f"has a mistake{f' in line {line}' if line else ''}: {error}") from None
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._forms: dict[str, ContentForm] = {}  # by role, found when first needed

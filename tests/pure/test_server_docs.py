@@ -12,9 +12,9 @@ pytest.importorskip("fastapi")
 
 from quire.config import knobs
 from quire.server.anthropic.translate import VOLATILE_HEADERS
-from quire.server.conversation import TEMPLATE_KWARGS
 from quire.server.http.errors import STATUS_BY_CODE
 from quire.text.channels import FORMATS
+from quire.text.conversation import TEMPLATE_KWARGS
 from tests.pure.test_server_metrics import make_text
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text()

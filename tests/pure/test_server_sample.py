@@ -43,7 +43,7 @@ def test_text_and_the_engines_end() -> None:
         assert piece is not None and not cancel
         gather.take([piece])
     whole = gather.samples[0]
-    assert (whole.text, whole.end.reason, whole.end.stop_text) == ("abc", "stop", None)
+    assert (whole.message.content, whole.end.reason, whole.end.stop_text) == ("abc", "stop", None)
     assert whole.end.usage.completion_tokens == 4 and sample.ended
 
 

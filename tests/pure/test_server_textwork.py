@@ -16,7 +16,6 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("fastapi")
 
 from quire.files.tiny_model import make_tiny_model
-from quire.server.conversation import Conversation
 from quire.server.http.bodies import decode_json
 from quire.server.http.errors import ApiError
 from quire.server.textwork import pool as pools
@@ -32,6 +31,7 @@ from quire.server.textwork.tasks import (
     pack_ids,
     unpack_ids,
 )
+from quire.text.conversation import Conversation
 from quire.types import QuireError
 
 HELLO = RenderChat(Conversation([{"role": "user", "content": "hello"}]), 500, with_text=True)

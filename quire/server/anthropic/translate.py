@@ -23,9 +23,9 @@ from quire.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.conversation import Conversation
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.schemas import sampling_params, schema_text
+from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, SamplingParams
 
 # Claude Code: its version, and a hash of the conversation so far.

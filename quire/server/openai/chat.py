@@ -42,24 +42,14 @@ class ChatWhole:
         }
 
     async def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": whole.text or (None if whole.calls else "")}
-        message["refusal"] = None
-        if whole.reasoning:
-            message["reasoning_content"] = whole.reasoning
-        if whole.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in whole.calls
-            ]
+        message = whole.message.as_message()
+        has_calls = bool(whole.message.tool_calls)
+        message |= {"content": message["content"] or (None if has_calls else ""), "refusal": None}
         return {
             "index": index,
             "message": message,
             "logprobs": await whole_chat_logprobs(whole.logprobs, self._tokenizer) if self._with_logprobs else None,
-            "finish_reason": finish_reason(whole.end.reason, bool(whole.calls)),
+            "finish_reason": finish_reason(whole.end.reason, has_calls),
             **(await prompt_field(whole.prompt_logprobs, self._tokenizer) if self._with_prompt and not index else {}),
         }
 

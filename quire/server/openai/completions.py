@@ -61,7 +61,7 @@ class CompletionWhole:
         body, tokenizer = self._body, self._tokenizer
         only_prompt = body.max_tokens == 0
         skip_special = self._run.params.skip_special_tokens
-        text = "" if only_prompt else whole.text
+        text = "" if only_prompt else whole.message.content
         n = self._run.job.params.n
         prompt, scores = self._run.job.prompts[index // n], self._gather.samples[index // n * n].prompt_logprobs
         if body.echo:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.conversation import Conversation
 from quire.server.gather import new_id
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
 from quire.server.openai.translate import output_param, structured_grammar
 from quire.server.schemas import sampling_params, schema_text
+from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, SamplingParams
 
 Message = dict[str, Any]

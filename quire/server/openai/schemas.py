@@ -32,7 +32,7 @@ class FunctionCall(Body):
     arguments: str = "{}"
 
 
-class ToolCall(Body):
+class ChatToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -43,7 +43,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[ContentPart] | None = None
     name: Name | None = None
-    tool_calls: Annotated[Items[ToolCall], Field(max_length=256)] | None = None
+    tool_calls: Annotated[Items[ChatToolCall], Field(max_length=256)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

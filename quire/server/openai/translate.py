@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.server.conversation import Conversation
 from quire.server.http.errors import bad_request, in_client_words
 from quire.server.openai.schemas import (
     ChatBody,
@@ -17,6 +16,7 @@ from quire.server.openai.schemas import (
     StructuredOutputs,
 )
 from quire.server.schemas import sampling_params, schema_text
+from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, QuireError, SamplingParams
 
 

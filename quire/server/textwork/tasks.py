@@ -19,15 +19,13 @@ import msgspec
 
 from quire.config import Config
 from quire.files.source import ModelFiles
-from quire.server.conversation import Conversation, ConversationLimits
 from quire.server.http.errors import ApiError
-from quire.server.textwork.prompt_maker import PromptMaker
-from quire.text.channels import choose_format, choose_reasoning
+from quire.text.conversation import ChatRenderer, Conversation, ConversationLimits
 from quire.text.loading import load_tokenizer
 from quire.text.prompts import encode_within
 from quire.text.resolve import find_bad_words
 from quire.text.schema import looked_at
-from quire.text.template import template_for, template_source
+from quire.text.template import template_for
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, PromptTooLong, QuireError
 
@@ -193,13 +191,13 @@ class TextTasks:
     def _run(self, task: Task) -> Result:
         match task:
             case RenderChat(conversation, max_tokens, with_text):
-                made = self.prompts.make(conversation, max_tokens)
+                made = self.renderer.render(conversation, max_tokens)
                 return Rendered(
                     made.text if with_text else "",
                     pack_ids(made.tokens),
                     made.grammar,
                     made.grammar_param,
-                    made.reasoning_open,
+                    made.format.reasoning_open,
                     made.show_special,
                 )
             case EncodeText(text, max_tokens, add_special):
@@ -216,21 +214,15 @@ class TextTasks:
                 return OutputFits(looked_at(grammar, param))
 
     @cached_property
-    def prompts(self) -> PromptMaker:
+    def renderer(self) -> ChatRenderer:
         setup = self.setup
-        source = template_source(self.tokenizer, setup.chat_template)
-        return PromptMaker(
+        return ChatRenderer.from_template(
             self.tokenizer,
             template_for(self.tokenizer, setup.chat_template),
-            tool_format_for(source, setup.tool_format),
-            choose_reasoning(source),
-            setup.limits,
-            setup.special_in_content,
+            tool_format=setup.tool_format,
+            limits=setup.limits,
+            special_in_content=setup.special_in_content,
         )
-
-
-def tool_format_for(source: str, configured: str | None) -> str:
-    return configured or choose_format(source) or "json"
 
 
 def check_body(path: str, body: bytes, max_prompt: int) -> bytes:

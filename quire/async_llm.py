@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.config import Config
@@ -42,10 +44,22 @@ class AsyncLLM:
         assert output is not None
         return output
 
-    async def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, *,
-                   template_kwargs: dict[str, Any] | None = None, **options: Any) -> Output:  # fmt: skip
-        tokens = await asyncio.to_thread(self.edge.encode_chat, list(messages), **(template_kwargs or {}))
-        return await self.generate(tokens, params, **options)
+    async def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Output:
+        """Answer one conversation, as `LLM.chat` does. Options: those of `generate`."""
+        params = params or SamplingParams()
+        make = partial(self.edge.chat_turn, tools=tools, tool_choice=tool_choice, template_kwargs=template_kwargs)
+        turn = await asyncio.to_thread(make, messages, params)
+        output = await self.generate(turn.tokens, replace(params, grammar=turn.grammar), **options)
+        return await asyncio.to_thread(self.edge.read_answer, turn, output, params)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
+from quire.text.conversation import AssistantMessage, ChatRenderer, ChatTurn, make_conversation
 from quire.text.delta_decoder import DeltaDecoder
 from quire.text.prompts import encode_chat, encode_within, render_chat
 from quire.text.resolve import resolve_params
@@ -51,6 +52,7 @@ class Output:
     error: str | None = None
     error_code: str | None = None
     samples: list[Output] = field(default_factory=list)
+    message: AssistantMessage | None = None  # of `chat`: the text's content, reasoning and tool calls
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Edge:
     defaults: dict[str, Any]  # the model's own sampling parameters
     clock: Callable[[], float] = time.monotonic
     special_in_content: bool = False  # control tokens spelled in messages keep their meaning
+    tool_format: str | None = None  # None: read from the chat template
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, token ids or messages to token ids, within the model's limits."""
@@ -101,6 +104,42 @@ class Edge:
         )
         return encode_chat(tokenizer, segments, self.max_len - 1)
 
+    def chat_turn(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> ChatTurn:
+        """One conversation's prompt, and the grammar that its tools, its choice and `params.grammar` need."""
+        conversation = make_conversation(
+            messages, tools=tools, tool_choice=tool_choice, output=params.grammar, template_kwargs=template_kwargs
+        )
+        _refuse_pictures(conversation.messages)
+        renderer = ChatRenderer.from_template(
+            self._need_tokenizer(),
+            self.template(),
+            tool_format=self.tool_format,
+            special_in_content=self.special_in_content,
+        )
+        return renderer.render(conversation, self.max_len - 1)
+
+    def read_answer(self, turn: ChatTurn, output: Output, params: SamplingParams) -> Output:
+        """`output` with the message of each sample's tokens."""
+        params = params.resolve(self.defaults)
+        stop_ids, tokenizer = self._stop_ids(params), self._need_tokenizer()
+        for one in output.samples or [output]:
+            cut = one.finish_reason != FinishReason.STOP.value
+            one.message = turn.parse(one.token_ids, tokenizer, params, stop_ids=stop_ids, cut=cut)
+        if output.samples:
+            output.message = output.samples[0].message
+        return output
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+
     def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
         """The n requests of one prompt, ready for the engine."""
@@ -126,7 +165,7 @@ class Edge:
         now = self.clock()
         left = self.max_len - len(tokens)
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+        stop_ids = self._stop_ids(params)
         return [
             Request(
                 id=name if params.n == 1 else f"{name}/{index}",

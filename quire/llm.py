@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,28 @@ class LLM:
                 self._forget(opened)
         return [reply.output for reply in replies]
 
-    def chat(self, messages: Sequence[Any], params: Params = None, *, progress: bool = False,
-             **template_kwargs: Any) -> list[Output]:  # fmt: skip
-        """Answer one conversation (a list of messages) or several; keyword arguments go to the chat template."""
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: Params = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        progress: bool = False,
+        **template_kwargs: Any,
+    ) -> list[Output]:
+        """Answer one conversation (a list of messages) or several. `Output.message` has the answer's content, reasoning
+        and tool calls. `tools` have OpenAI's form; `tool_choice` is "auto", "none", "required" or a tool's name, and a
+        grammar enforces the last two. Other keyword arguments go to the chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        prompts = [self.edge.encode_chat(list(c), **template_kwargs) for c in conversations]
-        return self.generate(prompts, params, progress=progress)
+        each = _params_for(params, len(conversations))
+        turns = [
+            self.edge.chat_turn(c, p, tools=tools, tool_choice=tool_choice, template_kwargs=template_kwargs)
+            for c, p in zip(conversations, each, strict=True)
+        ]
+        bound = [replace(p, grammar=turn.grammar) for turn, p in zip(turns, each, strict=True)]
+        outputs = self.generate([turn.tokens for turn in turns], bound, progress=progress)
+        return [self.edge.read_answer(*one) for one in zip(turns, outputs, each, strict=True)]
 
     def embed(self, prompts: str | Sequence[Any], *, pooling: str | None = None, normalize: bool | None = None,
               progress: bool = False) -> list[Output]:  # fmt: skip

@@ -100,6 +100,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         defaults=loaded.generation_defaults,
         clock=engine.scheduler.clock,
         special_in_content=config.model.special_in_content,
+        tool_format=config.server.tool_format,
     )
     desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
     return Assembly(engine, edge, memory, files, loaded.dtype, desk)

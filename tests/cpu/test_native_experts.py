@@ -107,17 +107,17 @@ def test_no_tokens() -> None:
     assert run_packed_experts(x[:0], packed, chosen[:0], shares[:0]).shape == (0, 64)
 
 
-@pytest.mark.parametrize(("name", "is_one_call"), [
+@pytest.mark.parametrize(("name", "runs_as_one_call"), [
     ("qwen3_moe", True), ("mixtral", True), ("qwen2_moe", True), ("glm4_moe", True), ("gpt_oss", True),
     ("flex_olmo", True), ("granitemoe", True), ("granitemoeshared", False), ("afmoe", False), ("cohere2_moe", False),
 ])  # fmt: skip
-def test_mixtures_in_blocks_are_one_call(name: str, is_one_call: bool, tmp_path: Path) -> None:
+def test_mixtures_in_blocks_are_one_call(name: str, runs_as_one_call: bool, tmp_path: Path) -> None:
     """Those whose attention and shared expert the stack knows; `families/cpu_paths.py` compares their numbers."""
     open_or_skip("portable")
     family = next(family for family in all_families() if family.name == name)
     save_checkpoint(family, tmp_path)
     in_blocks: Any = load(tmp_path, quant="q8_0")
-    assert (in_blocks.stack is not None) == is_one_call
+    assert (in_blocks.stack is not None) == runs_as_one_call
     floats: Any = load(tmp_path)
     assert floats.stack is None  # torch multiplies those faster
 

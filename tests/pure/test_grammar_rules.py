@@ -16,14 +16,18 @@ from quire.types import GrammarSpec, Plan, PlanRow, QuireError, Request, Samplin
 WORDS = [b"true", b"false", b'{"', b'":', b'", "', b'"}', b"name", b"age", b"12", b"  ", b"</think>", b"<tool",
          b"_call>", b"</th", b"ink>", b"ink>\n\n", "é".encode(), "日本".encode()]  # fmt: skip
 TOKENS = [bytes([byte]) for byte in range(256)] + WORDS + [b"<eos>", b"<end>", b"<special>"]
-EOS, END, SPECIAL = len(TOKENS) - 3, len(TOKENS) - 2, len(TOKENS) - 1
+EOS, END, SPECIAL_STYLES = len(TOKENS) - 3, len(TOKENS) - 2, len(TOKENS) - 1
 VOCAB = len(TOKENS) + 37  # a padded output layer
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(
-        TOKENS, (EOS, END), special_ids=(EOS, END, SPECIAL), vocab_size=VOCAB, encode=lambda text: list(text.encode())
+        TOKENS,
+        (EOS, END),
+        special_ids=(EOS, END, SPECIAL_STYLES),
+        vocab_size=VOCAB,
+        encode=lambda text: list(text.encode()),
     )
     yield made
     made.close()
@@ -71,7 +75,7 @@ def test_masks_have_one_bit_per_logit_and_none_for_specials_and_padding(compiler
     mask = compiler.compile(GrammarSpec("regex", r"(?s:.*)")).mask([])
     assert len(mask) == 4 * -(-VOCAB // 32)
     found = allowed(mask)
-    assert {EOS, END} <= found and SPECIAL not in found and max(found) < len(TOKENS)
+    assert {EOS, END} <= found and SPECIAL_STYLES not in found and max(found) < len(TOKENS)
     assert TOKENS.index(b"name") in found
 
 

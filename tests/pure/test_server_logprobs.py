@@ -15,7 +15,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import TokenLogprobs
 from tests.pure.test_server_sample import ids, tokenizer
 
-SPECIAL = next(i for i in range(tokenizer().vocab_size) if tokenizer().is_special(i))
+SPECIAL_STYLES = next(i for i in range(tokenizer().vocab_size) if tokenizer().is_special(i))
 
 
 def offsets(tokens: list[int], skip_special: bool = True) -> list[int]:
@@ -38,9 +38,9 @@ def test_a_character_that_stays_unfinished_takes_one_place() -> None:
 
 
 def test_special_tokens_that_are_not_shown_take_no_place() -> None:
-    tokens = [SPECIAL, *ids("ab"), SPECIAL, *ids("c")]
+    tokens = [SPECIAL_STYLES, *ids("ab"), SPECIAL_STYLES, *ids("c")]
     assert offsets(tokens) == [0, 0, 1, 2, 2]
-    name = len(tokenizer().decode([SPECIAL], skip_special=False))
+    name = len(tokenizer().decode([SPECIAL_STYLES], skip_special=False))
     assert offsets(tokens, skip_special=False) == [0, name, name + 1, name + 2, 2 * name + 2]
 
 
@@ -50,11 +50,11 @@ def test_offsets_point_into_the_text() -> None:
     rng = random.Random(seed)
     vocabulary: Tokenizer = tokenizer()
     for _ in range(50):
-        tokens = [*ids("".join(rng.choices("aé😀 €\n", k=12))), SPECIAL, *ids("z")]
+        tokens = [*ids("".join(rng.choices("aé😀 €\n", k=12))), SPECIAL_STYLES, *ids("z")]
         text = vocabulary.decode(tokens)
         for token, offset in zip(tokens, offsets(tokens), strict=True):
             own = vocabulary.token_bytes(token)
-            if token != SPECIAL:
+            if token != SPECIAL_STYLES:
                 assert own in text[offset].encode(), (text, offset, own)
 
 

@@ -20,8 +20,8 @@ from quire.layers.rope import Rope, RopeConfig
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     mixers_with_mlps,
@@ -102,7 +102,7 @@ class BambaModel(HybridModel):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
-        still = attention.head_dim - attention.head_dim // 2
+        unrotated = attention.head_dim - attention.head_dim // 2
         mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
@@ -121,8 +121,8 @@ class BambaModel(HybridModel):
                 scheme=scheme,
             )
 
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
-        names = Names("model.embed_tokens", "model.final_layernorm")
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
+        names = HybridNames("model.embed_tokens", "model.final_layernorm")
         super().__init__(
             shape,
             names,

@@ -90,7 +90,7 @@ class DeepSeekConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepSeekConfig:
-        config = _filled(config)
+        config = _with_defaults(config)
         check_silu(config)
         rope = RopeConfig.from_hf(dict(config))
         max_positions = whole(config, "max_position_embeddings", 2048)
@@ -194,7 +194,7 @@ class DeepSeekModel(nn.Module):
         return self.head(hidden)
 
 
-def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config completed with the model type's defaults."""
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
     if config["model_type"] == "minicpm3" and config.get("v_head_dim") is None:
@@ -215,15 +215,15 @@ def _minicpm(config: Mapping[str, Any], latent: DeepSeekConfig) -> DeepSeekConfi
 
 
 def _attention(config: Mapping[str, Any], rope: RopeConfig) -> LatentShape:
-    sharper = 1.0
+    score_factor = 1.0
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if rope.kind != "default" and scaling.get("mscale_all_dim"):
-        sharper = yarn_magnitude(rope.factor, number(scaling, "mscale_all_dim", 0.0)) ** 2
-    return read_latent(config, sharper=sharper, interleaved=flag(config, "rope_interleave", True))
+        score_factor = yarn_magnitude(rope.factor, number(scaling, "mscale_all_dim", 0.0)) ** 2
+    return read_latent(config, score_factor=score_factor, interleaved=flag(config, "rope_interleave", True))
 
 
-def read_latent(config: Mapping[str, Any], *, sharper: float = 1.0, interleaved: bool = False) -> LatentShape:
-    """Reads the shape of latent attention. `sharper`: factor on the usual scale of scores."""
+def read_latent(config: Mapping[str, Any], *, score_factor: float = 1.0, interleaved: bool = False) -> LatentShape:
+    """Reads the shape of latent attention. `score_factor`: factor on the usual scale of scores."""
     q_rank = None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank")
     bias = flag(config, "attention_bias", False)
     if bias and q_rank is None:
@@ -240,7 +240,7 @@ def read_latent(config: Mapping[str, Any], *, sharper: float = 1.0, interleaved:
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         value_dim=whole(config, "v_head_dim"),
-        scale=(nope_dim + rope_dim) ** -0.5 * sharper,
+        scale=(nope_dim + rope_dim) ** -0.5 * score_factor,
         interleaved=interleaved,
         bias=bias,
     )

@@ -25,8 +25,8 @@ from quire.layers.weights import ScaleRows, scale_by, set_forms
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     mixers_with_mlps,
@@ -127,7 +127,7 @@ class FalconH1Config:
         )
 
 
-class Beside(nn.Module):
+class ParallelMixers(nn.Module):
     """Attention and a Mamba2 layer in parallel: both read the same stream, through the same norm."""
 
     def __init__(self, attention: Attention, mamba: Mamba2):
@@ -203,13 +203,13 @@ class FalconH1Model(HybridModel):
                 scheme=scheme,
             )
             _scale_mixers(attending, mamba, recurrent, by)
-            return Beside(attending, mamba)
+            return ParallelMixers(attending, mamba)
 
         rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
         attended = attention.num_heads * attention.head_dim  # held while the Mamba2 layer runs
         super().__init__(
             shape,
-            Names("model.embed_tokens", "model.final_layernorm"),
+            HybridNames("model.embed_tokens", "model.final_layernorm"),
             make_block,
             rope,
             block_activations(shape, 3 * config.inner_width) + attended,

@@ -291,9 +291,9 @@ class LayerInputs(nn.Module):
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
         """Maps tokens [n] and embedded [n, width] to one [n, input_width] per layer."""
-        said = (self.project(embedded) * self.scale).unflatten(1, (-1, self.input_width))
+        projected = (self.project(embedded) * self.scale).unflatten(1, (-1, self.input_width))
         known = self.embedding(tokens).unflatten(1, (-1, self.input_width))
-        return ((self.norm(said) + known) * 2**-0.5).unbind(1)
+        return ((self.norm(projected) + known) * 2**-0.5).unbind(1)
 
 
 class Gemma4Model(nn.Module):
@@ -359,9 +359,11 @@ class Gemma4Model(nn.Module):
         }
         stream = self.embedding(step.tokens)
         inputs = None if self.inputs is None else self.inputs(step.tokens, stream)
-        for index, (layer, its) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+        for index, (layer, layer_config) in enumerate(zip(self.layers, self.config.layers, strict=True)):
             given = None if inputs is None else inputs[index]
-            stream = layer(stream, given, angles[its.kind], tables[its.kind], plans[its.kind])
+            stream = layer(
+                stream, given, angles[layer_config.kind], tables[layer_config.kind], plans[layer_config.kind]
+            )
         return self.norm(step.wanted(stream))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -381,13 +383,16 @@ def _layers(config: Mapping[str, Any], kinds: list[str]) -> tuple[LayerConfig, .
     overrides = config.get("per_layer_config") or {}
     found = []
     for index, kind in enumerate(kinds):
-        its: Mapping[str, Any] = overrides.get(str(index), overrides.get(index)) or {}
-        if kind == "full_attention" and not its:
-            its = {
+        layer_config: Mapping[str, Any] = overrides.get(str(index), overrides.get(index)) or {}
+        if kind == "full_attention" and not layer_config:
+            layer_config = {
                 "head_dim": whole(config, "global_head_dim", 512),
                 "num_key_value_heads": config.get("num_global_key_value_heads") if k_is_v else None,
             }
-        num_kv_heads, its_dim = whole(its, "num_key_value_heads", kv_heads), whole(its, "head_dim", head_dim)
+        num_kv_heads, its_dim = (
+            whole(layer_config, "num_key_value_heads", kv_heads),
+            whole(layer_config, "head_dim", head_dim),
+        )
         check_heads(heads, num_kv_heads, its_dim)
         shared = index >= first_shared
         source = next(i for i in reversed(range(first_shared)) if kinds[i] == kind) if shared else index

@@ -26,8 +26,8 @@ from quire.models.families.bamba import FIELDS, LAYER_TYPES
 from quire.models.families.granite_moe import EXPERT_NAMES, granite_mixture, granite_shared
 from quire.models.families.hybrid import (
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     mixers_with_mlps,
@@ -42,7 +42,7 @@ class GraniteHybridConfig:
     shape: HybridShape
     options: MambaOptions
     rope: RopeConfig
-    turning: int  # elements of a head that rope rotates
+    rope_dim: int  # elements of a head that rope rotates
     attention_bias: bool
     shared_width: int
     experts: MoEShape | None
@@ -61,9 +61,9 @@ class GraniteHybridConfig:
             experts = MoEShape(width, inner, routing, shared_width=shared_width)
         has_rope = config.get("position_embedding_type") == "rope"
         rope = RopeConfig.from_hf(dict(config)) if has_rope else RopeConfig("none")
-        turning = int(head_dim * number(config, "partial_rotary_factor", 1.0)) if has_rope else head_dim
-        check_attention(heads, kv_heads, head_dim, turning)
-        order = None if turning == head_dim else HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
+        rope_dim = int(head_dim * number(config, "partial_rotary_factor", 1.0)) if has_rope else head_dim
+        check_attention(heads, kv_heads, head_dim, rope_dim)
+        order = None if rope_dim == head_dim else HeadOrder(head_dim, rope_dim, angle_scale=rope.angle_scale)
         attention_scale = number(config, "attention_multiplier", 1.0)
         shape = HybridShape.read(
             config,
@@ -79,7 +79,7 @@ class GraniteHybridConfig:
             shape=shape,
             options=FIELDS.options(config, eps),
             rope=rope,
-            turning=turning,
+            rope_dim=rope_dim,
             attention_bias=flag(config, "attention_bias", False),
             shared_width=shared_width,
             experts=experts,
@@ -122,12 +122,12 @@ class GraniteHybridModel(HybridModel):
             set_forms(block.out, (scale,))
             return block
 
-        still = attention.head_dim - config.turning
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
+        unrotated = attention.head_dim - config.rope_dim
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
         inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
         super().__init__(
             shape,
-            Names("model.embed_tokens", "model.norm"),
+            HybridNames("model.embed_tokens", "model.norm"),
             make_block,
             rope,
             block_activations(shape, inner),

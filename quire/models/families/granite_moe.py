@@ -23,7 +23,7 @@ EXPERT_NAMES = ExpertNames(
 )
 LATER_NAMES = ExpertNames("block_sparse_moe", router="router", two=("experts.gate_up_proj", "experts.down_proj"))
 SHARED_NAMES = MLPNames(("input_linear",), "output_linear")
-ALSO_CALLED = ("gate_proj", "up_proj")  # GGUF names of what is one tensor here
+OTHER_NAMES = ("gate_proj", "up_proj")  # GGUF names of what is one tensor here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,6 @@ def granite_shared(
 ) -> GatedMLP:
     prefix = f"{layer}.shared_mlp"
     block = GatedMLP(prefix, norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme, names=SHARED_NAMES)
-    also_called(block.gate_up, *(f"{prefix}.{name}" for name in ALSO_CALLED))
+    also_called(block.gate_up, *(f"{prefix}.{name}" for name in OTHER_NAMES))
     set_forms(block.down, (scale,))
     return block

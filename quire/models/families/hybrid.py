@@ -27,7 +27,7 @@ from quire.models.loading.fields import check_heads, check_layer_types, flag, wh
 from quire.types import CacheSpec, QuireError
 
 BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention and a recurrent layer
-KEEPING: dict[str, tuple[BlockKind, ...]] = {
+KINDS_OF_CACHE: dict[str, tuple[BlockKind, ...]] = {
     "attention": ("attention", "parallel"),
     "recurrent": ("recurrent", "parallel"),
 }
@@ -83,7 +83,7 @@ class HybridShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class HybridNames:
     """Checkpoint names of the embedding, the last norm and the head."""
 
     embedding: str
@@ -97,7 +97,7 @@ class HybridModel(nn.Module):
     def __init__(
         self,
         shape: HybridShape,
-        names: Names,
+        names: HybridNames,
         make_block: Callable[[int, int], nn.Module],
         rope: Rope | None,
         activation_elements: int,
@@ -150,7 +150,7 @@ class HybridModel(nn.Module):
         stream = self.embedding(step.tokens)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
             is_last = place == self._last_mixer  # the following blocks work per token
-            if is_last and paged is not None and kind in KEEPING["attention"]:
+            if is_last and paged is not None and kind in KINDS_OF_CACHE["attention"]:
                 attention = plan_last_attention(attention, step, paged, caches[paged.group], self.ops)
             if kind == "attention":
                 stream = block(stream, angles, attention)
@@ -173,7 +173,7 @@ class HybridModel(nn.Module):
 def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
     places = {
         kind: tuple(place for place, other in enumerate(shape.blocks) if other in keeping)
-        for kind, keeping in KEEPING.items()
+        for kind, keeping in KINDS_OF_CACHE.items()
     }
     specs = []
     if places["attention"]:
@@ -204,12 +204,12 @@ def block_activations(shape: HybridShape, inner_width: int) -> int:
     return 4 * shape.width + most
 
 
-def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, turning: int | None = None) -> None:
+def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, rope_dim: int | None = None) -> None:
     """Validates head counts, and how many elements of a head rope rotates."""
-    turning = head_dim if turning is None else turning
+    rope_dim = head_dim if rope_dim is None else rope_dim
     check_heads(num_heads, num_kv_heads, head_dim)
-    if not 0 < turning <= head_dim or turning % 2:
-        what = f"Rope can't turn {turning} of the {head_dim} elements of a head."
+    if not 0 < rope_dim <= head_dim or rope_dim % 2:
+        what = f"Rope can't turn {rope_dim} of the {head_dim} elements of a head."
         raise QuireError("bad_config", what, "Check partial_rotary_factor in config.json.")
 
 

@@ -26,8 +26,8 @@ from quire.models.families.deepseek import read_latent
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     mixers_with_mlps,
     only_silu,
@@ -37,7 +37,7 @@ from quire.models.loading.fields import check_layer_indices, number, whole
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
-IN_OTHERS_WORDS = {  # field in published files -> field in DeepSeek's
+COMMON_NAMES = {  # field in published files -> field in DeepSeek's
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -45,7 +45,7 @@ IN_OTHERS_WORDS = {  # field in published files -> field in DeepSeek's
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-OF_LINEAR = {  # field of `linear_attn_config` -> field in transformers
+LINEAR_NAMES = {  # field of `linear_attn_config` -> field in transformers
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
@@ -76,7 +76,7 @@ class KimiLinearConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> KimiLinearConfig:
-        config = _in_others_words(config)
+        config = _with_common_names(config)
         only_silu(config.get("hidden_act") or "silu")
         _check_unread(config)
         num_layers = whole(config, "num_hidden_layers")
@@ -154,7 +154,7 @@ class KimiLinearModel(HybridModel):
         inner = max(3 * config.inner_width, moe_activations(moe), channel_activations(recurrent))
         super().__init__(
             shape,
-            Names("model.embed_tokens", "model.norm"),
+            HybridNames("model.embed_tokens", "model.norm"),
             make_block,
             Rope(RopeConfig("none"), attention.rope_dim, dtype, device, ops),
             block_activations(shape, inner),
@@ -171,7 +171,7 @@ class KimiLinearModel(HybridModel):
         return KimiLinearConfig.from_hf(config)
 
 
-def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_common_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Renames all fields to their names in transformers, which the readers of other families use."""
     linear = config.get("linear_attn_config")
     if linear is None:
@@ -179,8 +179,8 @@ def _in_others_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(linear, Mapping):
         raise QuireError("bad_config", f"linear_attn_config={linear!r} must be an object.", "Check config.json.")
     renamed = {
-        **{ours: config.get(theirs) for theirs, ours in IN_OTHERS_WORDS.items()},
-        **{ours: linear.get(theirs) for theirs, ours in OF_LINEAR.items()},
+        **{ours: config.get(theirs) for theirs, ours in COMMON_NAMES.items()},
+        **{ours: linear.get(theirs) for theirs, ours in LINEAR_NAMES.items()},
     }
     given = {**config, **{key: value for key, value in renamed.items() if value is not None}}
     if given.get("layer_types") is None:

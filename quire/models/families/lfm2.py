@@ -25,8 +25,8 @@ from quire.layers.rope import Rope, RopeConfig
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     mixers_with_mlps,
@@ -157,7 +157,7 @@ class Lfm2Model(HybridModel):
         inner = max(3 * config.inner_width, 0 if config.moe is None else moe_activations(config.moe))
         super().__init__(
             shape,
-            Names("model.embed_tokens", "model.embedding_norm"),
+            HybridNames("model.embed_tokens", "model.embedding_norm"),
             make_block,
             rope,
             block_activations(shape, inner),

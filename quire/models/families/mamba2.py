@@ -20,8 +20,8 @@ from quire.layers.recurrent.mamba import Mamba2, MambaOptions
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_recurrent,
     only_silu,
@@ -190,7 +190,7 @@ class Mamba2Model(HybridModel):
 
         super().__init__(
             shape,
-            Names("backbone.embeddings", "backbone.norm_f"),
+            HybridNames("backbone.embeddings", "backbone.norm_f"),
             make_block,
             None,
             block_activations(shape, 0),

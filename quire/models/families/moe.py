@@ -36,22 +36,22 @@ class MoEConfig:
     sparse_layers: frozenset[int]  # the other layers have a feed-forward block
     names: ExpertNames  # relative to a layer
     ignored_tensors: tuple[str, ...]  # prefixes of tensors that are ignored
-    as_granite: bool = False  # two tensors per layer, shared block apart: see `granite_moe`
+    granite_layout: bool = False  # two tensors per layer, shared block apart: see `granite_moe`
     residual_scale: float = 1.0  # of these blocks' and attention's outputs; multiplied into matrices while loading
 
     @classmethod
     def from_hf(cls, config: Fields) -> MoEConfig:
         check_silu(config)
         family = MOE[config["model_type"]]
-        config = family.renamed(with_defaults(config, family.defaults))
+        config = family.rename(with_defaults(config, family.defaults))
         dense = family.dense(config)
         num_layers = dense.num_layers
         sparse = sparse_layers(config, num_layers)
         moe = cls(dense, family.shape(config), sparse, family.names, draft_layers(config, num_layers))
-        if not family.as_granite:
+        if not family.granite_layout:
             return moe
         return replace(
-            moe, as_granite=True, dense=replace(dense, residual_scale=1.0), residual_scale=dense.residual_scale
+            moe, granite_layout=True, dense=replace(dense, residual_scale=1.0), residual_scale=dense.residual_scale
         )
 
 
@@ -74,7 +74,7 @@ class MoEModel(DenseModel):
                 return None
             layer = f"{config.dense.names.layers}.{index}"
             names = config.names.below(layer)
-            if config.as_granite:
+            if config.granite_layout:
                 return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
             return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
 

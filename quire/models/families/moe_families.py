@@ -55,7 +55,7 @@ def draft_layers(config: Fields, num_layers: int) -> tuple[str, ...]:
 # Families
 
 
-def _as(model_type: str) -> Callable[[Fields], DenseConfig]:
+def _like_dense(model_type: str) -> Callable[[Fields], DenseConfig]:
     """Returns a reader of everything except the experts by a dense family."""
     return lambda config: read_dense({**config, "model_type": model_type})
 
@@ -179,14 +179,14 @@ def _afmoe_layers(config: Fields) -> Fields:
     return {**config, "first_k_dense_replace": config.get("num_dense_layers")}
 
 
-def _sees_everything(config: Fields) -> Fields:
+def _full_attention_layers(config: Fields) -> Fields:
     """Without `layer_types`, all of Mellum's layers have full attention, with the rope of that kind."""
     if config.get("layer_types") is not None:
         return config
     return {**config, "layer_types": ["full_attention"] * whole(config, "num_hidden_layers")}
 
 
-def _in_others_words(config: Fields) -> Fields:
+def _with_common_names(config: Fields) -> Fields:
     """Renames ERNIE's fields of expert layers, expert count and top-k."""
     num_layers, every = whole(config, "num_hidden_layers"), whole(config, "moe_layer_interval", 1)
     first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
@@ -343,8 +343,8 @@ class MoEFamily:
     shape: Callable[[Fields], MoEShape]
     names: ExpertNames
     defaults: Fields = field(default_factory=dict)  # values of fields that config.json may omit
-    renamed: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
-    as_granite: bool = False  # see `granite_moe`
+    rename: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
+    granite_layout: bool = False  # see `granite_moe`
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", choice_bias="e_score_correction_bias")
@@ -394,20 +394,22 @@ MOE = {
     "cohere2_moe": MoEFamily(_cohere2_moe, _cohere2_shape, _DEEPSEEK, _COHERE2, _cohere2_layers),
     "dots1": MoEFamily(_dots1, shared_beside_routed, _DEEPSEEK, {"norm_topk_prob": False}),
     "ernie4_5_moe": MoEFamily(
-        _as("ernie4_5"),
+        _like_dense("ernie4_5"),
         _ernie_shape,
         replace(_DEEPSEEK, choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
         _ERNIE,
-        _in_others_words,
+        _with_common_names,
     ),
     "exaone_moe": MoEFamily(_exaone_moe, _exaone_shape, replace(_DEEPSEEK, choice_bias="e_score_correction_bias")),
     "flex_olmo": MoEFamily(_flex_olmo, _olmoe_shape, _QWEN, _FLEX_OLMO),
     "glm4_moe": MoEFamily(_glm4_moe, shared_beside_routed, _DEEPSEEK, _GLM),
-    "granitemoe": MoEFamily(_as("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
-    "granitemoe_swa": MoEFamily(_as("granite_swa"), _granite_shape, LATER_NAMES, _GRANITE_SWA, as_granite=True),
-    "granitemoeshared": MoEFamily(_as("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, as_granite=True),
+    "granitemoe": MoEFamily(_like_dense("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, granite_layout=True),
+    "granitemoe_swa": MoEFamily(
+        _like_dense("granite_swa"), _granite_shape, LATER_NAMES, _GRANITE_SWA, granite_layout=True
+    ),
+    "granitemoeshared": MoEFamily(_like_dense("granite"), _granite_shape, EXPERT_NAMES, _GRANITE, granite_layout=True),
     "hunyuan_v1_moe": MoEFamily(
-        _as("hunyuan_v1_dense"),
+        _like_dense("hunyuan_v1_dense"),
         _hunyuan_shape,
         ExpertNames("mlp", router="gate.wg", shared="shared_mlp"),
         {"rms_norm_eps": 1e-5},
@@ -418,7 +420,7 @@ MOE = {
         ExpertNames("mlp", router="router.gate", choice_bias="expert_bias", shared="shared_mlp"),
         _HY_V3,
     ),
-    "mellum": MoEFamily(_normed_heads, _qwen_shape, _QWEN, _MELLUM, _sees_everything),
+    "mellum": MoEFamily(_normed_heads, _qwen_shape, _QWEN, _MELLUM, _full_attention_layers),
     "minimax_m2": MoEFamily(_minimax_m2, _minimax_shape, _MIXTRAL),
     "mixtral": MoEFamily(_mixtral, _plain_shape, _MIXTRAL),
     "olmoe": MoEFamily(_olmoe, _olmoe_shape, _QWEN),

@@ -27,8 +27,8 @@ from quire.layers.weights import Weight
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
 )
@@ -46,7 +46,7 @@ FIELDS = MambaFields(
     "use_bias",
     "mamba_hidden_act",
 )
-STEP = 1e30  # a sigmoid this steep is 0 below 0 and 1 above
+STEEPNESS = 1e30  # a sigmoid this steep is 0 below 0 and 1 above
 MLP_NAMES = MLPNames(("up_proj",), "down_proj")
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 LAYER_TYPES: dict[str, BlockKind] = {
@@ -228,7 +228,7 @@ class NemotronHModel(HybridModel):
 
         # No rope: the recurrent layers encode positions.
         rope = Rope(RopeConfig("none"), attention.head_dim, dtype, device, ops)
-        names = Names("backbone.embeddings", "backbone.norm_f")
+        names = HybridNames("backbone.embeddings", "backbone.norm_f")
         inner = 2 * config.inner_width
         if config.moe is not None:
             inner = max(inner, moe_activations(config.moe.experts) + 2 * config.moe.shared_width + 2 * shape.width)
@@ -276,5 +276,5 @@ def _moe(config: Mapping[str, Any], activation: str) -> NemotronMoE:
         group_members=2,
     )
     width = whole(config, "moe_latent_size", whole(config, "hidden_size"))
-    experts = MoEShape(width, whole(config, "moe_intermediate_size", 7688), routing, GatedActivation(alpha=STEP))
+    experts = MoEShape(width, whole(config, "moe_intermediate_size", 7688), routing, GatedActivation(alpha=STEEPNESS))
     return NemotronMoE(experts, whole(config, "moe_shared_expert_intermediate_size", 7688))

@@ -24,8 +24,8 @@ from quire.layers.weights import also_called
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     check_recurrent,
@@ -36,7 +36,7 @@ from quire.models.loading.fields import flag, number, whole
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
 GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever `rms_norm_eps` is
-ALSO_CALLED = {  # names in published files; transformers saves the second in attention layers, too
+OTHER_NAMES = {  # names in published files; transformers saves the second in attention layers, too
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
 }
@@ -90,8 +90,8 @@ class OlmoHybridModel(HybridModel):
 
         def norm(layer: str, name: str) -> RMSNorm:
             made = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
-            if name in ALSO_CALLED:
-                also_called(made, f"{layer}.{ALSO_CALLED[name]}")
+            if name in OTHER_NAMES:
+                also_called(made, f"{layer}.{OTHER_NAMES[name]}")
             return made
 
         def feed_forward(layer: str, before: RMSNorm | None, join: Join | None) -> GatedMLP:
@@ -142,7 +142,7 @@ class OlmoHybridModel(HybridModel):
 
         super().__init__(
             shape,
-            Names("model.embed_tokens", "model.norm"),
+            HybridNames("model.embed_tokens", "model.norm"),
             make_block,
             Rope(config.rope, attention.head_dim, dtype, device, ops),
             block_activations(shape, 3 * config.inner_width),

@@ -30,8 +30,8 @@ from quire.layers.weights import Part, own_weights
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
+    HybridNames,
     HybridShape,
-    Names,
     block_activations,
     check_attention,
     check_recurrent,
@@ -48,7 +48,7 @@ LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_atte
 class QwenHybridConfig:
     shape: HybridShape
     rope: RopeConfig
-    turning: int  # elements of a head that rope rotates
+    rope_dim: int  # elements of a head that rope rotates
     attention_bias: bool
     layout: DeltaLayout  # checkpoint layout of the delta nets
     norm_offset: float  # added to the checkpoint's norm weights
@@ -69,11 +69,11 @@ class QwenHybridConfig:
         heads = whole(config, "num_attention_heads", 16)
         kv_heads = whole(config, "num_key_value_heads", 2 if kind == "qwen3_next" else 4)
         head_dim = whole(config, "head_dim", 256)
-        turning = _turning(config, head_dim)
-        check_attention(heads, kv_heads, head_dim, turning)
+        rope_dim = _rope_dim(config, head_dim)
+        check_attention(heads, kv_heads, head_dim, rope_dim)
         width = whole(config, "hidden_size")
         rope = RopeConfig.from_hf(dict(config))
-        order = HeadOrder(head_dim, turning, angle_scale=rope.angle_scale)
+        order = HeadOrder(head_dim, rope_dim, angle_scale=rope.angle_scale)
         shape = HybridShape.read(
             config,
             norm_eps=number(config, "rms_norm_eps", 1e-6),
@@ -86,7 +86,7 @@ class QwenHybridConfig:
         return cls(
             shape=shape,
             rope=rope,
-            turning=turning,
+            rope_dim=rope_dim,
             attention_bias=flag(config, "attention_bias", False),
             layout=_layout(config, kind),
             norm_offset=number(config, "norm_offset", 1.0),
@@ -152,9 +152,9 @@ class QwenHybridModel(HybridModel):
                 scheme=scheme,
             )
 
-        still = attention.head_dim - config.turning
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=still)
-        names = Names(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
+        unrotated = attention.head_dim - config.rope_dim
+        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
+        names = HybridNames(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
         inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
         super().__init__(
             shape,
@@ -175,7 +175,7 @@ class QwenHybridModel(HybridModel):
         return QwenHybridConfig.from_hf(config)
 
 
-def _turning(config: Mapping[str, Any], head_dim: int) -> int:
+def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:
     """Returns how many elements of a head rope rotates."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))

@@ -122,7 +122,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "query_pre_attn_scalar": width // num_heads if (arch, num_layers) in _LARGE_GEMMAS else head_dim,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": None if style.patterned else layer_types,
+        "layer_types": None if style.has_own_windows else layer_types,
         "attention_bias": arch != "qwen2" and has_bias,
         "use_qkv_bias": has_bias,
         "use_bias": has_bias,
@@ -135,12 +135,12 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         **(_experts(file, num_experts) if num_experts else {}),
         "tensor_types": {name: tensor.type.name for name, tensor in named_tensors(file).items()},
     }
-    return fields if style.more is None else {**fields, **style.more(file, fields)}
+    return fields if style.extra_fields is None else {**fields, **style.extra_fields(file, fields)}
 
 
 def _read(file: GGUFFile, style: GGUFStyle, key: str, default: int | None = None) -> int | None:
     """Returns a number that holds for all layers; the default if the style reads it per layer."""
-    if key in style.apart:
+    if key in style.read_apart:
         return default
     return need(file, key) if default is None else get(file, key, default)
 
@@ -154,7 +154,7 @@ def _layers(
     if windows is not None:
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
         return _read(file, style, "attention.head_count_kv", num_heads), kinds
-    without = style.without_keys
+    without = style.keyless_type
     heads = None if without is None else get_layers(file, "attention.head_count_kv")
     if without is None or heads is None or len(set(heads) - {0}) != 1:
         return _read(file, style, "attention.head_count_kv", num_heads), [kind] * num_layers

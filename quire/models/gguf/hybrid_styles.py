@@ -179,27 +179,27 @@ def _qwen_style(*, tiled: bool) -> GGUFStyle:
     return GGUFStyle(
         _QWEN,
         {"norm_offset": 0.0, "value_heads_tiled": tiled},  # converters have already added the 1
-        patterned=True,
-        apart=frozenset({"feed_forward_length"}),
+        has_own_windows=True,
+        read_apart=frozenset({"feed_forward_length"}),
         metadata={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         whole_names=_recurrent_names("linear_attn"),
         shapes={"ffn_gate_inp_shexp": (1, -1)},
-        more=_qwen,
+        extra_fields=_qwen,
     )
 
 
-def _backbone_style(more: Callable[[GGUFFile, Fields], Fields]) -> GGUFStyle:
+def _backbone_style(extra_fields: Callable[[GGUFFile, Fields], Fields]) -> GGUFStyle:
     return GGUFStyle(
         _MIXER,
-        patterned=True,
-        without_keys="mamba",
-        apart=frozenset({"feed_forward_length"}),
+        has_own_windows=True,
+        keyless_type="mamba",
+        read_apart=frozenset({"feed_forward_length"}),
         metadata=_NEMOTRON_FIELDS,
         whole_names={**_recurrent_names("mixer"), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
         layers="backbone.layers",
-        top=_BACKBONE,
+        top_names=_BACKBONE,
         shapes=_MAMBA_SHAPES,
-        more=more,
+        extra_fields=extra_fields,
     )
 
 
@@ -207,19 +207,19 @@ HYBRID_STYLES = {
     "falcon-h1": GGUFStyle(
         _FALCON,
         {"mamba_norm_before_gate": False},
-        patterned=True,
+        has_own_windows=True,
         whole_names={**_recurrent_names("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},
-        top={"output_norm": "model.final_layernorm"},
+        top_names={"output_norm": "model.final_layernorm"},
         shapes=_MAMBA_SHAPES,
-        more=_falcon,
+        extra_fields=_falcon,
     ),
     "granitehybrid": GGUFStyle(
         _GRANITE,
         permuted=True,
-        without_keys="linear_attention",
+        keyless_type="linear_attention",
         whole_names=_recurrent_names("mamba"),
         shapes=_MAMBA_SHAPES,
-        more=_granite,
+        extra_fields=_granite,
     ),
     "mamba2": _backbone_style(_mamba2),
     "nemotron_h": _backbone_style(_nemotron),

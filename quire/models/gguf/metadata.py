@@ -22,14 +22,14 @@ def get(file: GGUFFile, key: str, default: Any) -> Any:
         value = value[0]
     fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
     if (default is not None and not fits) or isinstance(value, (bool, list)):
-        raise bad(file, key)
+        raise bad_metadata(file, key)
     return value
 
 
 def get_flag(file: GGUFFile, key: str, default: bool) -> bool:
     value = file.metadata.get(key_of(file, key), default)
     if not isinstance(value, bool):
-        raise bad(file, key)
+        raise bad_metadata(file, key)
     return value
 
 
@@ -39,7 +39,7 @@ def get_layers(file: GGUFFile, key: str) -> list[int] | None:
     if not isinstance(values, list):
         return None
     if len(values) != need(file, "block_count") or not all(isinstance(value, int) for value in values):
-        raise bad(file, key)
+        raise bad_metadata(file, key)
     return values[: count_layers(file)]
 
 
@@ -48,7 +48,7 @@ def need_layers(file: GGUFFile, key: str) -> list[int]:
     values = get_layers(file, key)
     if values is None:
         need(file, key)
-        raise bad(file, key)
+        raise bad_metadata(file, key)
     return values
 
 
@@ -56,7 +56,7 @@ def count_layers(file: GGUFFile) -> int:
     """Returns the number of layers, without draft layers, which follow the others and are not used."""
     num_layers, drafting = need(file, "block_count"), get(file, "nextn_predict_layers", 0)
     if not 0 <= drafting < max(num_layers, 1):
-        raise bad(file, "nextn_predict_layers")
+        raise bad_metadata(file, "nextn_predict_layers")
     return num_layers - drafting
 
 
@@ -76,11 +76,11 @@ def get_per_layer(file: GGUFFile, key: str, default: int | None = None) -> list[
     if one is None:
         need(file, key)
     if not isinstance(one, int):
-        raise bad(file, key)
+        raise bad_metadata(file, key)
     return [one] * count_layers(file)
 
 
-def bad(file: GGUFFile, key: str) -> QuireError:
+def bad_metadata(file: GGUFFile, key: str) -> QuireError:
     """Returns the error for a metadata value that no model can have."""
     value = file.metadata.get(key_of(file, key))
     return QuireError("bad_config", f"{file.path} has {key_of(file, key)}={value!r:.80}.", "Fetch or convert it again.")

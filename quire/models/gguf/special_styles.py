@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.files.gguf import GGUFFile
-from quire.models.gguf.metadata import bad, get, get_flag, get_per_layer, key_of, need
+from quire.models.gguf.metadata import bad_metadata, get, get_flag, get_per_layer, key_of, need
 from quire.models.gguf.style import GGUFStyle
 from quire.types import QuireError
 
@@ -62,7 +62,7 @@ def _gemma4(file: GGUFFile, fields: Fields) -> Fields:
     wide_dim, head_dim = need(file, "attention.key_length"), need(file, "attention.key_length_swa")
     num_shared = get(file, "attention.shared_kv_layers", 0)
     if not 0 <= num_shared < num_layers:
-        raise bad(file, "attention.shared_kv_layers")
+        raise bad_metadata(file, "attention.shared_kv_layers")
     inner_width, is_double = _gemma4_widths(file, num_layers, num_shared)
     inputs = file.tensors.get("per_layer_token_embd.weight")
     return {
@@ -96,7 +96,7 @@ def _gemma4_widths(file: GGUFFile, num_layers: int, num_shared: int) -> tuple[in
         of_shared = 2 * widths[0] if is_double else widths[0]
         if widths == [widths[0]] * (num_layers - num_shared) + [of_shared] * num_shared:
             return widths[0], is_double
-    raise bad(file, "feed_forward_length")
+    raise bad_metadata(file, "feed_forward_length")
 
 
 def _gemma4_ropes(file: GGUFFile, rope: Fields) -> Fields:
@@ -152,7 +152,7 @@ def _head_sizes(file: GGUFFile) -> Fields:
     rope_dim = need(file, "rope.dimension_count")
     nope_dim = need(file, f"attention.key_length{newer}") - rope_dim
     if nope_dim < 1:
-        raise bad(file, f"attention.key_length{newer}")
+        raise bad_metadata(file, f"attention.key_length{newer}")
     value_dim = need(file, f"attention.value_length{newer}")
     return {"qk_rope_head_dim": rope_dim, "qk_nope_head_dim": nope_dim, "v_head_dim": value_dim}
 
@@ -163,9 +163,9 @@ def _deepseek_experts(file: GGUFFile, num_layers: int) -> Fields:
     score = get(file, "expert_gating_func", _SIGMOID if has_bias else _SOFTMAX)
     normed = get_flag(file, "expert_weights_norm", False)
     if score not in (_SOFTMAX, _SIGMOID):
-        raise bad(file, "expert_gating_func")
+        raise bad_metadata(file, "expert_gating_func")
     if score == _SOFTMAX and normed:  # DeepSeek V2 does not normalize
-        raise bad(file, "expert_weights_norm")
+        raise bad_metadata(file, "expert_weights_norm")
     num_groups, top_groups = _GROUPS.get(num_experts, (1, 1))
     if key_of(file, "expert_group_count") in file.metadata:
         num_groups, top_groups = need(file, "expert_group_count"), need(file, "expert_group_used_count")
@@ -185,28 +185,28 @@ def _deepseek_experts(file: GGUFFile, num_layers: int) -> Fields:
 
 def _deepseek_rope(file: GGUFFile, rope: Fields) -> Fields:
     """Files hold a tenth of the scores' `mscale`. The scale of angles is 1 in every published model."""
-    sharper = get(file, "rope.scaling.yarn_log_multiplier", 0.0) * 10
-    return {**rope, "mscale": sharper, "mscale_all_dim": sharper} if sharper else rope
+    score_factor = get(file, "rope.scaling.yarn_log_multiplier", 0.0) * 10
+    return {**rope, "mscale": score_factor, "mscale_all_dim": score_factor} if score_factor else rope
 
 
-SPECIAL = {
+SPECIAL_STYLES = {
     "deepseek2": GGUFStyle(
         _DEEPSEEK,
         whole_names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
-        apart=frozenset({"attention.value_length"}),
-        more=_deepseek,
+        read_apart=frozenset({"attention.value_length"}),
+        extra_fields=_deepseek,
     ),
     "gemma4": GGUFStyle(
         _GEMMA4,
         whole_names=_GEMMA4_WHOLE,
-        apart=frozenset({"feed_forward_length", "attention.head_count_kv"}),
-        more=_gemma4,
+        read_apart=frozenset({"feed_forward_length", "attention.head_count_kv"}),
+        extra_fields=_gemma4,
     ),
     "gpt-oss": GGUFStyle(
         _GPT_OSS,
-        patterned=True,
+        has_own_windows=True,
         whole_names={"attn_sinks.weight": "self_attn.sinks"},
-        apart=frozenset({"feed_forward_length"}),
-        more=_gpt_oss,
+        read_apart=frozenset({"feed_forward_length"}),
+        extra_fields=_gpt_oss,
     ),
 }

@@ -18,15 +18,15 @@ class GGUFStyle:
     names: Mapping[str, str] = field(default_factory=dict)  # within a layer: GGUF name -> checkpoint name
     fields: Mapping[str, Any] = field(default_factory=dict)  # config fields that no metadata gives
     permuted: bool = False  # queries and keys are ordered so that rope rotates adjacent elements
-    patterned: bool = False  # the family's own rule determines which layers have a window
-    without_keys: str | None = None  # type of layers without key-value heads
+    has_own_windows: bool = False  # the family's own rule determines which layers have a window
+    keyless_type: str | None = None  # type of layers without key-value heads
     metadata: Mapping[str, str] = field(default_factory=dict)  # further config fields -> metadata keys
     # within a layer, names of tensors that are no module's
     whole_names: Mapping[str, str] = field(default_factory=dict)
-    apart: frozenset[str] = frozenset()  # metadata keys that `more` reads, since values differ by layer
+    read_apart: frozenset[str] = frozenset()  # metadata keys that `extra_fields` reads, since values differ by layer
     # computes further fields from those read so far
-    more: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    extra_fields: Callable[[GGUFFile, Mapping[str, Any]], Mapping[str, Any]] | None = None
     layers: str = "model.layers"  # prefix of names within layers
-    top: Mapping[str, str] = field(default_factory=dict)  # names outside of layers, where not the usual ones
+    top_names: Mapping[str, str] = field(default_factory=dict)  # names outside of layers, where not the usual ones
     # Shapes of tensors within a layer that files store with more or fewer dimensions of size 1.
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

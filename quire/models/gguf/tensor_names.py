@@ -13,7 +13,7 @@ from typing import Any
 from quire.files.gguf import GGUFFile
 from quire.models.gguf.hybrid_styles import GRANITE_BLOCKS, HYBRID_STYLES
 from quire.models.gguf.metadata import get, get_flag
-from quire.models.gguf.special_styles import SPECIAL
+from quire.models.gguf.special_styles import SPECIAL_STYLES
 from quire.models.gguf.style import GGUFStyle
 
 _TOP = {
@@ -46,12 +46,12 @@ _SHARED = {f"ffn_{kind}_shexp": f"mlp.shared_experts.{kind}_proj" for kind in ("
 _CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _MIXTRAL = {name: called.replace("mlp.", "block_sparse_moe.") for name, called in _IN_LAYER.items() if "_exps" in name}
 _MIXTRAL["ffn_gate_inp"] = "block_sparse_moe.gate"
-_AROUND = {
+_SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_BEHIND = {
+_POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -141,24 +141,24 @@ _LFM2_FIELDS = {
     "num_dense_layers": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
 }
-_RAISED = {"norm_offset": 0.0}  # converters have already added the 1
+_OFFSET_APPLIED = {"norm_offset": 0.0}  # converters have already added the 1
 STYLES = {
     "arcee": GGUFStyle(permuted=True),
     "chatglm": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
-    "cohere2": GGUFStyle(metadata={"logit_scale": "logit_scale"}, patterned=True),
+    "cohere2": GGUFStyle(metadata={"logit_scale": "logit_scale"}, has_own_windows=True),
     "command-r": GGUFStyle(metadata={"logit_scale": "logit_scale"}),
     "dots1": GGUFStyle(_SHARED, whole_names=_CHOICE_BIAS),
     "ernie4_5-moe": GGUFStyle(
-        _SHARED, whole_names={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}, more=_ernie_moe
+        _SHARED, whole_names={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}, extra_fields=_ernie_moe
     ),
     "exaone-moe": GGUFStyle(_SHARED, whole_names={"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
-    "exaone4": GGUFStyle(_BEHIND),
-    "gemma": GGUFStyle(fields=_RAISED),
-    "gemma2": GGUFStyle(_AROUND, _RAISED, patterned=True),
-    "gemma3": GGUFStyle(_AROUND, _RAISED, patterned=True),
+    "exaone4": GGUFStyle(_POST_NORMS),
+    "gemma": GGUFStyle(fields=_OFFSET_APPLIED),
+    "gemma2": GGUFStyle(_SANDWICH_NORMS, _OFFSET_APPLIED, has_own_windows=True),
+    "gemma3": GGUFStyle(_SANDWICH_NORMS, _OFFSET_APPLIED, has_own_windows=True),
     "glm4": GGUFStyle(_GLM4),
     "glm4moe": GGUFStyle({**_SHARED, "post_attention_norm": "post_attention_layernorm"}, whole_names=_CHOICE_BIAS),
-    "gptneox": GGUFStyle(_NEOX, layers="gpt_neox.layers", top=_NEOX_TOP, more=_gpt_neox),
+    "gptneox": GGUFStyle(_NEOX, layers="gpt_neox.layers", top_names=_NEOX_TOP, extra_fields=_gpt_neox),
     "granite": GGUFStyle(permuted=True),
     "granitemoe": GGUFStyle(
         GRANITE_BLOCKS, permuted=True, metadata={"shared_intermediate_size": "expert_shared_feed_forward_length"}
@@ -166,31 +166,31 @@ STYLES = {
     "hunyuan-dense": GGUFStyle(_HUNYUAN),
     "hunyuan-moe": GGUFStyle({**_HUNYUAN, **_HUNYUAN_EXPERTS}),
     "lfm2": GGUFStyle(
-        _LFM2, {"block_auto_adjust_ff_dim": False}, top=_LFM2_TOP, without_keys="conv", metadata=_LFM2_FIELDS
+        _LFM2, {"block_auto_adjust_ff_dim": False}, top_names=_LFM2_TOP, keyless_type="conv", metadata=_LFM2_FIELDS
     ),
     "lfm2moe": GGUFStyle(
         _LFM2,
-        top=_LFM2_TOP,
-        without_keys="conv",
+        top_names=_LFM2_TOP,
+        keyless_type="conv",
         metadata=_LFM2_FIELDS,
         whole_names={"exp_probs_b.bias": "feed_forward.expert_bias"},
     ),
     "llama": GGUFStyle(_MIXTRAL, permuted=True),
     "minimax-m2": GGUFStyle(_MIXTRAL, whole_names={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}),
-    "mistral3": GGUFStyle(permuted=True, more=_ministral3),
-    "nemotron": GGUFStyle(fields=_RAISED),
+    "mistral3": GGUFStyle(permuted=True, extra_fields=_ministral3),
+    "nemotron": GGUFStyle(fields=_OFFSET_APPLIED),
     "olmo": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, permuted=True),
-    "olmo2": GGUFStyle(_AROUND, more=_olmo3),
-    "olmoe": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, more=_not_normalised),
-    "phi2": GGUFStyle(_PHI2, top={"output_norm": "model.final_layernorm"}),
+    "olmo2": GGUFStyle(_SANDWICH_NORMS, extra_fields=_olmo3),
+    "olmoe": GGUFStyle(metadata={"clip_qkv": "attention.clamp_kqv"}, extra_fields=_not_normalised),
+    "phi2": GGUFStyle(_PHI2, top_names={"output_norm": "model.final_layernorm"}),
     "phi3": GGUFStyle({"ffn_up": "mlp.gate_up_proj"}),
-    "qwen2moe": GGUFStyle(_QWEN2_SHARED, more=_not_normalised),
+    "qwen2moe": GGUFStyle(_QWEN2_SHARED, extra_fields=_not_normalised),
     "seed_oss": GGUFStyle({"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": GGUFStyle(permuted=True),
     "stablelm": GGUFStyle({"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "starcoder2": GGUFStyle({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     **HYBRID_STYLES,
-    **SPECIAL,
+    **SPECIAL_STYLES,
 }
 PLAIN = GGUFStyle()
 
@@ -206,7 +206,7 @@ def hf_name(name: str, style: GGUFStyle = PLAIN) -> str:
     found = _IN_BLOCK.fullmatch(name)
     stem, _, kind = (found[2] if found else name).rpartition(".")
     if not found:
-        called = style.top.get(stem, _TOP.get(stem))
+        called = style.top_names.get(stem, _TOP.get(stem))
         return f"{called}.{kind}" if called else name
     whole = style.whole_names.get(found[2])
     called = style.names.get(stem, _IN_LAYER.get(stem)) if kind in ("weight", "bias") else None

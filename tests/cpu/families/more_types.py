@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 LEFT_OUT = object()
-SPECIAL: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
+SPECIAL_STYLES: dict[str, dict[str, Any]] = {  # what their defaults leave open, or can't be left to them
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -133,7 +133,7 @@ def small_config(model_type: str) -> Any:
     if hasattr(usual, "qk_rope_head_dim"):  # heads have two widths, and keys are every head's own
         given["num_key_value_heads"] = given["num_attention_heads"]
         given.pop("head_dim", None)
-    given |= SPECIAL.get(model_type, {})
+    given |= SPECIAL_STYLES.get(model_type, {})
     return make(**{name: value for name, value in given.items() if value is not LEFT_OUT})
 
 

@@ -174,8 +174,8 @@ def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:
     """Returns how many elements of a head rope rotates."""
     given = config.get("rope_parameters") or {}
     share = number({**config, **given}, "partial_rotary_factor", 1.0)
-    turning = int(head_dim * share)
-    if not 0 < turning <= head_dim or turning % 2 or (head_dim - turning) % 2:
+    rope_dim = int(head_dim * share)
+    if not 0 < rope_dim <= head_dim or rope_dim % 2 or (head_dim - rope_dim) % 2:
         what = f"partial_rotary_factor={share} of {head_dim} elements is no even number of them."
         raise QuireError("bad_config", what, "Check config.json.")
-    return turning
+    return rope_dim

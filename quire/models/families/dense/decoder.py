@@ -159,8 +159,8 @@ class DenseModel(nn.Module):
             softcap=config.logit_softcap,
         )
         kinds = list(dict.fromkeys(config.ropes))
-        still = config.head_dim - config.rope_dim
-        self.ropes = [Rope(kind, config.head_dim, dtype, device, ops, still) for kind in kinds]
+        unrotated = config.head_dim - config.rope_dim
+        self.ropes = [Rope(kind, config.head_dim, dtype, device, ops, unrotated) for kind in kinds]
         self.layer_ropes = [kinds.index(rope) for rope in config.ropes]
 
     @staticmethod
@@ -170,7 +170,7 @@ class DenseModel(nn.Module):
     @classmethod
     def fits_native(cls, config: DenseConfig) -> bool:
         """Returns whether the native CPU library can run all layers in one call, whatever the scheme of the weights."""
-        return cls is DenseModel and not config.sinks and attends_natively(config)
+        return cls is DenseModel and not config.sinks and has_native_attention(config)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Computes the step's tokens and writes their keys and values to `caches`, one tensor per group: [layers, 2,
@@ -199,7 +199,7 @@ class DenseModel(nn.Module):
     @cached_property
     def stack(self) -> Stack | None:
         """All layers as one native call, where the ops have it. Built at the first step, once weights are real."""
-        if self.ops.native is None or not self.is_one_call():
+        if self.ops.native is None or not self.runs_as_one_call():
             return None
         groups = [spec.group for spec in self.specs]
         layers: Any = list(self.layers)
@@ -219,17 +219,17 @@ class DenseModel(nn.Module):
             is_parallel=self.config.parallel,
         )
 
-    def is_one_call(self) -> bool:
+    def runs_as_one_call(self) -> bool:
         """Returns whether the native library runs all layers in one call. Mixtures qualify if their experts are in
         blocks.
         """
         if type(self) is DenseModel:
             return self.fits_native(self.config)
         blocks = (fits_stack(layer.mlp) for layer in self.layers if isinstance(layer, DenseLayer))
-        return attends_natively(self.config) and not self.config.parallel and all(blocks)
+        return has_native_attention(self.config) and not self.config.parallel and all(blocks)
 
 
-def attends_natively(config: DenseConfig) -> bool:
+def has_native_attention(config: DenseConfig) -> bool:
     """Returns whether the native library's stack supports this kind of attention."""
     from quire.kernels.native.library import MAX_GROUP
 

@@ -24,17 +24,17 @@ from quire.models.families.dense.config import (
     read_common,
     window_size,
 )
-from quire.models.families.dense.gpt import gpt_neox, in_others_words, persimmon, phi
+from quire.models.families.dense.gpt import gpt_neox, persimmon, phi, with_common_names
 from quire.models.families.dense.windows import (
     KINDS,
     NO_ROPE,
     all_windowed,
-    but_every,
-    but_first_of_four,
-    turned_where_windowed,
+    rope_where_windowed,
     upper_windowed,
     windowed_by_kind,
-    windowed_where_still,
+    windowed_except_every,
+    windowed_except_first_of_four,
+    windowed_where_no_rope,
 )
 from quire.models.loading.fields import above_zero, bound, check_causal, flag, number, whole, with_defaults
 from quire.types import QuireError
@@ -54,13 +54,13 @@ class DenseFamily:
 
     change: Callable[[Fields, DenseConfig], DenseConfig] = lambda config, dense: dense
     defaults: Fields = field(default_factory=dict)  # values of fields that config.json may omit
-    renamed: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
+    rename: Callable[[Fields], Fields] = lambda config: config  # renames fields to their common names
 
 
 def read_dense(config: Fields) -> DenseConfig:
     """Reads the fields of a config.json whose `model_type` is in `DENSE`."""
     family = DENSE[config["model_type"]]
-    config = family.renamed(with_defaults(config, family.defaults))
+    config = family.rename(with_defaults(config, family.defaults))
     return family.change(config, read_common(config))
 
 
@@ -81,7 +81,7 @@ def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         dense = replace(dense, ropes=(RopeConfig.from_hf({**config, "rope_parameters": _CWM_ROPE}),) * dense.num_layers)
-    return but_first_of_four(config, dense)
+    return windowed_except_first_of_four(config, dense)
 
 
 def _qwen2(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -100,7 +100,9 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
         what = f"no_rope_layers names {len(turns)} layers, num_hidden_layers={dense.num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
     ropes = zip(dense.ropes, turns[: dense.num_layers], strict=True)
-    return windowed_where_still(config, replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes)))
+    return windowed_where_no_rope(
+        config, replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def _gemma(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return _gemma_norms(config, but_every(config, dense, every=2))
+    return _gemma_norms(config, windowed_except_every(config, dense, every=2))
 
 
 def _vaultgemma(config: Fields, dense: DenseConfig) -> DenseConfig:
@@ -137,7 +139,7 @@ def _gemma_norms(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _gemma3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = but_every(config, dense, every=config.get("sliding_window_pattern") or 6)
+    dense = windowed_except_every(config, dense, every=config.get("sliding_window_pattern") or 6)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=number(config, "rope_local_base_freq", 10000.0))
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -159,7 +161,7 @@ def _olmo2(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _olmo3(config: Fields, dense: DenseConfig) -> DenseConfig:
-    dense = but_every(config, dense, every=4)
+    dense = windowed_except_every(config, dense, every=4)
     if not set(config.get("rope_parameters") or {}) & set(KINDS):
         local = RopeConfig(theta=dense.ropes[0].theta)  # only full-attention layers have scaled rope
         pairs = zip(dense.ropes, dense.windows, strict=True)
@@ -179,7 +181,7 @@ def _granite(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 def _granite_swa(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Sinks and windows; each layer has its own rope frequency, or none."""
-    dense = replace(_granite(config, but_first_of_four(config, dense)), sinks=True)
+    dense = replace(_granite(config, windowed_except_first_of_four(config, dense)), sinks=True)
     speeds, key = config.get("layer_rope_theta"), "layer_rope_theta"
     if speeds is None:
         return dense
@@ -218,8 +220,8 @@ def _cohere(config: Fields, dense: DenseConfig) -> DenseConfig:
 
 
 def _cohere2(config: Fields, dense: DenseConfig) -> DenseConfig:
-    return turned_where_windowed(
-        _cohere(config, but_every(config, dense, every=config.get("sliding_window_pattern") or 4))
+    return rope_where_windowed(
+        _cohere(config, windowed_except_every(config, dense, every=config.get("sliding_window_pattern") or 4))
     )
 
 
@@ -302,7 +304,7 @@ def _exaone4(config: Fields, dense: DenseConfig) -> DenseConfig:
     if window is not None:
         every = config.get("sliding_window_pattern") or 4
         every = len(every) if isinstance(every, str) else every  # LLLG is 4
-        dense = turned_where_windowed(but_every(config, dense, every))
+        dense = rope_where_windowed(windowed_except_every(config, dense, every))
     return replace(dense, norms=AFTER_ONLY, qk_norm="head", qkv_bias=False, out_bias=False)
 
 
@@ -354,7 +356,7 @@ DENSE: dict[str, DenseFamily] = {
     "glm": DenseFamily(_glm, _GLM),
     "glm4": DenseFamily(_glm4, _GLM),
     "gpt_neox": DenseFamily(
-        gpt_neox, {"hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25}, in_others_words
+        gpt_neox, {"hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25}, with_common_names
     ),
     "granite": DenseFamily(_granite),
     "granite_swa": DenseFamily(
@@ -373,7 +375,7 @@ DENSE: dict[str, DenseFamily] = {
     "olmo": DenseFamily(_olmo),
     "olmo2": DenseFamily(_olmo2, {"rms_norm_eps": 1e-5}),
     "olmo3": DenseFamily(_olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
-    "persimmon": DenseFamily(persimmon, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}, in_others_words),
+    "persimmon": DenseFamily(persimmon, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}, with_common_names),
     "phi": DenseFamily(phi, {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": DenseFamily(
         _phi3,

@@ -17,7 +17,7 @@ MLP = MLPNames(up=("dense_h_to_4h",), down="dense_4h_to_h")
 HEADS = HeadNorms("q_layernorm", "k_layernorm", "shared", bias=True)
 
 
-def in_others_words(config: Fields) -> Fields:
+def with_common_names(config: Fields) -> Fields:
     """Renames GPT-NeoX's rope fields. Each head has its own keys and values, of the usual size, whatever the config
     has.
     """

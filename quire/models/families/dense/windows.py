@@ -48,7 +48,7 @@ def early_windowed(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, windows=windows)
 
 
-def windowed_where_still(config: Fields, dense: DenseConfig) -> DenseConfig:
+def windowed_where_no_rope(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Windows in the layers without rope, if `use_sliding_window` is set and `layer_types` is not given."""
     if config.get("layer_types") is not None or not flag(config, "use_sliding_window", False):
         return dense
@@ -56,7 +56,7 @@ def windowed_where_still(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, windows=tuple(window if rope.kind == "none" else None for rope in dense.ropes))
 
 
-def but_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
+def windowed_except_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
     """Without `layer_types`: a window in every layer except each `every`-th, and the rope of the layer's kind."""
     if config.get("layer_types") is not None:
         return dense
@@ -69,7 +69,7 @@ def but_every(config: Fields, dense: DenseConfig, every: int) -> DenseConfig:
     return replace(dense, windows=windows, ropes=tuple(full if w is None else local for w in windows))
 
 
-def but_first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
+def windowed_except_first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Without `layer_types`: a window in every layer except the first of each four."""
     if config.get("layer_types") is not None:
         return dense
@@ -77,7 +77,7 @@ def but_first_of_four(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(dense, windows=tuple(window if index % 4 else None for index in range(dense.num_layers)))
 
 
-def turned_where_windowed(dense: DenseConfig) -> DenseConfig:
+def rope_where_windowed(dense: DenseConfig) -> DenseConfig:
     """Full-attention layers have no rope."""
     pairs = zip(dense.ropes, dense.windows, strict=True)
     return replace(dense, ropes=tuple(NO_ROPE if window is None else rope for rope, window in pairs))

@@ -14,7 +14,7 @@ from quire.bench.driver import measure, run_jobs
 from quire.bench.offline import load_average, settings, warmup_jobs
 from quire.bench.progress import Advance, progress_bar
 from quire.bench.stats import Bar, Report
-from quire.bench.workloads import Job, Shape, draw_shape, fold_into, make_job
+from quire.bench.workloads import BenchJob, Shape, draw_shape, fold_into, make_job
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -79,7 +79,7 @@ def _after(done: int, bar: Advance) -> Advance:
     return lambda tokens: bar(done + tokens)
 
 
-def _jobs(llm: LLM, count: int, prompt_len: int, output_len: int, seed: int) -> list[Job]:
+def _jobs(llm: LLM, count: int, prompt_len: int, output_len: int, seed: int) -> list[BenchJob]:
     shape = Shape(count, (prompt_len, prompt_len), (output_len, output_len))
     prompts, output_lens = draw_shape(shape, seed)
     pairs = zip(prompts, output_lens, strict=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.progress import Advance
 from quire.bench.stats import Report, distribution, percentiles
-from quire.bench.workloads import Job
+from quire.bench.workloads import BenchJob
 from quire.edge import Reply
 from quire.engine.trace import Tracer
 from quire.types import Delta, FinishReason, Plan, QuireError, Request
@@ -42,7 +42,7 @@ class RawRun:
         return min(times[0] for times in self.token_times)
 
 
-def run_jobs(llm: LLM, jobs: Sequence[Job], *, salt: bytes = b"", advance: Advance | None = None) -> RawRun:
+def run_jobs(llm: LLM, jobs: Sequence[BenchJob], *, salt: bytes = b"", advance: Advance | None = None) -> RawRun:
     """Submit all jobs at once and run them to their ends. The prefix cache is shared only within one `salt`."""
     check_jobs(llm, jobs)
     engine = llm.engine
@@ -51,7 +51,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], *, salt: bytes = b"", advance: Advan
     run = RawRun(time.perf_counter(), token_times=[[] for _ in jobs])
     watched, engine.tracer = engine.tracer, StepRecorder(engine.tracer, run)
     try:
-        _Drive(llm, run, jobs, salt).to_the_end(advance or (lambda done: None))
+        _JobRunner(llm, run, jobs, salt).run_all(advance or (lambda done: None))
     finally:
         engine.tracer = watched
     after = _counters(engine)
@@ -59,7 +59,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], *, salt: bytes = b"", advance: Advan
     return run
 
 
-def check_jobs(llm: LLM, jobs: Sequence[Job]) -> None:
+def check_jobs(llm: LLM, jobs: Sequence[BenchJob]) -> None:
     """Raise QuireError if the model would refuse a job or cut its answer short."""
     vocab_size, max_len = llm.edge.vocab_size, llm.max_model_len
     for job in jobs:
@@ -100,10 +100,10 @@ class StepRecorder(Tracer):
         self._inner.end_request(delta)
 
 
-class _Drive:
+class _JobRunner:
     """Submits and finishes the requests of one run."""
 
-    def __init__(self, llm: LLM, run: RawRun, jobs: Sequence[Job], salt: bytes):
+    def __init__(self, llm: LLM, run: RawRun, jobs: Sequence[BenchJob], salt: bytes):
         self._engine = llm.engine
         self._run = run
         edge = llm.edge
@@ -117,7 +117,7 @@ class _Drive:
             self._waiting.append(requests[0])
             run.num_prompt_tokens += len(job.tokens)
 
-    def to_the_end(self, advance: Advance) -> None:
+    def run_all(self, advance: Advance) -> None:
         turn, now = self._engine.turn, time.perf_counter
         token_times, replies, places = self._run.token_times, self._replies, self._places
         num_tokens = 0

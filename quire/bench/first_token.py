@@ -16,12 +16,12 @@ NUM_TOKENS = 10
 def main() -> None:
     task = json.load(sys.stdin)
     try:
-        told: dict[str, Any] = measure(task)
+        result: dict[str, Any] = measure(task)
     except Exception as error:
         code, hint = getattr(error, "code", "start_failed"), getattr(error, "hint", "")
         what = getattr(error, "what", f"{type(error).__name__}: {error}.")
-        told = {"code": code, "what": what, "hint": hint}
-    print(json.dumps(told), flush=True)
+        result = {"code": code, "what": what, "hint": hint}
+    print(json.dumps(result), flush=True)
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:

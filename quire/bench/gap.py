@@ -48,10 +48,10 @@ def bench_gap(
             engine.add(request)
         while engine.scheduler.stats.sampled_tokens < rows * SKIPPED:
             engine.turn()
-        watch = _Watch(engine)
-        with watch:
-            while len(watch.turns) < steps and engine.has_work:
-                watch.turn()
+        probe = _GapProbe(engine)
+        with probe:
+            while len(probe.turns) < steps and engine.has_work:
+                probe.turn()
         for request_id in list(engine.scheduler.requests):
             engine.cancel(request_id)
         engine.run_until_idle()
@@ -61,7 +61,7 @@ def bench_gap(
             "rows": rows,
             "settings": settings(llm),
             "load_before": busy,
-            **watch.figures(),
+            **probe.figures(),
         }
     idle = report["device_idle_share"]
     host_share = report["host_s"]["p50"] / report["device_s"]["p50"] if idle is not None else None
@@ -81,7 +81,7 @@ def bench_gap(
     }
 
 
-class _Watch:
+class _GapProbe:
     """Replaces the engine's tracer and workers by ones that record times, until it is closed."""
 
     def __init__(self, engine: Any):
@@ -91,10 +91,10 @@ class _Watch:
         self.steps: list[tuple[Any, Any]] = []  # CUDA events before and after each step
         self.kinds: dict[str, list[float]] = {}  # host seconds by the tracer's span name
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _GapProbe:
         self._before = self._engine.tracer, self._engine.workers
-        self._engine.tracer = _Spans(self)
-        self._engine.workers = _Timed(self._engine.workers, self.steps)
+        self._engine.tracer = _SpanRecorder(self)
+        self._engine.workers = _TimedWorkers(self._engine.workers, self.steps)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,9 +133,9 @@ class _Watch:
         return device, idle
 
 
-class _Spans(Tracer):
-    def __init__(self, watch: _Watch):
-        self._watch = watch
+class _SpanRecorder(Tracer):
+    def __init__(self, probe: _GapProbe):
+        self._probe = probe
 
     @contextmanager
     def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:  # type: ignore[override]
@@ -143,10 +143,10 @@ class _Spans(Tracer):
         try:
             yield
         finally:
-            self._watch.note(name, time.perf_counter() - begin)
+            self._probe.note(name, time.perf_counter() - begin)
 
 
-class _Timed:
+class _TimedWorkers:
     """Forwards to workers, and records CUDA events before the first and after the last kernel of each step."""
 
     def __init__(self, inner: Any, steps: list[tuple[Any, Any]]):

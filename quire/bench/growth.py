@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_RATIO = 1.02
 BATCH = 50  # requests per `generate` call
-FAMILIAR = 8  # repeated prompts; every other request uses one
+NUM_REPEATED = 8  # repeated prompts; every other request uses one
 OUTPUT_LEN = 2
 
 
@@ -76,12 +76,12 @@ class _Prompts:
         self._rng = random.Random(seed)
         self._vocab_size = llm.edge.vocab_size
         self._page_tokens = llm.engine.scheduler.cache.page_tokens
-        self._familiar = [self._draw() for _ in range(FAMILIAR)]
+        self._repeated = [self._draw() for _ in range(NUM_REPEATED)]
         self._count = 0
 
     def next(self) -> list[int]:
         self._count += 1
-        return self._draw() if self._count % 2 else self._rng.choice(self._familiar)
+        return self._draw() if self._count % 2 else self._rng.choice(self._repeated)
 
     def _draw(self) -> list[int]:
         return [self._rng.randrange(self._vocab_size) for _ in range(self._page_tokens + self._rng.randint(1, 4))]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 ROUNDS = 5  # prompts on an idle engine
-REHEARSED_PROMPTS = 2  # in the warm-up of each target
+WARMUP_PROMPTS = 2  # in the warm-up of each target
 SETTLE_TOKENS = 8  # tokens of each decode before the measurement
 
 
@@ -49,15 +49,15 @@ def bench_latency(
     with open_llm() as llm, progress_bar("latency (parts)", 1 + len(targets_ms)) as advance:
         _check(llm, load)
         llm.prepare()
-        watch = _Watch(llm, load, seed)
+        probe = _LatencyProbe(llm, load, seed)
         for target in targets_ms:  # warm-up: compiles kernels for the shapes of each target
-            watch.under_load(target, REHEARSED_PROMPTS, alone_s=0.0)
+            probe.under_load(target, WARMUP_PROMPTS, alone_s=0.0)
         under_load = []
         for index, target in enumerate(targets_ms):
-            under_load.append({"target_ms": target, **watch.under_load(target, load.prompts, load.alone_s)})
+            under_load.append({"target_ms": target, **probe.under_load(target, load.prompts, load.alone_s)})
             advance(index + 1)
         llm.engine.scheduler.pace(None)
-        idle = watch.on_idle_engine()
+        idle = probe.on_idle_engine()
         return {
             "benchmark": "latency",
             "model": llm.config.model.model,
@@ -82,7 +82,7 @@ def _check(llm: LLM, load: Load) -> None:
         raise QuireError("bad_requests", what, "Raise max_rows or take fewer.")
 
 
-class _Watch:
+class _LatencyProbe:
     """Runs the engine's loop and records the time of each request's tokens."""
 
     def __init__(self, llm: LLM, load: Load, seed: int):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64, 512
 AGREEMENT_TOKENS = 64
-MUST = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
+GATES = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
 QUESTIONS = (
     "Why is the sky blue?",
     "Name three rivers in Europe.",
@@ -51,14 +51,14 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RunTiming:
     """Time to first token and decode throughput of one run."""
 
-    first: float  # seconds until every stream had its first token
-    rest: float  # tokens per second from then on
+    first_token_s: float  # seconds until every stream had its first token
+    decode_tps: float  # tokens per second from then on
 
     def prompt_rate(self, num_tokens: int) -> float:
-        return num_tokens / self.first
+        return num_tokens / self.first_token_s
 
 
 def bench_llama_cpp(
@@ -87,15 +87,15 @@ def bench_llama_cpp(
     results = {form: _one_file(open_llm, file, threads, rounds, say) for form, file in files.items()}
     bars = []
     for form, result in results.items():
-        bars.append(Bar(f"{form}: one stream", result["one stream"]["ratio"], MUST["one stream"], "at least"))  # type: ignore[arg-type]
-        bars.append(Bar(f"{form}: prefill", result["prefill"]["ratio"], MUST["prefill"].get(form, 1.0), "at least"))  # type: ignore[attr-defined]
+        bars.append(Bar(f"{form}: one stream", result["one stream"]["ratio"], GATES["one stream"], "at least"))  # type: ignore[arg-type]
+        bars.append(Bar(f"{form}: prefill", result["prefill"]["ratio"], GATES["prefill"].get(form, 1.0), "at least"))  # type: ignore[attr-defined]
         ours, theirs = (result["agreement"][side]["tokens"] for side in ("ours", "theirs"))
         bars.append(
             Bar(f"{form}: greedy tokens as the reference, ours over theirs", ours / max(theirs, 1), 1.0, "at least")
         )
     best = max(result["16 streams"]["theirs"] for result in results.values())
     ours_best = max(result["16 streams"]["ours"] for result in results.values())
-    bars.append(Bar("16 streams, best of each", ours_best / best, MUST["16 streams"], "at least"))  # type: ignore[arg-type]
+    bars.append(Bar("16 streams, best of each", ours_best / best, GATES["16 streams"], "at least"))  # type: ignore[arg-type]
     return {
         "benchmark": "compare-llama-cpp",
         "threads": threads,
@@ -111,8 +111,8 @@ def _one_file(
 ) -> Report:
     say(f"{path.name}: loading both")
     with open_llm(path, threads=threads, prefix_cache=False, max_model_len=2048) as llm:
-        sides: dict[str, Any] = {"ours": Ours(llm), "theirs": Theirs(path, threads)}
-        paces: dict[str, dict[str, list[float]]] = {}
+        sides: dict[str, Any] = {"ours": QuireSide(llm), "theirs": LlamaCppSide(path, threads)}
+        measured: dict[str, dict[str, list[float]]] = {}
         works = {
             "one stream": (1, PROMPT_LEN, OUTPUT_LEN),
             "prefill": (1, LONG_PROMPT, 1),
@@ -122,13 +122,13 @@ def _one_file(
             for work, (count, prompt_len, output_len) in works.items():
                 prompts = draw_prompts(count, prompt_len, llm.edge.vocab_size, seed=index)
                 for side in sorted(sides, reverse=index % 2 == 0):
-                    pace = sides[side].run(prompts, output_len)[1]
-                    rate = pace.prompt_rate(count * prompt_len) if output_len == 1 else pace.rest
+                    timing = sides[side].run(prompts, output_len)[1]
+                    rate = timing.prompt_rate(count * prompt_len) if output_len == 1 else timing.decode_tps
                     if index:
-                        paces.setdefault(work, {}).setdefault(side, []).append(rate)
+                        measured.setdefault(work, {}).setdefault(side, []).append(rate)
                         say(f"  {work}, {side}: {rate:.1f} tok/s")
         found: Report = {}
-        for work, rates in paces.items():
+        for work, rates in measured.items():
             middle = {side: median(values) for side, values in rates.items()}
             # The ratio of two measurements that are close in time varies less with the machine's load.
             ratio = median(a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True))
@@ -156,11 +156,11 @@ def file_form(path: Path) -> str:
 # Both sides
 
 
-class Ours:
+class QuireSide:
     def __init__(self, llm: LLM):
         self._llm = llm
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], Pace]:
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], RunTiming]:
         from quire.types import SamplingParams
 
         engine = self._llm.engine
@@ -181,10 +181,10 @@ class Ours:
                 first, counted = time.perf_counter(), sum(map(len, tokens.values()))
         end = time.perf_counter()
         left = sum(map(len, tokens.values())) - counted
-        return list(tokens.values()), Pace(first - begin, left / (end - first) if left else 0.0)
+        return list(tokens.values()), RunTiming(first - begin, left / (end - first) if left else 0.0)
 
 
-class Theirs:
+class LlamaCppSide:
     """llama.cpp through its C API: one batch for all streams, greedy sampling by numpy."""
 
     def __init__(self, path: Path, threads: int):
@@ -220,7 +220,7 @@ class Theirs:
     def clear(self) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], Pace]:
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], RunTiming]:
         self.clear()
         begin = time.perf_counter()
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -237,7 +237,7 @@ class Theirs:
                 tokens[stream].append(int(logits.argmax()))
         end = time.perf_counter()
         left = len(prompts) * (output_len - 1)
-        return tokens, Pace(first - begin, left / (end - first) if left else 0.0)
+        return tokens, RunTiming(first - begin, left / (end - first) if left else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _agreement(
     say("  agreement with float32")
     prompts = [llm.edge.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     with open_llm(path, dtype="float32", kernels="torch", max_model_len=2048, prefix_cache=False) as exact:
-        wanted = Ours(exact).run(prompts, AGREEMENT_TOKENS)[0]
+        wanted = QuireSide(exact).run(prompts, AGREEMENT_TOKENS)[0]
     report: Report = {"prompts": len(prompts), "tokens_each": AGREEMENT_TOKENS}
     for name, side in sides.items():
         got = [side.run([prompt], AGREEMENT_TOKENS)[0][0] for prompt in prompts]

@@ -17,7 +17,7 @@ from quire.bench.driver import check_jobs, measure, run_jobs
 from quire.bench.memory import peak_memory
 from quire.bench.progress import progress_bar
 from quire.bench.stats import Bar, Report, median_of
-from quire.bench.workloads import Job, fold_into
+from quire.bench.workloads import BenchJob, fold_into
 from quire.machine import read_machine
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ WARMUP_OUTPUT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """A named workload or a file; `draw` returns its jobs for a seed."""
 
     name: str
-    draw: Callable[[int], list[Job]]
+    draw: Callable[[int], list[BenchJob]]
     may_fold: bool  # token ids are random, so they may be taken modulo a smaller vocabulary
 
 
 def bench_offline(
     open_llm: Callable[[], AbstractContextManager[LLM]],
-    work: Work,
+    work: Workload,
     *,
     seed: int = 0,
     repeat: int = 1,
@@ -89,7 +89,7 @@ def bench_offline(
     return {**report, "bars": [bar.to_report() for bar in bars], "pass": all(bar.passed for bar in bars)}
 
 
-def warmup_jobs(jobs: Sequence[Job]) -> list[Job]:
+def warmup_jobs(jobs: Sequence[BenchJob]) -> list[BenchJob]:
     """Return the first few jobs with short prompts and answers, which touch memory and start threads and kernels."""
     return [
         replace(

@@ -22,7 +22,7 @@ _FIELDS = ("prompt_token_ids", "max_tokens", "temperature", "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """One request of a benchmark. `origin` names it in error messages."""
 
     tokens: list[int]
@@ -53,7 +53,7 @@ WORKLOADS = {
 }
 
 
-def draw_workload(name: str, seed: int, temperature: float = TEMPERATURE) -> list[Job]:
+def draw_workload(name: str, seed: int, temperature: float = TEMPERATURE) -> list[BenchJob]:
     shape = WORKLOADS[name]
     prompts, output_lens = draw_shape(shape, seed)
     return [
@@ -84,7 +84,7 @@ def request_seed(seed: int, index: int) -> int:
     return (seed * _SEED_STEP + index) % (1 << 62)
 
 
-def make_job(tokens: list[int], max_tokens: int, origin: str, temperature: float | None, seed: int | None) -> Job:
+def make_job(tokens: list[int], max_tokens: int, origin: str, temperature: float | None, seed: int | None) -> BenchJob:
     """Make a job that samples without filters and ignores the model's defaults, so that all models do the same work."""
     params = SamplingParams(
         temperature=temperature,
@@ -96,10 +96,10 @@ def make_job(tokens: list[int], max_tokens: int, origin: str, temperature: float
         max_tokens=max_tokens,
         seed=seed,
     )
-    return Job(tokens, params, origin)
+    return BenchJob(tokens, params, origin)
 
 
-def fold_into(jobs: Sequence[Job], vocab_size: int) -> list[Job]:
+def fold_into(jobs: Sequence[BenchJob], vocab_size: int) -> list[BenchJob]:
     """Return jobs with token ids modulo `vocab_size`, for vocabularies smaller than a workload's largest id."""
     return [replace(job, tokens=[token % vocab_size for token in job.tokens]) for job in jobs]
 
@@ -108,10 +108,10 @@ def fold_into(jobs: Sequence[Job], vocab_size: int) -> list[Job]:
 # Files
 
 
-def read_jobs(path: Path, seed: int, temperature: float = TEMPERATURE) -> list[Job]:
+def read_jobs(path: Path, seed: int, temperature: float = TEMPERATURE) -> list[BenchJob]:
     """Read one JSON object per line: prompt_token_ids, max_tokens, and optionally temperature and seed. Blank lines are
     skipped."""
-    jobs: list[Job] = []
+    jobs: list[BenchJob] = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -126,7 +126,7 @@ def read_jobs(path: Path, seed: int, temperature: float = TEMPERATURE) -> list[J
     return jobs
 
 
-def _parse_line(line: bytes, origin: str, defaults: dict[str, Any]) -> Job:
+def _parse_line(line: bytes, origin: str, defaults: dict[str, Any]) -> BenchJob:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of too many digits

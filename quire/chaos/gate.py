@@ -24,7 +24,7 @@ from typing import Any
 
 from quire.bench.hostile.requests import costly_template
 from quire.bench.hostile.watch import status_bytes
-from quire.bench.online.stream_client import Endpoint, Fault, parse_url
+from quire.bench.online.stream_client import Endpoint, RequestFailure, parse_url
 from quire.bench.online.streamed_chat import StreamedReply, error_code, send_request, stream_chat
 from quire.chaos.compare import NumericTolerance, SampleNoise, compare, measure_shift
 from quire.chaos.faults import arm_fault, poison_seed
@@ -137,7 +137,7 @@ class ChaosRun:
         bare = Endpoint(self.endpoint.host, self.endpoint.port, False, "", ADMIN_KEY)
         status, body = await send_request(bare, method, path)
         if status != 200:
-            raise Fault(f"HTTP {status}", body[:200].decode("utf-8", "replace"))
+            raise RequestFailure(f"HTTP {status}", body[:200].decode("utf-8", "replace"))
         return json.loads(body)
 
     # -- traffic --------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class ChaosRun:
             script = rng.choice(self.scripts)
             try:
                 seen = await self.stream_patiently(script.body)
-            except (Fault, TimeoutError, OSError) as error:
+            except (RequestFailure, TimeoutError, OSError) as error:
                 self.report.fail(script, f"{type(error).__name__}: {error}", self.expected[script.name])
                 continue
             if seen.error is not None:
@@ -211,7 +211,7 @@ class ChaosRun:
             try:
                 await self.inject(kind, rng)
                 self.report.faults[kind] += 1
-            except (Fault, TimeoutError, OSError, AssertionError) as error:
+            except (RequestFailure, TimeoutError, OSError, AssertionError) as error:
                 self.report.problems.append(f"{kind}: {type(error).__name__}: {error}")
             if time.monotonic() > started + 3 * self.settings.seconds + 3 * RECOVERY_SECONDS:
                 self.report.problems.append(f"only {number + 1} of {total} faults fitted into the time")
@@ -396,7 +396,7 @@ async def run_gate(settings: ChaosSettings, show: Callable[[str], None]) -> Repo
         report.seconds = time.monotonic() - started
         report.problems += [f"a stream's loop broke: {r!r}" for r in results if isinstance(r, BaseException)]
         await run.check_at_end()
-    except (Fault, TimeoutError) as error:
+    except (RequestFailure, TimeoutError) as error:
         report.problems.append(f"the run broke off: {type(error).__name__} {error} {getattr(error, 'detail', '')}")
     finally:
         await run.stop()

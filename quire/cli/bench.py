@@ -22,7 +22,7 @@ from quire.config_build import config_from_args
 from quire.types import QuireError
 
 if TYPE_CHECKING:
-    from quire.bench.offline import Work
+    from quire.bench.offline import Workload
     from quire.bench.stats import Report
 
 PASSED, BROKEN, MISSED = 0, 1, 2
@@ -122,18 +122,18 @@ def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
     return {"benchmark": "offline", "works": reports, "pass": all(report["pass"] for report in reports)}
 
 
-def _works(args: Namespace) -> list[Work]:
+def _works(args: Namespace) -> list[Workload]:
     """Return the workloads of `--workload` or `--requests`. Raises QuireError for bad input before a model loads."""
-    from quire.bench.offline import Work
+    from quire.bench.offline import Workload
     from quire.bench.workloads import draw_workload, make_job, read_jobs
 
     make_job([0], 1, "", args.temperature, args.seed)
     if args.workload is not None:
         draws = {name: partial(draw_workload, name, temperature=args.temperature) for name in args.workload}
-        return [Work(name, draw, may_fold=True) for name, draw in draws.items()]
+        return [Workload(name, draw, may_fold=True) for name, draw in draws.items()]
     read = partial(read_jobs, args.requests, temperature=args.temperature)
     read(args.seed)
-    return [Work(args.requests.name, read, may_fold=False)]
+    return [Workload(args.requests.name, read, may_fold=False)]
 
 
 def _batch(args: Namespace, open_llm: OpenLLM) -> Report:

@@ -1,4 +1,4 @@
-"""`quire bench hostile`: its flags and how they become `Settings`. `quire.cli.bench` calls both functions."""
+"""`quire bench hostile`: its flags and how they become `HostileSettings`. `quire.cli.bench` calls both functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_hostile(benchmarks: Any) -> None:
 
 def run_hostile(args: Namespace, _open_llm: object) -> Report:
     from quire.bench.hostile.attacks import KINDS
-    from quire.bench.hostile.run import Settings, bench_hostile
+    from quire.bench.hostile.run import HostileSettings, bench_hostile
 
     for name, low in (
         ("seconds", 0.1),
@@ -58,7 +58,7 @@ def run_hostile(args: Namespace, _open_llm: object) -> Report:
     if unknown:
         raise QuireError("usage", f"There is no attack called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
     return bench_hostile(
-        Settings(
+        HostileSettings(
             args.model,
             kinds,
             args.seconds,

@@ -156,8 +156,8 @@ def _lengths(text: str) -> Lengths:
 
 def run_online(args: Namespace, _open_llm: object) -> Report:
     from quire.bench.online.report import render_run
-    from quire.bench.online.requests import CallOptions, read_prompts
-    from quire.bench.online.run import Limits, Targets, bench_online, first_model
+    from quire.bench.online.requests import RequestOptions, read_prompts
+    from quire.bench.online.run import ClientLimits, Targets, bench_online, first_model
     from quire.bench.online.stream_client import parse_url
 
     arrivals, work = _planned(args)
@@ -168,11 +168,11 @@ def run_online(args: Namespace, _open_llm: object) -> Report:
     report = bench_online(
         endpoint,
         arrivals,
-        CallOptions(model, args.chat, args.temperature, not args.stop_at_eos, args.seed),
+        RequestOptions(model, args.chat, args.temperature, not args.stop_at_eos, args.seed),
         work=work,
         prompts=prompts,
         targets=Targets(*(None if ms is None else ms / 1000 for ms in (args.ttft_target, args.tpot_target))),
-        limits=Limits(args.max_open, args.timeout),
+        limits=ClientLimits(args.max_open, args.timeout),
         warmup=not args.no_warmup,
         min_goodput=args.min_goodput,
     )

@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
         kinds=kinds,
         hostile=args.hostile,
     )
-    say = _teller(args.json)
+    say = _make_printer(args.json)
     report = asyncio.run(run_gate(settings, say))
     if args.report is not None:
         command = shlex.join(["quire", *sys.argv[1:]])
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _teller(quiet: bool) -> Any:
+def _make_printer(quiet: bool) -> Any:
     def say(what: str) -> None:
         if not quiet:
             print(f"chaos: {what}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """`quire chat`: a conversation at the terminal, or one turn per line of a pipe. Uses only the public API.
 
-`Conversation` holds the turns. `Session` takes messages (read by `messages`), runs slash commands, streams answers, and
+`ChatHistory` holds the turns. `Session` takes messages (read by `messages`), runs slash commands, streams answers, and
 drops the oldest turns when the context is full.
 """
 
@@ -67,7 +67,7 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
     params = sampling_params(args)
     system = None if args.system is None else check_text(args.system, "--system")
     with open_llm(config) as llm:
-        session = Session(llm, params, Conversation(system))
+        session = Session(llm, params, ChatHistory(system))
         if not is_terminal(sys.stdin):
             return session.read_pipe()
         print_dim(f"{short_name(config)} · /help lists the commands, Ctrl-D leaves")
@@ -80,7 +80,7 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)  # (user message, answer)
 
@@ -101,7 +101,7 @@ class Conversation:
 class Session:
     llm: LLM
     params: SamplingParams
-    conversation: Conversation
+    conversation: ChatHistory
     last: Output | None = None
     num_turns: int = 0
     num_tokens: int = 0
@@ -142,12 +142,12 @@ class Session:
         text = message.text.strip("\r\n") if "\n" in message.text.strip() else message.text.strip()
         if not message.is_quoted and re.fullmatch(r"/\w+( .*)?", text):
             command, _, rest = text[1:].partition(" ")
-            return self.obey(command, rest.strip())
+            return self.run_command(command, rest.strip())
         if text.strip():
             self.answer(check_text(text, "the message"))
         return True
 
-    def obey(self, command: str, rest: str) -> bool:
+    def run_command(self, command: str, rest: str) -> bool:
         if command in ("exit", "quit"):
             return False
         if command == "reset":
@@ -181,11 +181,11 @@ class Session:
                     raise
                 interrupted = True
         if interrupted:
-            if not answer.said or answer.said.endswith("\n"):
+            if not answer.text or answer.text.endswith("\n"):
                 print(file=sys.stderr)  # ends the line on which the terminal shows ^C
-            print_dim("stopped" if answer.said else "stopped; nothing was said, so the question is forgotten")
-        if answer.said or finished is not None:
-            self.conversation.turns.append((user, answer.said))
+            print_dim("stopped" if answer.text else "stopped; nothing was said, so the question is forgotten")
+        if answer.text or finished is not None:
+            self.conversation.turns.append((user, answer.text))
         if finished is not None:
             self.last = finished
             self.num_turns += 1

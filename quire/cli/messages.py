@@ -65,7 +65,7 @@ class Prompt:
         text = self._ask(prompt)
         if not self._marks_pastes:
             with suppress(EOFError):  # the next call raises it again
-                while _more_waits():
+                while _has_more_input():
                     text += "\n" + self._ask("")
         return text
 
@@ -177,7 +177,7 @@ def _is_gnu(readline: Any) -> bool:
     return readline is not None and "libedit" not in (readline.__doc__ or "")
 
 
-def _more_waits() -> bool:
+def _has_more_input() -> bool:
     """Return whether another line of stdin can be read without waiting."""
     try:
         return bool(select.select([sys.stdin], [], [], 0)[0])

@@ -51,12 +51,12 @@ class AnswerLines:
     """Writes an answer to stdout, wrapped at words on a terminal. On exit, ends the last line if it is not ended."""
 
     def __init__(self) -> None:
-        self.said = ""
+        self.text = ""
         can_wrap = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
         self._wrap = WordWrap(lambda: _num_columns(sys.stdout)) if can_wrap else None
 
     def write(self, text: str) -> None:
-        self.said += text
+        self.text += text
         if self._wrap is None:
             write_text(text)
         else:
@@ -67,7 +67,7 @@ class AnswerLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.said and not self.said.endswith("\n"):
+        if self.text and not self.text.endswith("\n"):
             write_text("\n")
 
 
@@ -151,7 +151,7 @@ def waiting(message: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(one_line(text))
 
 
-class LoadingShare:
+class LoadingProgress:
     """Shows the loaded percentage of a model as a spinner's text. Implements `files.progress.Progress`."""
 
     def __init__(self, say: Callable[[str], None]):

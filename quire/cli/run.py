@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quire.cli.model_argument import add_positional_model, looks_like_model, take_positional_model
-from quire.cli.output import AnswerLines, LoadingShare, format_seconds, print_dim, waiting, write_json
+from quire.cli.output import AnswerLines, LoadingProgress, format_seconds, print_dim, waiting, write_json
 from quire.config import Config
 from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError, SamplingParams
@@ -176,7 +176,7 @@ def open_llm(config: Config) -> LLM:
         except ModuleNotFoundError as error:
             what = f"The Python package {error.name} is not installed."
             raise QuireError("missing_package", what, "`quire doctor` says how to get it.") from error
-        return LLM(config=config, progress=LoadingShare(say))
+        return LLM(config=config, progress=LoadingProgress(say))
 
 
 def short_name(config: Config) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench.llama_cpp import Ours, bench_llama_cpp, draw_prompts, file_form, requantize
+from quire.bench.llama_cpp import QuireSide, bench_llama_cpp, draw_prompts, file_form, requantize
 from quire.files.gguf import open_gguf
 from quire.types import QuireError
 from tests.cpu.rig import load, make_engine
@@ -37,7 +37,7 @@ def test_a_file_is_written_again_in_another_form(tmp_path: Path) -> None:
 
 
 class _LLM:
-    """What `Ours` needs of an LLM, around a tiny model."""
+    """What `QuireSide` needs of an LLM, around a tiny model."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -53,6 +53,6 @@ class _LLM:
 def test_our_side_counts_from_the_moment_all_streams_have_a_token(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _, folder = make_tiny("llama", tmp_path)
-    tokens, pace = Ours(_LLM(make_engine(load(folder)))).run(draw_prompts(3, 9, 256, seed=1), 5)  # type: ignore[arg-type]
+    tokens, timing = QuireSide(_LLM(make_engine(load(folder)))).run(draw_prompts(3, 9, 256, seed=1), 5)  # type: ignore[arg-type]
     assert [len(each) for each in tokens] == [5, 5, 5]
-    assert pace.first > 0 and pace.rest > 0
+    assert timing.first_token_s > 0 and timing.decode_tps > 0

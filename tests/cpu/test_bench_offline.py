@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.bench.driver import measure, run_jobs
-from quire.bench.workloads import Job, draw_workload, fold_into, make_job
+from quire.bench.workloads import BenchJob, draw_workload, fold_into, make_job
 from quire.cli.main import main
 from quire.engine.trace import NO_TRACE
 from quire.llm import LLM
@@ -61,7 +61,7 @@ def flags(folder: Path) -> list[str]:
     return [f"--model={folder}", "--random-weights", *values]
 
 
-def jobs(lens: list[tuple[int, int]]) -> list[Job]:
+def jobs(lens: list[tuple[int, int]]) -> list[BenchJob]:
     """Prompts that begin differently, with the lengths of prompt and output given."""
     prompts = [[(7 * index + place) % VOCAB for place in range(length)] for index, (length, _) in enumerate(lens)]
     return [make_job(prompts[i], num_outputs, f"job {i}", 0.0, i) for i, (_, num_outputs) in enumerate(lens)]

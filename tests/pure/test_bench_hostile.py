@@ -12,7 +12,7 @@ import pytest
 
 from quire.bench.hostile.attacks import KINDS, Ask, Crowd, Drip, Flood, Tally, make_attacks, run_attacks
 from quire.bench.hostile.requests import (
-    ASKED,
+    REQUEST_KINDS,
     SMALL,
     TEMPLATE_COSTS,
     Exchange,
@@ -34,9 +34,9 @@ quire_http_seconds_bucket{le="0.1",route="/x"} 7.0
 """
 
 
-@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("kind", REQUEST_KINDS)
 def test_every_request_is_whole_and_small_ones_are_small(kind: str) -> None:
-    for exchange in ASKED[kind](TARGET, SMALL):
+    for exchange in REQUEST_KINDS[kind](TARGET, SMALL):
         head, _, body = exchange.data.partition(b"\r\n\r\n")
         assert len(exchange.data) < 1 << 20 and exchange.expected, exchange.name
         if head.startswith(b"POST"):

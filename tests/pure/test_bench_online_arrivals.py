@@ -20,11 +20,11 @@ from quire.bench.online.arrivals import (
     poisson_times,
     read_trace,
 )
-from quire.bench.online.requests import CallOptions, make_calls, make_text, make_tokens, read_prompts
+from quire.bench.online.requests import RequestOptions, make_requests, make_text, make_tokens, read_prompts
 from quire.types import QuireError
 
 SEED = int(os.environ.get("TEST_SEED", "7"))
-OPTIONS = CallOptions("m", chat=False, temperature=0.5, ignore_eos=True, seed=SEED)
+OPTIONS = RequestOptions("m", chat=False, temperature=0.5, ignore_eos=True, seed=SEED)
 
 
 # -- at a rate
@@ -174,7 +174,7 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
 
 
 def test_a_call_asks_for_a_stream_with_usage() -> None:
-    (call,) = make_calls([Arrival(1.5, 12, 34)], OPTIONS)
+    (call,) = make_requests([Arrival(1.5, 12, 34)], OPTIONS)
     body = json.loads(call.body)
     assert (call.at_s, call.path, call.output_len) == (1.5, "/completions", 34)
     assert len(body["prompt"]) == 12 and body["max_tokens"] == 34 and body["ignore_eos"] is True
@@ -183,8 +183,8 @@ def test_a_call_asks_for_a_stream_with_usage() -> None:
 
 
 def test_chat_has_a_message_of_as_many_words() -> None:
-    options = CallOptions("m", chat=True, temperature=0.0, ignore_eos=False, seed=1)
-    (call,) = make_calls([Arrival(0.0, 12, 3)], options)
+    options = RequestOptions("m", chat=True, temperature=0.0, ignore_eos=False, seed=1)
+    (call,) = make_requests([Arrival(0.0, 12, 3)], options)
     body = json.loads(call.body)
     assert call.path == "/chat/completions" and "ignore_eos" not in body and "prompt" not in body
     assert len(body["messages"][0]["content"].split()) == 12
@@ -197,7 +197,7 @@ def test_prompts_of_a_file_go_round(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Hi"}]},
     ]
     prompts = read_prompts(write(tmp_path, lines))
-    calls = make_calls([Arrival(float(index), 1, 8) for index in range(4)], OPTIONS, prompts)
+    calls = make_requests([Arrival(float(index), 1, 8) for index in range(4)], OPTIONS, prompts)
     bodies = [json.loads(call.body) for call in calls]
     assert [call.path for call in calls] == ["/completions", "/completions", "/chat/completions", "/completions"]
     assert [call.output_len for call in calls] == [3, 8, 8, 3]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.bench.online.stream_client import Answer, EventParser, Fault, fetch_json, parse_url, stream
+from quire.bench.online.stream_client import Answer, EventParser, RequestFailure, fetch_json, parse_url, stream
 from quire.types import QuireError
 from tests.pure.fake_openai import Exchange, fake_server
 
@@ -35,7 +35,7 @@ def test_byte_by_byte() -> None:
 
 def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.bench.online.stream_client.MAX_EVENT", 100)
-    with pytest.raises(Fault):
+    with pytest.raises(RequestFailure):
         EventParser().feed(b"data: " + b"x" * 200)
 
 
@@ -76,14 +76,14 @@ def test_tokens_that_show_nothing_count_when_they_end() -> None:
      '{"choices": [], "usage": {"prompt_tokens": null, "completion_tokens": 1}}', "[" * 100_000],
 )  # fmt: skip
 def test_malformed_events(payload: str) -> None:
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(RequestFailure) as caught:
         take(payload)
     assert caught.value.outcome == "malformed event"
 
 
 def test_an_error_event_is_told() -> None:
     for payload in ('{"error": {"message": "out of luck"}}', '{"error": "out of luck"}'):
-        with pytest.raises(Fault) as caught:
+        with pytest.raises(RequestFailure) as caught:
             take(payload)
         assert (caught.value.outcome, caught.value.detail) == ("error event", "out of luck")
 
@@ -155,7 +155,7 @@ def test_every_way_to_mark_the_end(reply: bytes) -> None:
     ],
 )
 def test_every_way_to_fail_has_a_name(reply: bytes, outcome: str, detail: str) -> None:
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(RequestFailure) as caught:
         ask(lambda exchange: exchange.send(reply))
     assert caught.value.outcome == outcome and detail in caught.value.detail
 
@@ -163,7 +163,7 @@ def test_every_way_to_fail_has_a_name(reply: bytes, outcome: str, detail: str) -
 def test_nobody_listens() -> None:
     with fake_server() as server:
         gone = server.url
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(RequestFailure) as caught:
         asyncio.run(fetch_json(parse_url(gone), "/models"))
     assert caught.value.outcome == "no connection"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.online.compare import Run, compare_runs, read_run
+from quire.bench.online.compare import OnlineRun, compare_runs, read_run
 from quire.bench.online.run import Record, Targets, measure
 from quire.bench.online.stream_client import Answer
 from quire.cli.main import main
@@ -53,7 +53,7 @@ def save(path: Path, report: Any) -> Path:
     return path
 
 
-def load(tmp_path: Path, name: str, **options: Any) -> Run:
+def load(tmp_path: Path, name: str, **options: Any) -> OnlineRun:
     return read_run(save(tmp_path / f"{name}.json", make_report(**options)))
 
 
@@ -93,7 +93,7 @@ def test_slower_is_worse_and_faster_is_better(tmp_path: Path) -> None:
 
 def test_pairs_find_what_the_spread_of_the_work_would_hide(tmp_path: Path) -> None:
     a, b = load(tmp_path, "a", count=80), load(tmp_path, "b", count=80, slower=1.1, jitter=1)
-    apart = Run({**b.report, "work": {}}, b.latencies, b.answered, b.output_tps)
+    apart = OnlineRun({**b.report, "work": {}}, b.latencies, b.answered, b.output_tps)
     assert verdicts(compare_runs(a, b))["TTFT p50"] == "worse"
     assert verdicts(compare_runs(a, apart))["TTFT p50"] == "unclear"
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.bench.online.compare import compare_runs
-from quire.bench.online.plots import HEIGHT, WIDTH, Line, Scale, cdf_plot, course_plot, dots_plot
+from quire.bench.online.plots import HEIGHT, WIDTH, Axis, Line, cdf_plot, course_plot, dots_plot
 from quire.bench.online.report import render_comparison, render_run, warnings
 from quire.bench.online.run import Targets
 from tests.pure.test_bench_online_compare import load, make_report
@@ -123,7 +123,7 @@ def test_ticks_lie_on_the_axis_and_are_few(log: bool) -> None:
     rng = random.Random(SEED)
     for _ in range(300):
         low = 10 ** rng.uniform(-4, 2) if log else 0.0
-        scale = Scale(low, (low or 1e-4) * 10 ** rng.uniform(1.1, 5), 0.0, 100.0, log)
+        scale = Axis(low, (low or 1e-4) * 10 ** rng.uniform(1.1, 5), 0.0, 100.0, log)
         ticks = scale.ticks()
         assert 1 <= len(ticks) <= 7 and ticks == sorted(set(ticks)), (scale, ticks)
         assert all(-0.5 <= scale(tick) <= 100.5 for tick in ticks)

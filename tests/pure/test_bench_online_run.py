@@ -15,16 +15,16 @@ import pytest
 
 import quire
 from quire.bench.online.arrivals import Arrival, Lengths, poisson_arrivals
-from quire.bench.online.requests import CallOptions
-from quire.bench.online.run import Limits, Record, Targets, bench_online, first_model, measure
+from quire.bench.online.requests import RequestOptions
+from quire.bench.online.run import ClientLimits, Record, Targets, bench_online, first_model, measure
 from quire.bench.online.stream_client import Answer, parse_url
 from quire.cli.main import main
 from quire.types import QuireError
 from tests.pure.fake_openai import Behaviour, Exchange, fake_server
 
-OPTIONS = CallOptions("fake", chat=False, temperature=0.0, ignore_eos=True, seed=1)
+OPTIONS = RequestOptions("fake", chat=False, temperature=0.0, ignore_eos=True, seed=1)
 WORK = {"requests": 8, "rate": 500.0, "input_len": "5", "output_len": "4", "seed": 1}
-LIMITS = Limits(timeout_s=20.0)
+LIMITS = ClientLimits(timeout_s=20.0)
 
 
 def bench(behave: Behaviour, count: int = 8, **options: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_the_bound_on_connections_is_kept_and_told(monkeypatch: pytest.MonkeyPat
         answer.take('{"choices": [{"text": "a", "finish_reason": "length"}]}', clock())
 
     monkeypatch.setattr("quire.bench.online.run.stream", answer_slowly)
-    limits, endpoint = Limits(max_open=2), parse_url("http://127.0.0.1:1")
+    limits, endpoint = ClientLimits(max_open=2), parse_url("http://127.0.0.1:1")
     report = bench_online(endpoint, [Arrival(0.0, 3, 2)] * 8, OPTIONS, work=WORK, limits=limits, warmup=False)
     assert report["answered"] == 8, report["failures"]
     assert report["client"]["most_open"] == 2 and report["client"]["held_back"] == 6
@@ -146,7 +146,7 @@ def test_a_request_that_never_ends_is_given_up() -> None:
             await asyncio.Event().wait()
         await exchange.answer()
 
-    report = bench(behave, limits=Limits(timeout_s=0.5))
+    report = bench(behave, limits=ClientLimits(timeout_s=0.5))
     assert [failure["outcome"] for failure in report["failures"]] == ["timeout"]
     assert report["answered"] + report["failed"] == 8
 

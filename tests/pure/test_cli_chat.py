@@ -182,7 +182,7 @@ class Typist:
 @pytest.fixture(autouse=True)
 def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stdin is while the tests run."""
-    monkeypatch.setattr(messages, "_more_waits", lambda: False)
+    monkeypatch.setattr(messages, "_has_more_input", lambda: False)
 
 
 def test_ctrl_c_drops_a_typed_line_and_leaves_an_empty_one_to_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_ctrl_c_drops_a_typed_line_and_leaves_an_empty_one_to_the_caller(capsys:
 def test_without_bracketed_paste_lines_that_wait_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     typist = Typist("one", "two", "three", "apart")
     waiting = iter([True, True, False, False])
-    monkeypatch.setattr(messages, "_more_waits", lambda: next(waiting))
+    monkeypatch.setattr(messages, "_has_more_input", lambda: next(waiting))
     prompt = messages.Prompt(None, typist.ask)
     assert [prompt.read().text, prompt.read().text] == ["one\ntwo\nthree", "apart"]
 

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.bench.hostile.requests import ASKED, CHAT, CUT, LATER, Exchange, Sizes, Target, post
+from quire.bench.hostile.requests import CHAT, CUT, LATER, REQUEST_KINDS, Exchange, Sizes, Target, post
 
-PATIENCE = 120.0  # seconds; a later answer counts as wrong
+ANSWER_SECONDS = 120.0  # seconds; a later answer counts as wrong
 PIECE = 1 << 16
-ASKERS = 3  # concurrent requests of one kind
+MAX_CONCURRENT = 3  # concurrent requests of one kind
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Ask:
         self.unsent -= 1
         status: int | str
         try:
-            async with asyncio.timeout(PATIENCE), connect(target) as (reader, writer):
+            async with asyncio.timeout(ANSWER_SECONDS), connect(target) as (reader, writer):
                 writer.write(exchange.data)
                 tally.sent_bytes += len(exchange.data)
                 status = await read_answer(reader)
@@ -110,7 +110,7 @@ class Flood:
     async def once(self, target: Target, tally: Tally) -> None:
         status, ended = CUT, False
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE), connect(target) as (reader, writer):
+            async with asyncio.timeout(ANSWER_SECONDS), connect(target) as (reader, writer):
                 answer = asyncio.create_task(read_answer(reader))
                 try:
                     tally.sent_bytes += await self._pour(target, writer, answer)
@@ -254,7 +254,7 @@ def make_attacks(
             Flood("chunk extensions", _chunks, b"1;" + b"e" * 250 + b"\r\nx\r\n", 2 * flood_bytes, True),
             Flood("a refused body", _refused_body, b"x", 2 * flood_bytes),
         ],
-        **{name: [Ask(make(target, sizes))] * ASKERS for name, make in ASKED.items()},
+        **{name: [Ask(make(target, sizes))] * MAX_CONCURRENT for name, make in REQUEST_KINDS.items()},
         "drips": [Drip(_dripped_body, connections // 4, seconds), Drip(_slow_head, connections // 4, seconds)],
         "idle": [Crowd(connections, seconds)],
         "pipeline": [
@@ -266,7 +266,7 @@ def make_attacks(
     return attacks
 
 
-KINDS = ("trailers", "chunks", *ASKED, "drips", "idle", "pipeline")
+KINDS = ("trailers", "chunks", *REQUEST_KINDS, "drips", "idle", "pipeline")
 
 
 async def run_attacks(

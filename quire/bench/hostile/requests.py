@@ -15,7 +15,6 @@ CUT = 0  # instead of a status: the connection was closed without an answer
 REFUSED = frozenset({400, 413, 422})
 LATER = frozenset({429, 503})  # overloaded: always a correct answer to a hostile request
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-NEVER = 10**9  # more loop turns than any template may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _grammars(target: Target, sizes: Sizes) -> list[Exchange]:
     ]
 
 
-ASKED: dict[str, Callable[[Target, Sizes], list[Exchange]]] = {
+REQUEST_KINDS: dict[str, Callable[[Target, Sizes], list[Exchange]]] = {
     "amplify": _amplify,
     "words": _words,
     "long prompts": _long_prompts,

@@ -21,11 +21,11 @@ import msgspec
 
 from quire.bench.hostile.attacks import KINDS, Tally
 from quire.bench.hostile.requests import Target, costly_template
-from quire.bench.hostile.sender import Order
+from quire.bench.hostile.sender import AttackOrder
 from quire.bench.hostile.streams import Streams
 from quire.bench.hostile.watch import MemoryWatch, quantile, read_histograms, subtract
 from quire.bench.offline import load_average
-from quire.bench.online.stream_client import Connection, Endpoint, parse_url
+from quire.bench.online.stream_client import ClientConnection, Endpoint, parse_url
 from quire.bench.stats import Bar, Report
 from quire.files.source import resolve_model
 from quire.files.tiny_model import make_tiny_model
@@ -46,7 +46,7 @@ ALL, CALM = "all at once", "no attack"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HostileSettings:
     model: str = "smollm2"  # `tiny`: a generated model with random weights
     kinds: tuple[str, ...] = KINDS
     seconds: float = 8.0  # per phase
@@ -60,11 +60,11 @@ class Settings:
     max_growth: int = MAX_GROWTH
 
 
-def bench_hostile(settings: Settings, say: Callable[[str], None]) -> Report:
+def bench_hostile(settings: HostileSettings, say: Callable[[str], None]) -> Report:
     return asyncio.run(_bench(settings, say))
 
 
-async def _bench(settings: Settings, say: Callable[[str], None]) -> Report:
+async def _bench(settings: HostileSettings, say: Callable[[str], None]) -> Report:
     busy = load_average()
     with tempfile.TemporaryDirectory(prefix="quire-hostile-") as folder:
         async with _server(settings, Path(folder)) as (process, endpoint), _sender() as sender:
@@ -93,7 +93,7 @@ async def _bench(settings: Settings, say: Callable[[str], None]) -> Report:
 
 @dataclass(slots=True)
 class _Run:
-    settings: Settings
+    settings: HostileSettings
     endpoint: Endpoint
     sender: asyncio.subprocess.Process
     streams: Streams
@@ -131,14 +131,14 @@ class _Run:
 
     async def _metrics(self) -> str:
         bare = Endpoint(self.endpoint.host, self.endpoint.port, False, "", KEY)
-        async with asyncio.timeout(METRICS_SECONDS), Connection(bare) as connection:
+        async with asyncio.timeout(METRICS_SECONDS), ClientConnection(bare) as connection:
             _, headers = await connection.request("GET", "/metrics", b"")
             return (await connection.start_of_body(headers, 1 << 22)).decode()
 
     async def _attack(self, kinds: Sequence[str]) -> dict[str, Tally]:
         settings = self.settings
         target = Target(self.endpoint.host, self.endpoint.port, KEY)
-        order = Order(
+        order = AttackOrder(
             target,
             tuple(kinds),
             settings.seconds,
@@ -164,7 +164,7 @@ def _shares(histogram: list[tuple[float, float]]) -> Report:
     return {name: quantile(histogram, share) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
-def _bars(phases: Sequence[Report], settings: Settings) -> list[Bar]:
+def _bars(phases: Sequence[Report], settings: HostileSettings) -> list[Bar]:
     calm, together = phases[0], phases[-1]
     alone = phases[1:-1]
 
@@ -195,7 +195,9 @@ def _sum(phases: Sequence[Report], count: str) -> int:
 
 
 @asynccontextmanager
-async def _server(settings: Settings, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Endpoint]]:
+async def _server(
+    settings: HostileSettings, folder: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Endpoint]]:
     tiny = settings.model == "tiny"
     model = str(make_tiny_model(folder / "tiny")) if tiny else settings.model
     tokenizer = load_tokenizer(resolve_model(model, random_weights=tiny))

@@ -18,7 +18,7 @@ from quire.bench.hostile.requests import SMALL, Sizes, Target
 NICENESS = 10
 
 
-class Order(msgspec.Struct, frozen=True):
+class AttackOrder(msgspec.Struct, frozen=True):
     target: Target
     kinds: tuple[str, ...]
     seconds: float
@@ -28,7 +28,7 @@ class Order(msgspec.Struct, frozen=True):
     small: bool = False
 
 
-async def obey(order: Order) -> dict[str, Tally]:
+async def run_order(order: AttackOrder) -> dict[str, Tally]:
     sizes = SMALL if order.small else Sizes()
     made = make_attacks(order.target, sizes, order.seconds, order.flood_bytes, order.connections)
     return await run_attacks(order.target, {name: made[name] for name in order.kinds}, order.seconds, order.max_rounds)
@@ -37,7 +37,7 @@ async def obey(order: Order) -> dict[str, Tally]:
 def main() -> int:
     os.nice(NICENESS)
     for line in sys.stdin.buffer:
-        tallies = asyncio.run(obey(msgspec.json.decode(line, type=Order)))
+        tallies = asyncio.run(run_order(msgspec.json.decode(line, type=AttackOrder)))
         sys.stdout.buffer.write(msgspec.json.encode(tallies) + b"\n")
         sys.stdout.buffer.flush()
     return 0

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.online.stream_client import Endpoint, Fault
+from quire.bench.online.stream_client import Endpoint, RequestFailure
 from quire.bench.online.streamed_chat import WORDS, Choice, StreamedReply, stream_chat
 from quire.types import QuireError
 
@@ -58,7 +58,7 @@ class Streams:
         while not self._over:
             try:
                 seen = await stream_chat(self._endpoint, self._bodies[number])
-            except (Fault, TimeoutError, OSError) as error:
+            except (RequestFailure, TimeoutError, OSError) as error:
                 self._lose(len(self._expected[number].tokens), f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
                 continue

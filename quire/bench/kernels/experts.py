@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from quire.bench.kernels.suite import Work
+from quire.bench.kernels.suite import KernelCase
 
 if TYPE_CHECKING:
     import torch
 
-ENOUGH_LAYERS = 2  # alternating layers of over a gigabyte each, so that no weights stay in the L2 cache
+NUM_LAYERS = 2  # alternating layers of over a gigabyte each, so that no weights stay in the L2 cache
 
 
-def experts(device: torch.device) -> Iterator[Work]:
+def experts(device: torch.device) -> Iterator[KernelCase]:
     """128 experts of 2048 × 768, top-8, random routing. Bytes are the weights of all experts with a token."""
     import torch
 
@@ -29,7 +29,7 @@ def experts(device: torch.device) -> Iterator[Work]:
             torch.randn(num, 2 * inner, width, device=device, dtype=bf16) * 0.02,
             torch.randn(num, width, inner, device=device, dtype=bf16) * 0.02,
         )
-        for _ in range(ENOUGH_LAYERS)
+        for _ in range(NUM_LAYERS)
     ]
     router = torch.randn(num, width, device=device, dtype=bf16)
     norm = torch.ones(width, device=device, dtype=bf16)
@@ -46,8 +46,8 @@ def experts(device: torch.device) -> Iterator[Work]:
             return kernels.run_experts(x, layers[index % len(layers)], chosen, weights, x)
 
         flops = tokens * top_k * 6 * width * inner
-        yield Work("experts", shape, launch, num_bytes=touched * per_expert, flops=flops)
-        yield Work(
+        yield KernelCase("experts", shape, launch, num_bytes=touched * per_expert, flops=flops)
+        yield KernelCase(
             "experts: norm, router",
             shape,
             lambda _, x=x: route.norm_route(  # type: ignore[misc]
@@ -56,7 +56,7 @@ def experts(device: torch.device) -> Iterator[Work]:
         )
         if not experts_few.gains(x, layers[0], chosen):
             rows = kernels.tune(chosen.numel(), num).rows
-            yield Work(
+            yield KernelCase(
                 "experts: sort",
                 shape,
                 lambda _, chosen=chosen, rows=rows: route.sort_by_expert(  # type: ignore[misc]
@@ -65,7 +65,7 @@ def experts(device: torch.device) -> Iterator[Work]:
             )
 
 
-def latent(device: torch.device) -> Iterator[Work]:
+def latent(device: torch.device) -> Iterator[KernelCase]:
     """Absorbed MLA over latents of 512 + 64. With 128 heads there are 241 operations per byte read, so the matrix units
     are the ceiling rather than memory. Each shape runs the kernel that the trials select for a model of that shape."""
     import torch
@@ -113,4 +113,4 @@ def latent(device: torch.device) -> Iterator[Work]:
         flops = pairs * heads * 2 * (2 * rank + rope_dim)
         size = rows * length * (rank + rope_dim) * 2 if count == 1 else 0
         name = "latent decode" if count == 1 else "latent prefill"
-        yield Work(name, f"{rows} × {length}, {heads} heads", launch, num_bytes=size, flops=flops)
+        yield KernelCase(name, f"{rows} × {length}, {heads} heads", launch, num_bytes=size, flops=flops)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from quire.bench.kernels.suite import Work
+    from quire.bench.kernels.suite import KernelCase
     from quire.kernels.recurrent_types import RecurrentShape
 
 DECODE_ROWS = (1, 16, 64, 256)
-MOST_COPIES = 512  # copies of a small state
+MAX_COPIES = 512  # copies of a small state
 SCANS = ((1, 8192), (8, 1024), (2, 4096))  # rows, tokens of each
 
 
@@ -37,13 +37,13 @@ class _Layer:
     flops: int = 0  # per token of a scan
 
 
-def recurrent_work(device: torch.device) -> Iterator[Work]:
+def recurrent_cases(device: torch.device) -> Iterator[KernelCase]:
     from quire.kernels.recurrent_types import RecurrentShape
 
-    yield from _layer_work(_heads("gated delta net", RecurrentShape(16, 32, 128, 128, 4), True, device), device)
-    yield from _layer_work(_by_channel(RecurrentShape(32, 32, 128, 128, 4), device), device)
-    yield from _layer_work(_heads("mamba2", RecurrentShape(8, 128, 128, 64, 4), False, device), device)
-    yield from _layer_work(_convolution(device), device)
+    yield from _layer_cases(_heads("gated delta net", RecurrentShape(16, 32, 128, 128, 4), True, device), device)
+    yield from _layer_cases(_by_channel(RecurrentShape(32, 32, 128, 128, 4), device), device)
+    yield from _layer_cases(_heads("mamba2", RecurrentShape(8, 128, 128, 64, 4), False, device), device)
+    yield from _layer_cases(_convolution(device), device)
 
 
 def _heads(name: str, shape: RecurrentShape, delta: bool, device: torch.device) -> _Layer:
@@ -127,15 +127,15 @@ def _convolution(device: torch.device) -> _Layer:
     )
 
 
-def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
+def _layer_cases(layer: _Layer, device: torch.device) -> Iterator[KernelCase]:
     import torch
 
-    from quire.bench.kernels.suite import ENOUGH_BYTES, Work
+    from quire.bench.kernels.suite import MIN_INPUT_BYTES, KernelCase
 
     slot, weights, shape = layer.shape.slot_elements, layer.weights, layer.shape
     per_token = 2 * (layer.num_inputs + layer.num_outputs)
     for num_rows in DECODE_ROWS:
-        copies = max(1, min(ENOUGH_BYTES // (num_rows * 4 * slot), MOST_COPIES))  # more state than the L2 cache holds
+        copies = max(1, min(MIN_INPUT_BYTES // (num_rows * 4 * slot), MAX_COPIES))  # more state than the L2 cache holds
         state = torch.zeros(copies * num_rows, slot, device=device)
         x = torch.randn(num_rows, layer.num_inputs, device=device, dtype=torch.bfloat16)
         positions = torch.arange(num_rows, device=device) + 9
@@ -148,7 +148,7 @@ def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
             return layer.op(x, weights, shape, state, plans[index % len(plans)])
 
         num_bytes = num_rows * (4 * layer.step_elements + per_token)
-        yield Work(f"{layer.name}: step", f"{num_rows} rows", decode, num_bytes=num_bytes)
+        yield KernelCase(f"{layer.name}: step", f"{num_rows} rows", decode, num_bytes=num_bytes)
         del state
     for num_rows, tokens in SCANS:
         state = torch.zeros(num_rows, slot, device=device)
@@ -162,7 +162,7 @@ def _layer_work(layer: _Layer, device: torch.device) -> Iterator[Work]:
 
         num_bytes = num_rows * (tokens * per_token + 8 * slot)
         flops = layer.flops * num_rows * tokens
-        yield Work(f"{layer.name}: scan", f"{num_rows} × {tokens}", scan, num_bytes=num_bytes, flops=flops)
+        yield KernelCase(f"{layer.name}: scan", f"{num_rows} × {tokens}", scan, num_bytes=num_bytes, flops=flops)
 
 
 def _flops(shape: RecurrentShape, delta: bool) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from quire.bench.kernels.suite import Work
+from quire.bench.kernels.suite import KernelCase
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ FILTERS = {  # top-k, top-p, min-p, top-n-sigma
 }
 
 
-def sampling(device: torch.device) -> Iterator[Work]:
+def sampling(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     from quire.kernels.triton.sampling import edits as sample_edits
@@ -42,13 +42,13 @@ def sampling(device: torch.device) -> Iterator[Work]:
         peaked, flat = ((normal * spread).to(torch.bfloat16) for spread in (PEAKED, FLAT))
         for name, scale in (("greedy", 0.0), ("temperature", 1.6)):
             scales = torch.full((rows,), scale, device=device)
-            yield _work("sample_rows", rows, name, size, sample.sample_rows, flat, key, key, scales)
+            yield _case("sample_rows", rows, name, size, sample.sample_rows, flat, key, key, scales)
         scales = torch.full((rows,), 1 / 0.7, device=device)
         for kind, logits in (("peaked", peaked), ("flat", flat)):
             for name, (top_k, top_p, min_p, sigma) in FILTERS.items():
-                asked = [torch.full((rows,), value, device=device) for value in (top_k, top_p, min_p, sigma)]
-                asked[1] = asked[1].double()
-                yield _work(
+                filters = [torch.full((rows,), value, device=device) for value in (top_k, top_p, min_p, sigma)]
+                filters[1] = filters[1].double()
+                yield _case(
                     "sample_filtered",
                     rows,
                     f"{name}, {kind}",
@@ -58,15 +58,15 @@ def sampling(device: torch.device) -> Iterator[Work]:
                     key,
                     key,
                     scales,
-                    *asked,
+                    *filters,
                 )
         copies = torch.empty(rows, VOCAB, device=device)
-        yield _work("copy_samples", rows, "", 3 * size, sample_edits.copy_samples, flat, key)
+        yield _case("copy_samples", rows, "", 3 * size, sample_edits.copy_samples, flat, key)
         history = torch.randint(0, VOCAB, (rows, 4096), device=device, dtype=torch.int32)
         penalties = [torch.full((rows,), value, device=device) for value in (1.1, 0.1, 0.1)]
         for length in (512, 4096):
             lengths = torch.full((rows,), length, device=device)
-            yield _work(
+            yield _case(
                 "apply_penalties",
                 rows,
                 f"{length} tokens",
@@ -82,13 +82,13 @@ def sampling(device: torch.device) -> Iterator[Work]:
                 key,
             )
         for num_top in (0, 20):
-            yield _work(
+            yield _case(
                 "score_rows", rows, f"top {num_top}", size, sample_logprobs.score_rows, peaked, None, key, num_top
             )
 
 
-def _work(name: str, rows: int, what: str, num_bytes: int, function: object, *args: object) -> Work:
+def _case(name: str, rows: int, what: str, num_bytes: int, function: object, *args: object) -> KernelCase:
     def launch(index: int) -> object:
         return function(*args)  # type: ignore[operator]
 
-    return Work(name, f"{rows} rows, {what}" if what else f"{rows} rows", launch, num_bytes=num_bytes)
+    return KernelCase(name, f"{rows} rows, {what}" if what else f"{rows} rows", launch, num_bytes=num_bytes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LAUNCHES = 20  # per graph
 REPEATS = 7  # replays; the result is their median
-ENOUGH_BYTES = 400_000_000  # of inputs, more than the L2 cache holds
+MIN_INPUT_BYTES = 400_000_000  # of inputs, more than the L2 cache holds
 PAGE_TOKENS = 64  # default of an engine on a GPU
 
 
@@ -34,7 +34,7 @@ class KernelResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelCase:
     """One kernel on one shape; `launch(i)` launches it for the i-th time."""
 
     name: str
@@ -49,16 +49,16 @@ def run(device: torch.device | str = "cuda", only: str = "") -> list[KernelResul
     import torch
 
     from quire.bench.kernels.experts import experts, latent
-    from quire.bench.kernels.recurrent import recurrent_work
+    from quire.bench.kernels.recurrent import recurrent_cases
     from quire.bench.kernels.sampling import sampling
 
     device = torch.device(device)
-    results = [_measure(work, None, None) for work in _ceilings(device)]
+    results = [_measure(case, None, None) for case in _ceilings(device)]
     read, matmul = results[0].tb_s, results[1].tflops
-    for make in (_small, _decode, _prefill, _products, sampling, experts, latent, recurrent_work):
-        for work in make(device):
-            if only in work.name:
-                results.append(_measure(work, read, matmul))
+    for make in (_small, _decode, _prefill, _products, sampling, experts, latent, recurrent_cases):
+        for case in make(device):
+            if only in case.name:
+                results.append(_measure(case, read, matmul))
         torch.cuda.empty_cache()
     return results
 
@@ -88,12 +88,12 @@ def microseconds(launch: Callable[[int], object]) -> float:
     return statistics.median(times)
 
 
-def _measure(work: Work, read: float | None, matmul: float | None) -> KernelResult:
-    us = microseconds(work.launch)
-    tb_s = work.num_bytes / us / 1e6 if work.num_bytes else None
-    tflops = work.flops / us / 1e6 if work.flops else None
+def _measure(case: KernelCase, read: float | None, matmul: float | None) -> KernelResult:
+    us = microseconds(case.launch)
+    tb_s = case.num_bytes / us / 1e6 if case.num_bytes else None
+    tflops = case.flops / us / 1e6 if case.flops else None
     shares = [had / ceiling for had, ceiling in ((tb_s, read), (tflops, matmul)) if had and ceiling]
-    return KernelResult(work.name, work.shape, us, tb_s, tflops, max(shares, default=None))
+    return KernelResult(case.name, case.shape, us, tb_s, tflops, max(shares, default=None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,17 +110,17 @@ def _rotate(function: Callable[..., object], x: object, others: list[Any], **kwa
     return lambda index: function(x, *others[index % len(others)], **kwargs)
 
 
-def _ceilings(device: torch.device) -> Iterator[Work]:
+def _ceilings(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     source = torch.randn(2**30, device=device)
-    yield Work("ceiling: read", "4 GiB", _call(source.amax), num_bytes=source.numel() * 4)
+    yield KernelCase("ceiling: read", "4 GiB", _call(source.amax), num_bytes=source.numel() * 4)
     n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    yield Work("ceiling: bf16 product", f"{n}³", _call(torch.mm, a, b), flops=2 * n**3)
+    yield KernelCase("ceiling: bf16 product", f"{n}³", _call(torch.mm, a, b), flops=2 * n**3)
 
 
-def _small(device: torch.device) -> Iterator[Work]:
+def _small(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     from quire.kernels.angles import Angles
@@ -131,19 +131,19 @@ def _small(device: torch.device) -> Iterator[Work]:
     for rows in (1, 256, 8192):
         x = torch.randn(rows, 4096, device=device, dtype=bf16)
         weight = torch.ones(4096, device=device, dtype=bf16)
-        yield Work("rms_norm", f"{rows} × 4096", _call(norm.rms_norm, x, weight, 1e-6), num_bytes=rows * 4096 * 4)
+        yield KernelCase("rms_norm", f"{rows} × 4096", _call(norm.rms_norm, x, weight, 1e-6), num_bytes=rows * 4096 * 4)
         stream = torch.randn(rows, 4096, device=device, dtype=bf16)
         launch = _call(norm.norm_add, x, weight, 1e-6, stream, 1.0)
-        yield Work("norm_add", f"{rows} × 4096", launch, num_bytes=rows * 4096 * 6)
+        yield KernelCase("norm_add", f"{rows} × 4096", launch, num_bytes=rows * 4096 * 6)
         launch = _call(norm.gate_mul, torch.randn(rows, 24576, device=device, dtype=bf16))
-        yield Work("gate_mul", f"{rows} × 12288", launch, num_bytes=rows * 12288 * 6)
+        yield KernelCase("gate_mul", f"{rows} × 12288", launch, num_bytes=rows * 12288 * 6)
         cache = _Cache([16] * rows, 8, bf16, device)
         qkv = torch.randn(rows, 48 * 128, device=device, dtype=bf16)
         slots = torch.randperm(rows * 16, device=device)[:rows]
         angles = Angles(torch.arange(rows, device=device), torch.rand(64, device=device))
         weight = torch.ones(128, device=device, dtype=bf16)
         launch = _call(rope.qk_norm_rope_write, qkv, weight, weight, 1e-6, angles, cache.k, cache.v, slots, 32)
-        yield Work("qk_norm_rope_write", f"{rows} tokens, 32/8 heads", launch, num_bytes=rows * 48 * 128 * 4)
+        yield KernelCase("qk_norm_rope_write", f"{rows} tokens, 32/8 heads", launch, num_bytes=rows * 48 * 128 * 4)
 
 
 class _Cache:
@@ -165,7 +165,7 @@ class _Cache:
         self.num_bytes = sum(lens) * num_kv_heads * 128 * 2 * self.k.element_size()
 
 
-def _decode(device: torch.device) -> Iterator[Work]:
+def _decode(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     from quire.kernels.triton.attention import paged as attention
@@ -190,10 +190,10 @@ def _decode(device: torch.device) -> Iterator[Work]:
             cache.table, positions, [1] * len(lens), lens, PAGE_TOKENS, None, torch.bfloat16
         )
         launch = _call(attention.paged_attention, q, cache.k, cache.v, plan, 0.09)
-        yield Work("decode attention", f"{shape}, {num_heads}/8 heads", launch, num_bytes=cache.num_bytes)
+        yield KernelCase("decode attention", f"{shape}, {num_heads}/8 heads", launch, num_bytes=cache.num_bytes)
 
 
-def _prefill(device: torch.device) -> Iterator[Work]:
+def _prefill(device: torch.device) -> Iterator[KernelCase]:
     """Prefill attention by the Triton kernel and by each installed library."""
     import torch
 
@@ -217,10 +217,10 @@ def _prefill(device: torch.device) -> Iterator[Work]:
         for name, ops in tables.items():
             plan = ops.plan_attention(cache.table, positions, lens, lens, PAGE_TOKENS, None, torch.bfloat16)
             launch = _call(ops.paged_attention, q, cache.k, cache.v, plan, 0.09)
-            yield Work(name, f"{rows} × {length}, {num_heads}/8 heads", launch, flops=flops)
+            yield KernelCase(name, f"{rows} × {length}, {num_heads}/8 heads", launch, flops=flops)
 
 
-def _products(device: torch.device) -> Iterator[Work]:
+def _products(device: torch.device) -> Iterator[KernelCase]:
     """Each matrix product of a layer: the skinny and FP8 kernels, with norm and gate fused, beside plain cuBLAS."""
     import torch
     from torch.nn import functional
@@ -232,7 +232,7 @@ def _products(device: torch.device) -> Iterator[Work]:
     for model, (qkv, width, heads, inner) in layers.items():
         shapes = (("qkv", qkv, width), ("out", width, heads), ("gate-up", 2 * inner, width), ("down", width, inner))
         for name, out_features, in_features in shapes:
-            num = max(2, min(40, ENOUGH_BYTES // (2 * out_features * in_features)))
+            num = max(2, min(40, MIN_INPUT_BYTES // (2 * out_features * in_features)))
             weights = [(torch.randn(out_features, in_features, device=device, dtype=bf16),) for _ in range(num)]
             small = [fp8.quantize_rows(weight) for (weight,) in weights]
             norm = torch.ones(in_features, device=device, dtype=bf16)
@@ -247,9 +247,9 @@ def _products(device: torch.device) -> Iterator[Work]:
                     eps=1e-6,
                     gate="silu" if name == "gate-up" else None,
                 )
-                yield Work("product: skinny", shape, launch, num_bytes=size)
-                yield Work("product: cuBLAS", shape, _rotate(functional.linear, x, weights), num_bytes=size)
-                yield Work("product: FP8", shape, _rotate(fp8.fp8_linear, x, small), num_bytes=size // 2)
+                yield KernelCase("product: skinny", shape, launch, num_bytes=size)
+                yield KernelCase("product: cuBLAS", shape, _rotate(functional.linear, x, weights), num_bytes=size)
+                yield KernelCase("product: FP8", shape, _rotate(fp8.fp8_linear, x, small), num_bytes=size // 2)
 
 
 def show(results: list[KernelResult]) -> str:

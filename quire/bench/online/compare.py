@@ -32,7 +32,7 @@ Sample = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OnlineRun:
     """A report read from a file: the latencies of each request, NaN where it has none."""
 
     report: Report
@@ -44,7 +44,7 @@ class Run:
         return np.array([targets.met_by(entry) for entry in self.report["requests"]], dtype=float)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> OnlineRun:
     try:
         if path.stat().st_size > MAX_FILE:
             raise _bad_report(path, "it is too large")
@@ -61,7 +61,7 @@ def read_run(path: Path) -> Run:
         entries = report["requests"]
         latencies = {name: _column(entries, name) for name in LATENCY_NAMES}
         answered = np.array([entry["outcome"] == OK for entry in entries], dtype=float)
-        run = Run(report, latencies, answered, np.array(report["timeline"]["output_tps"], dtype=float))
+        run = OnlineRun(report, latencies, answered, np.array(report["timeline"]["output_tps"], dtype=float))
         Targets(**report["targets"]).met_by(entries[0])
         run.output_tps[0], float(report["output_tps"]), float(report["cached_tokens"] / (report["prompt_tokens"] + 1))
         float(report["wall_s"]), report["work"], report["model"]
@@ -84,7 +84,7 @@ def _bad_report(path: Path, why: str) -> QuireError:
 # The comparison
 
 
-def compare_runs(a: Run, b: Run, tolerance: float = 0.05, seed: int = 0) -> Report:
+def compare_runs(a: OnlineRun, b: OnlineRun, tolerance: float = 0.05, seed: int = 0) -> Report:
     """Return each figure of both runs, the ratio B/A with its interval, and a verdict. A's targets apply to both."""
     same_work = a.report["work"] == b.report["work"] and len(a.answered) == len(b.answered)
     targets = Targets(**a.report["targets"])
@@ -103,12 +103,12 @@ def compare_runs(a: Run, b: Run, tolerance: float = 0.05, seed: int = 0) -> Repo
     }
 
 
-def _summary(run: Run) -> Report:
+def _summary(run: OnlineRun) -> Report:
     keys = ("url", "model", "work", "wall_s", "answered", "failed", "output_tps")
     return {key: run.report.get(key) for key in keys}
 
 
-def _notes(a: Run, b: Run, same_work: bool) -> list[str]:
+def _notes(a: OnlineRun, b: OnlineRun, same_work: bool) -> list[str]:
     """Return reasons other than the servers for which the figures may differ."""
     notes = [] if same_work else ["The runs did not do the same work."]
     cached = [run.report["cached_tokens"] / max(run.report["prompt_tokens"], 1) for run in (a, b)]
@@ -117,7 +117,7 @@ def _notes(a: Run, b: Run, same_work: bool) -> list[str]:
     return notes
 
 
-def _figures(a: Run, b: Run, targets: Targets, same_work: bool, seed: int) -> Iterator[Report]:
+def _figures(a: OnlineRun, b: OnlineRun, targets: Targets, same_work: bool, seed: int) -> Iterator[Report]:
     draws = _Draws(len(a.answered), len(b.answered), same_work, seed)
     for name, label in LATENCY_NAMES.items():
         yield from _latency_figures(label, a.latencies[name], b.latencies[name], draws)

@@ -30,7 +30,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Axis:
     """Maps values to coordinates between `start` and `stop`, linearly or logarithmically."""
 
     low: float
@@ -62,12 +62,12 @@ def _nice_step(rough: float) -> float:
     return next((factor * unit for factor in (1, 2, 5) if factor * unit >= rough * 0.999), 10 * unit)
 
 
-def _time_scale(values: Sequence[float]) -> Scale:
+def _latency_axis(values: Sequence[float]) -> Axis:
     """Return an axis for latencies: logarithmic if the largest is more than 12 times the smallest."""
     low, high = min(values), max(values)
     if low > 0 and high / low > 12:
-        return Scale(low / 1.15, high * 1.15, LEFT, WIDTH - RIGHT, log=True)
-    return Scale(0.0, high * 1.06 or 1.0, LEFT, WIDTH - RIGHT)
+        return Axis(low / 1.15, high * 1.15, LEFT, WIDTH - RIGHT, log=True)
+    return Axis(0.0, high * 1.06 or 1.0, LEFT, WIDTH - RIGHT)
 
 
 def show_seconds(value: float) -> str:
@@ -103,8 +103,8 @@ def cdf_plot(name: str, lines: Sequence[Line], target: float | None = None) -> s
     if not lines:
         return _empty(name)
     everything = [value for line in lines for value in line.values]
-    x = _time_scale(everything if target is None else [*everything, target])
-    y = Scale(0.0, 1.0, HEIGHT - BOTTOM, TOP)
+    x = _latency_axis(everything if target is None else [*everything, target])
+    y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y, _show_tick, lambda share: f"{share:.0%}", name)]
     if target is not None and target > 0:
         place = x(target)
@@ -131,8 +131,8 @@ def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequen
     """Plot binned values over the time of the run; `bin_widths` has the seconds per bin of each line."""
     spans = [width * len(line.values) for width, line in zip(bin_widths, lines, strict=True)]
     most = max(max(line.values, default=0.0) for line in lines)
-    x = Scale(0.0, max(spans), LEFT, WIDTH - RIGHT)
-    y = Scale(0.0, most * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
+    x = Axis(0.0, max(spans), LEFT, WIDTH - RIGHT)
+    y = Axis(0.0, most * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y, _show_plain, show_number, "seconds after the first arrival")]
     for width, line in zip(bin_widths, lines, strict=True):
         path = "".join(
@@ -156,9 +156,9 @@ def dots_plot(name: str, dots: Sequence[tuple[float, float]], failed: Sequence[f
     if not dots:
         return _empty(name)
     times = [value for _, value in dots]
-    latency = _time_scale(times)
-    y = Scale(latency.low, latency.high, HEIGHT - BOTTOM, TOP + (14 if failed else 0), latency.log)
-    x = Scale(0.0, max([at for at, _ in dots] + [*failed, 1e-3]) * 1.02, LEFT, WIDTH - RIGHT)
+    latency = _latency_axis(times)
+    y = Axis(latency.low, latency.high, HEIGHT - BOTTOM, TOP + (14 if failed else 0), latency.log)
+    x = Axis(0.0, max([at for at, _ in dots] + [*failed, 1e-3]) * 1.02, LEFT, WIDTH - RIGHT)
     parts = [_grid(x, y, _show_plain, _show_tick, "seconds after the first arrival")]
     stride = -(-len(dots) // MAX_DOTS)
     for at, value in dots[::stride]:
@@ -178,7 +178,7 @@ def _show_plain(value: float) -> str:
     return f"{value:g}"
 
 
-def _grid(x: Scale, y: Scale, show_x: Callable[[float], str], show_y: Callable[[float], str], below: str) -> str:
+def _grid(x: Axis, y: Axis, show_x: Callable[[float], str], show_y: Callable[[float], str], below: str) -> str:
     parts = []
     for tick in y.ticks():
         place = y(tick)
@@ -203,7 +203,7 @@ def _dot(x: float, y: float, style: str, tip: str) -> str:
     return f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{escape(tip)}</title></circle>'
 
 
-def _column(x: Scale, begin: float, width: float, tip: str) -> str:
+def _column(x: Axis, begin: float, width: float, tip: str) -> str:
     """Return an invisible column whose tooltip shows the value of its bin."""
     left, right = x(begin), x(begin + width)
     place = f'x="{left:.1f}" y="{TOP}" width="{right - left:.2f}" height="{HEIGHT - TOP - BOTTOM}"'

@@ -89,7 +89,7 @@ def make_text(tokens: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TimedRequest:
     """An encoded request and the time to send it."""
 
     at_s: float
@@ -99,7 +99,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOptions:
+class RequestOptions:
     """Parameters that all requests of a run share."""
 
     model: str
@@ -109,29 +109,31 @@ class CallOptions:
     seed: int
 
 
-def make_calls(arrivals: Sequence[Arrival], options: CallOptions, prompts: Sequence[dict[str, Any]] = ()) -> list[Call]:
+def make_requests(
+    arrivals: Sequence[Arrival], options: RequestOptions, prompts: Sequence[dict[str, Any]] = ()
+) -> list[TimedRequest]:
     """Encode every request. `prompts` from a file replace generated ones and repeat from the start if they are too
     few."""
-    calls, num_bytes = [], 0
+    requests, num_bytes = [], 0
     for index, arrival in enumerate(arrivals):
         entry = prompts[index % len(prompts)] if prompts else _made_prompt(arrival, index, options)
-        call = _make_call(arrival, index, entry, options)
-        num_bytes += len(call.body)
+        request = _make_request(arrival, index, entry, options)
+        num_bytes += len(request.body)
         if num_bytes > MAX_BODIES:
             what = f"The first {index + 1} requests hold more than {MAX_BODIES >> 30} GiB."
             raise QuireError("too_large", what, "Lower --requests, --input-len or --scale-len.")
-        calls.append(call)
-    return calls
+        requests.append(request)
+    return requests
 
 
-def _made_prompt(arrival: Arrival, index: int, options: CallOptions) -> dict[str, Any]:
+def _made_prompt(arrival: Arrival, index: int, options: RequestOptions) -> dict[str, Any]:
     tokens = make_tokens(arrival, index, options.seed)
     if options.chat:
         return {"messages": [{"role": "user", "content": make_text(tokens)}]}
     return {"prompt_token_ids": tokens}
 
 
-def _make_call(arrival: Arrival, index: int, entry: dict[str, Any], options: CallOptions) -> Call:
+def _make_request(arrival: Arrival, index: int, entry: dict[str, Any], options: RequestOptions) -> TimedRequest:
     output_len = entry.get("max_tokens", arrival.output_len)
     body: dict[str, Any] = {
         "model": options.model,
@@ -149,4 +151,4 @@ def _make_call(arrival: Arrival, index: int, entry: dict[str, Any], options: Cal
     else:
         body["prompt"] = entry.get("prompt", entry.get("prompt_token_ids"))
     encoded = json.dumps(body, separators=(",", ":")).encode()
-    return Call(arrival.at_s, "/chat/completions" if chat else "/completions", encoded, output_len)
+    return TimedRequest(arrival.at_s, "/chat/completions" if chat else "/completions", encoded, output_len)

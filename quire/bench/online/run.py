@@ -15,8 +15,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from quire.bench.online.arrivals import Arrival
-from quire.bench.online.requests import CallOptions, make_calls
-from quire.bench.online.stream_client import Answer, Endpoint, Fault, fetch_json, stream
+from quire.bench.online.requests import RequestOptions, make_requests
+from quire.bench.online.stream_client import Answer, Endpoint, RequestFailure, fetch_json, stream
 from quire.bench.progress import Advance, progress_bar
 from quire.bench.stats import Bar, Report, percentiles
 from quire.types import QuireError
@@ -45,7 +45,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     max_open: int = 900  # concurrent connections; the usual limit on open files is 1,024
     timeout_s: float = 600.0  # per request
 
@@ -66,24 +66,24 @@ class Record:
 def bench_online(
     endpoint: Endpoint,
     arrivals: Sequence[Arrival],
-    options: CallOptions,
+    options: RequestOptions,
     *,
     work: Report,
     prompts: Sequence[Report] = (),
     targets: Targets | None = None,
-    limits: Limits | None = None,
+    limits: ClientLimits | None = None,
     warmup: bool = True,
     min_goodput: float | None = None,
 ) -> Report:
     """Send every request at its time, read all answers to their ends, and return the report. `work` describes the
     planned arrivals and is copied into the report."""
-    targets, limits = targets or Targets(), limits or Limits()
-    calls = make_calls(arrivals, options, prompts)
+    targets, limits = targets or Targets(), limits or ClientLimits()
+    requests = make_requests(arrivals, options, prompts)
     player = Player(endpoint, limits)
     if warmup:
         asyncio.run(_warm_up(player, options))
-    with progress_bar("requests", len(calls)) as advance:
-        records = asyncio.run(player.play([(call.at_s, call.path, call.body) for call in calls], advance))
+    with progress_bar("requests", len(requests)) as advance:
+        records = asyncio.run(player.play([(each.at_s, each.path, each.body) for each in requests], advance))
     _check_any_answered(records)
     report = {
         "benchmark": "online",
@@ -93,7 +93,7 @@ def bench_online(
         "work": work,
         "warmup": warmup,
         "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
-        **measure(records, [call.output_len for call in calls], targets),
+        **measure(records, [request.output_len for request in requests], targets),
         "client": {
             "lag_s": percentiles([record.sent_s - record.due_s for record in records]),
             "max_open": limits.max_open,
@@ -118,21 +118,21 @@ def first_model(endpoint: Endpoint, timeout_s: float = 30.0) -> str:
                 return str((await fetch_json(endpoint, "/models"))["data"][0]["id"])
         except TimeoutError:
             raise _no_start(endpoint, "no answer in time") from None
-        except Fault as fault:
-            raise _no_start(endpoint, f"{fault.outcome}: {fault.detail}") from None
+        except RequestFailure as failure:
+            raise _no_start(endpoint, f"{failure.outcome}: {failure.detail}") from None
         except (TypeError, KeyError, IndexError):
             raise QuireError("bad_server", f"{endpoint.url}/models lists no model.", "Give --model.") from None
 
     return asyncio.run(ask())
 
 
-async def _warm_up(player: Player, options: CallOptions) -> None:
+async def _warm_up(player: Player, options: RequestOptions) -> None:
     """Send one short untimed request. Raises QuireError if it fails."""
-    call = make_calls(
+    request = make_requests(
         [Arrival(0.0, 16, 4)],
-        CallOptions(options.model, options.chat, options.temperature, options.ignore_eos, seed=-1),
+        RequestOptions(options.model, options.chat, options.temperature, options.ignore_eos, seed=-1),
     )[0]
-    record = (await player.play([(0.0, call.path, call.body)], lambda done: None))[0]
+    record = (await player.play([(0.0, request.path, request.body)], lambda done: None))[0]
     player.most_open = 0
     if record.outcome != OK:
         raise _no_start(player.endpoint, f"{record.outcome}: {record.detail}")
@@ -154,7 +154,7 @@ def _check_any_answered(records: Sequence[Record]) -> None:
 class Player:
     """Sends requests at their times, without waiting for earlier answers, except for a free connection."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits):
+    def __init__(self, endpoint: Endpoint, limits: ClientLimits):
         self.endpoint = endpoint
         self.most_open = 0
         self._limits = limits
@@ -190,8 +190,8 @@ class Player:
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await stream(self.endpoint, path, body, record.answer, clock)
-        except Fault as fault:
-            record.outcome, record.detail = fault.outcome, " ".join(fault.detail.split())[:300]
+        except RequestFailure as failure:
+            record.outcome, record.detail = failure.outcome, " ".join(failure.detail.split())[:300]
         except TimeoutError:
             record.outcome, record.detail = "timeout", f"no end after {self._limits.timeout_s:g} s"
         finally:

@@ -22,7 +22,7 @@ MAX_EVENT = 1 << 24
 EXAMPLE_BYTES = 4096  # of an error's body, kept as an example
 
 
-class Fault(Exception):
+class RequestFailure(Exception):
     """A failed exchange: `outcome` is counted, one `detail` per outcome is shown as an example."""
 
     def __init__(self, outcome: str, detail: str = ""):
@@ -105,7 +105,9 @@ class Answer:
         try:
             event = json.loads(payload)
             if error := event.get("error"):
-                raise Fault("error event", str(error.get("message", error) if isinstance(error, dict) else error))
+                raise RequestFailure(
+                    "error event", str(error.get("message", error) if isinstance(error, dict) else error)
+                )
             for choice in event.get("choices") or ():
                 if _shows(choice):
                     self.piece_times.append(now)
@@ -117,7 +119,7 @@ class Answer:
                 self.prompt_tokens, self.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
                 self.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            raise Fault("malformed event", payload[:200]) from None
+            raise RequestFailure("malformed event", payload[:200]) from None
 
 
 def _shows(choice: dict[str, Any]) -> bool:
@@ -133,35 +135,35 @@ def _shows(choice: dict[str, Any]) -> bool:
 
 
 async def stream(endpoint: Endpoint, path: str, body: bytes, answer: Answer, clock: Callable[[], float]) -> None:
-    """Send one request and fill `answer` as events arrive. Raises `Fault` for every kind of failure."""
-    async with Connection(endpoint) as connection:
+    """Send one request and fill `answer` as events arrive. Raises `RequestFailure` for every kind of failure."""
+    async with ClientConnection(endpoint) as connection:
         status, headers = await connection.request("POST", path, body)
         if status != 200:
-            raise Fault(f"HTTP {status}", error_text(await connection.start_of_body(headers)))
+            raise RequestFailure(f"HTTP {status}", error_text(await connection.start_of_body(headers)))
         if not headers.get("content-type", "").startswith("text/event-stream"):
             start = await connection.start_of_body(headers)
-            raise Fault("not a stream", start[:200].decode("utf-8", "replace"))
+            raise RequestFailure("not a stream", start[:200].decode("utf-8", "replace"))
         parser = EventParser()
         async for part in connection.body(headers):
             now = clock()
             for payload in parser.feed(part):
                 answer.take(payload, now)
         if not answer.finished:
-            raise Fault("hung up", "the stream ended before the answer did")
+            raise RequestFailure("hung up", "the stream ended before the answer did")
         if not answer.piece_times:
-            raise Fault("empty answer", "the stream ended well but held no choice")
+            raise RequestFailure("empty answer", "the stream ended well but held no choice")
 
 
 async def fetch_json(endpoint: Endpoint, path: str) -> Any:
-    async with Connection(endpoint) as connection:
+    async with ClientConnection(endpoint) as connection:
         status, headers = await connection.request("GET", path, b"")
         start = await connection.start_of_body(headers, 1 << 20)
         if status != 200:
-            raise Fault(f"HTTP {status}", error_text(start))
+            raise RequestFailure(f"HTTP {status}", error_text(start))
         try:
             return json.loads(start)
         except (ValueError, RecursionError):
-            raise Fault("not JSON", start[:200].decode("utf-8", "replace")) from None
+            raise RequestFailure("not JSON", start[:200].decode("utf-8", "replace")) from None
 
 
 def error_text(body: bytes) -> str:
@@ -172,27 +174,27 @@ def error_text(body: bytes) -> str:
         return body[:200].decode("utf-8", "replace")
 
 
-class Connection:
-    """A connection for one request, which is always closed. Network and protocol errors are raised as `Fault`."""
+class ClientConnection:
+    """A connection for one request, which is always closed. Network and protocol errors become `RequestFailure`."""
 
     def __init__(self, endpoint: Endpoint):
         self._endpoint = endpoint
 
-    async def __aenter__(self) -> Connection:
+    async def __aenter__(self) -> ClientConnection:
         endpoint = self._endpoint
         context = ssl.create_default_context() if endpoint.tls else None
         try:
             self._reader, self._writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
         except OSError as error:
-            raise Fault("no connection", error.strerror or str(error)) from None
+            raise RequestFailure("no connection", error.strerror or str(error)) from None
         return self
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._writer.transport.abort()  # closes at once, without waiting for the rest of the answer
         if isinstance(error, (OSError, asyncio.IncompleteReadError)) and not isinstance(error, TimeoutError):
-            raise Fault("hung up", str(error)) from None
+            raise RequestFailure("hung up", str(error)) from None
         if isinstance(error, (ValueError, asyncio.LimitOverrunError)):
-            raise Fault("not HTTP", str(error)) from None
+            raise RequestFailure("not HTTP", str(error)) from None
 
     async def request(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str]]:
         """Send a request and return the status and the headers, with lower-case names."""
@@ -268,7 +270,7 @@ class EventParser:
             text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = text.split(b"\n")
         if len(self._rest) > MAX_EVENT:
-            raise Fault("malformed event", f"more than {MAX_EVENT} bytes without an end")
+            raise RequestFailure("malformed event", f"more than {MAX_EVENT} bytes without an end")
         events = []
         for line in lines:
             if not line and self._data:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.online.stream_client import Connection, Endpoint, EventParser, Fault
+from quire.bench.online.stream_client import ClientConnection, Endpoint, EventParser, RequestFailure
 
 CHAT = "/chat/completions"
 WORDS = ("river", "stone", "engine", "paper", "lantern", "copper", "garden", "window", "letter", "market", "winter",
@@ -59,7 +59,7 @@ async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: 
     """One streamed request to its end. `leave_after`: hang up after so many events; `slow`: seconds between reads."""
     seen = StreamedReply()
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(timeout), Connection(endpoint) as connection:
+    async with asyncio.timeout(timeout), ClientConnection(endpoint) as connection:
         seen.status, headers = await connection.request("POST", CHAT, json.dumps(body).encode())
         if seen.status != 200:
             seen.error = error_code(await connection.start_of_body(headers))
@@ -79,13 +79,13 @@ async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: 
                 await asyncio.sleep(slow)
                 last = loop.time()
         if not finished and seen.error is None:
-            raise Fault("hung up", "the stream ended before the answer did")
+            raise RequestFailure("hung up", "the stream ended before the answer did")
     return seen
 
 
 async def send_request(endpoint: Endpoint, method: str, path: str, body: bytes = b"", timeout: float = 60.0
                ) -> tuple[int, bytes]:  # fmt: skip
-    async with asyncio.timeout(timeout), Connection(endpoint) as connection:
+    async with asyncio.timeout(timeout), ClientConnection(endpoint) as connection:
         status, headers = await connection.request(method, path, body)
         return status, await connection.start_of_body(headers, 1 << 22)
 

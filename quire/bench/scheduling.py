@@ -149,7 +149,7 @@ class Rig:
         self.engine = Engine(self.scheduler, StubDevice())
         self.plan_ns = 0
         self.commit_ns = 0
-        self.books_ns = 0  # of which was spent once the news would have been out
+        self.books_ns = 0  # part of commit_ns that runs after the step's deltas are sent
         self._num_added = 0
 
     def add(self, prompt: list[int], num_outputs: int) -> None:
@@ -227,8 +227,8 @@ def _turn_steps(engine: Engine, num_steps: int) -> None:
 
 
 def prompt_costs(length: int, num_rounds: int) -> list[Report]:
-    """Microseconds for a prompt of one step, by page size: with nothing of it cached, then with all but its end, with
-    room for it, and where others must be evicted. `books` are kept once its token is out."""
+    """Microseconds of a prompt that one step prefills, by page size: uncached and cached except for its end, with free
+    pages and with pages to evict. `books_us` is the deferred part of commit, after the token is sent."""
     rng = random.Random(length)
     sides = [(has_room, size) for has_room in (True, False) for size in PAGE_SIZES]
     rigs = [

@@ -56,7 +56,8 @@ class StreamedReply:
 
 async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | None = None, slow: float = 0.0,
               timeout: float = 600.0) -> StreamedReply:  # fmt: skip
-    """One streamed request to its end. `leave_after`: hang up after so many events; `slow`: seconds between reads."""
+    """Stream one chat completion to its end. `leave_after` is the number of events after which the client disconnects,
+    `slow` the seconds between its reads. Raises `RequestFailure` if the stream ends early."""
     seen = StreamedReply()
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout), ClientConnection(endpoint) as connection:
@@ -66,7 +67,7 @@ async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: 
             return seen
         parser, last, finished = EventParser(), loop.time(), False
         async for part in connection.body(headers):
-            for payload in parser.feed(part):  # signs of life in a pause are none
+            for payload in parser.feed(part):  # keep-alive comments are not events, so they do not end a pause
                 now = loop.time()
                 seen.longest_pause, last = max(seen.longest_pause, now - last), now
                 if payload == "[DONE]":

@@ -13,8 +13,28 @@ from typing import Any
 from quire.bench.online.stream_client import ClientConnection, Endpoint, EventParser, RequestFailure
 
 CHAT = "/chat/completions"
-WORDS = ("river", "stone", "engine", "paper", "lantern", "copper", "garden", "window", "letter", "market", "winter",
-         "harbour", "silver", "kitchen", "bridge", "cloud", "orchard", "signal", "mountain", "thread")  # fmt: skip
+WORDS = (
+    "river",
+    "stone",
+    "engine",
+    "paper",
+    "lantern",
+    "copper",
+    "garden",
+    "window",
+    "letter",
+    "market",
+    "winter",
+    "harbour",
+    "silver",
+    "kitchen",
+    "bridge",
+    "cloud",
+    "orchard",
+    "signal",
+    "mountain",
+    "thread",
+)
 
 
 @dataclass(slots=True)
@@ -54,8 +74,14 @@ class StreamedReply:
             choice.finish = part.get("finish_reason") or choice.finish
 
 
-async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: int | None = None, slow: float = 0.0,
-              timeout: float = 600.0) -> StreamedReply:  # fmt: skip
+async def stream_chat(
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    *,
+    leave_after: int | None = None,
+    slow: float = 0.0,
+    timeout: float = 600.0,
+) -> StreamedReply:
     """Stream one chat completion to its end. `leave_after` is the number of events after which the client disconnects,
     `slow` the seconds between its reads. Raises `RequestFailure` if the stream ends early."""
     seen = StreamedReply()
@@ -84,8 +110,9 @@ async def stream_chat(endpoint: Endpoint, body: dict[str, Any], *, leave_after: 
     return seen
 
 
-async def send_request(endpoint: Endpoint, method: str, path: str, body: bytes = b"", timeout: float = 60.0
-               ) -> tuple[int, bytes]:  # fmt: skip
+async def send_request(
+    endpoint: Endpoint, method: str, path: str, body: bytes = b"", timeout: float = 60.0
+) -> tuple[int, bytes]:
     async with asyncio.timeout(timeout), ClientConnection(endpoint) as connection:
         status, headers = await connection.request(method, path, body)
         return status, await connection.start_of_body(headers, 1 << 22)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.types import Plan
-
-# Tokens of a mixed step that suit the device: whole tiles of its matrix units, and sizes that graphs are captured for.
-STEP_SIZES = (32, 64, *range(128, 2049, 128))
+from quire.types import STEP_SIZES, Plan
 
 
 class Chunking(Protocol):

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.chunking import STEP_SIZES
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, Landing
 from quire.kernels.validation.failures import reason
@@ -25,7 +24,7 @@ from quire.models.registry import Model
 from quire.runtime.graphs import CapturePool, capture_graph, choose_tokens, fetch_chosen
 from quire.runtime.rows import DeviceRows, list_step
 from quire.sampling.sampler import Sampled
-from quire.types import Plan
+from quire.types import STEP_SIZES, Plan
 
 MAX_CATCH_UPS = 8  # maximum prefill rows in a captured step
 MANY_SINGLES = 64  # decode rows of the middle size

@@ -7,6 +7,7 @@ numbers, strings, tuples and lists. The scheduler fills these in, the runtime re
 from quire.types.errors import PromptTooLong, QuireError
 from quire.types.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, GrammarSpec, SamplingParams
 from quire.types.plans import (
+    STEP_SIZES,
     CacheSpec,
     Copy,
     CopyKind,
@@ -25,6 +26,7 @@ __all__ = [
     "MAX_BIASED",
     "MAX_STOPS",
     "POOLINGS",
+    "STEP_SIZES",
     "CacheSpec",
     "Copy",
     "CopyKind",

@@ -15,6 +15,10 @@ import msgspec
 
 from quire.types.params import SamplingParams
 
+# Token counts of mixed steps that suit the device: whole tiles of its matrix units. The engine's chunking aims for
+# them, and the runtime captures CUDA graphs of them.
+STEP_SIZES = (32, 64, *range(128, 2049, 128))
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:

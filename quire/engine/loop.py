@@ -16,12 +16,11 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.states import LOOP_TRANSITIONS, LoopState, StateMachine
 from quire.engine.trace import NO_TRACE, Tracer
 from quire.engine.workers import DeviceLost, Ticket, Workers
-from quire.types import Delta, Plan, QuireError, Request
+from quire.types import Delta, Plan, QuireError, Request, is_out_of_memory
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
 MAX_NOTED = 64  # suspects named in a note
-_MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate", "not enough memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +245,6 @@ class Engine:
     def close(self) -> None:
         self.workers.close()
         self.tracer.close()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Also torch's, which this room does not know by name."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS)
 
 
 def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from quire.engine.workers import DeviceLost, Ticket, Workers
-from quire.kernels.validation.failures import is_out_of_memory, sign_of_life
-from quire.types import Plan, QuireError, StepOutput
+from quire.kernels.validation.failures import sign_of_life
+from quire.types import Plan, QuireError, StepOutput, is_out_of_memory
 
 
 class Guarded:

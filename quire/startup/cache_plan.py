@@ -14,7 +14,6 @@ from quire.engine.limits import Limits
 from quire.files.progress import Progress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_ops
-from quire.kernels.validation.failures import is_out_of_memory
 from quire.layers.weights import weights_bytes
 from quire.models.fallback.model import FallbackModel
 from quire.models.loading.device_memory import available_memory
@@ -23,6 +22,7 @@ from quire.models.registry import Model
 from quire.runtime.guard import release_memory
 from quire.runtime.store import CacheStore
 from quire.startup.defaults import pick_device, resolve_limits, resolve_page_tokens
+from quire.types import is_out_of_memory
 
 SHRINK = 0.9  # factor of the number of pages after each failed allocation
 

@@ -4,7 +4,7 @@ Nothing here imports torch, holds a lock or knows where it runs; every type that
 numbers, strings, tuples and lists. The scheduler fills these in, the runtime reads them, the front ends show them.
 """
 
-from quire.types.errors import PromptTooLong, QuireError
+from quire.types.errors import PromptTooLong, QuireError, is_out_of_memory
 from quire.types.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, GrammarSpec, SamplingParams
 from quire.types.plans import (
     STEP_SIZES,
@@ -48,4 +48,5 @@ __all__ = [
     "TokenLogprobs",
     "Usage",
     "choose_pooling",
+    "is_out_of_memory",
 ]

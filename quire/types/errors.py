@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+# How torch's CPU allocator, cuBLAS, Triton's launcher and the system say it, in lower case.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+)
+
 
 class QuireError(Exception):
     """What happened, why, and what to do, in one line. `code` is for machines: a front end maps it to a status."""
@@ -32,3 +41,12 @@ class PromptTooLong(QuireError):
             "Shorten the prompt, or raise max_model_len if the model allows it.",
             "prompt",
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error, of Python, the system, torch or a library below it, means that memory of the host or of the
+    device ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _OUT_OF_MEMORY)

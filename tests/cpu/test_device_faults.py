@@ -3,6 +3,7 @@ used. Each is a line and a way on, or a refusal when asked to be strict; never a
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,11 +23,11 @@ from quire.config_build import override_config
 from quire.engine.host.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
-from quire.kernels.validation.failures import is_out_of_memory, reason
+from quire.kernels.validation.failures import reason
 from quire.kernels.validation.trials import TrialShape, dense_rows, settle_ops
 from quire.layers.step import Step
 from quire.runtime.guard import Guarded
-from quire.types import CacheSpec, Delta, QuireError, SamplingParams
+from quire.types import CacheSpec, Delta, QuireError, SamplingParams, is_out_of_memory
 from tests.cpu.rig import CPU, load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
 
@@ -193,6 +194,12 @@ OUT_OF_MEMORY = (
 def test_every_way_to_say_that_memory_ran_out(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text)) and not is_out_of_memory(ValueError(text))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_errors_that_mean_memory_ran_out_whatever_their_text() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError())
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from quire.engine.grammar.compile_queue import GrammarDesk
 from quire.engine.host.wire import MAX_TEXT, Check, Checked
-from quire.engine.loop import Engine, StepFault, is_out_of_memory
-from quire.types import Delta, FinishReason, QuireError, Request, Usage
+from quire.engine.loop import Engine, StepFault
+from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
 
 DESK_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
 

@@ -15,19 +15,9 @@ from typing import TypeVar
 
 import torch
 
-from quire.types import QuireError
-
-# Messages of out-of-memory errors that are not torch.OutOfMemoryError: torch's CPU allocator, cuBLAS, Triton.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+from quire.types import QuireError, is_out_of_memory
 
 Result = TypeVar("Result")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error, of torch or of a library below it, means that host or device memory ran out."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def sign_of_life(device: torch.device) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.table import Ops
-from quire.kernels.validation.failures import is_out_of_memory, reason
+from quire.kernels.validation.failures import reason
 from quire.kernels.validation.trial_results import Findings
-from quire.types import QuireError
+from quire.types import QuireError, is_out_of_memory
 
 
 def runs_on_hopper(ops: Ops, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from quire.kernels.validation.failures import is_out_of_memory
+from quire.types import is_out_of_memory
 
 
 class Findings:

@@ -186,7 +186,7 @@ def check_short_conv(where: Where) -> None:
 
 def check_prepared_chunks(where: Where) -> None:
     """What chunks work out alone, of keys that resemble each other."""
-    from quire.kernels.triton.recurrent.conv import Chunks
+    from quire.kernels.triton.recurrent.conv import ConvolvedChunks
     from quire.kernels.triton.recurrent.scan import chunk_tokens, prepare_chunks
 
     shape = RecurrentShape(2, 4, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 16, 4)
@@ -200,7 +200,7 @@ def check_prepared_chunks(where: Where) -> None:
         gates = torch.stack((total, top * where.normal(3, heads, chunk).sigmoid()), 2)
         written = values.clone()
         where.settle()
-        w, scores = prepare_chunks(Chunks(keys, written, gates), shape)
+        w, scores = prepare_chunks(ConvolvedChunks(keys, written, gates), shape)
         q, k = (part.double().repeat_interleave(heads // groups, 1) for part in keys.split(groups, 1))
         total, beta = gates.double()[..., None].unbind(2)  # [chunks, heads, chunk, 1]
         between = (total - total.mT).exp().tril()

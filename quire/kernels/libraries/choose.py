@@ -93,7 +93,7 @@ LIBRARIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LibraryVerdict:
     """Result of judging one library, or one of its kernels."""
 
     name: str
@@ -136,7 +136,7 @@ def refusal(kernels: str, why: str) -> QuireError:
     return QuireError("kernel_failed", f"kernels={kernels} can't be used ({why}).", "Use auto.", "kernels")
 
 
-def pick(judged: Sequence[Verdict], kernels: str) -> Verdict | None:
+def pick(judged: Sequence[LibraryVerdict], kernels: str) -> LibraryVerdict | None:
     """The verdict whose kernel is used: the library asked for by name, or else one that is faster. None if there is
     none."""
     if kernels == "auto":
@@ -144,7 +144,7 @@ def pick(judged: Sequence[Verdict], kernels: str) -> Verdict | None:
     return min((verdict for verdict in judged[1:] if verdict.kernel), key=lambda v: v.seconds, default=None)
 
 
-def quickest(judged: Sequence[Verdict]) -> Verdict | None:
+def quickest(judged: Sequence[LibraryVerdict]) -> LibraryVerdict | None:
     """The fastest of the kernels that are faster than our own, whose verdict comes first."""
     ours = judged[0]
     gaining = [verdict for verdict in judged[1:] if verdict.kernel and verdict.seconds < MARGIN * ours.seconds]
@@ -158,11 +158,11 @@ def judge(
     kernels: str,
     libraries: Sequence[Library] = LIBRARIES,
     timer: Timer | None = None,
-) -> list[Verdict]:
+) -> list[LibraryVerdict]:
     """Our own kernel's verdict, then one per kernel of each library, or one for a library without usable kernels."""
     timer = timer or device_seconds
     work = _Prompt.make(shape, device)
-    judged = [Verdict("Triton", "our own", seconds=timer(work.launch(ops)))]
+    judged = [LibraryVerdict("Triton", "our own", seconds=timer(work.launch(ops)))]
     for library in libraries:
         judged += _judge_library(library, ops, shape, device, kernels, work, timer)
     return judged
@@ -170,33 +170,33 @@ def judge(
 
 def _judge_library(
     library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _Prompt, timer: Timer
-) -> Iterator[Verdict]:
+) -> Iterator[LibraryVerdict]:
     installed = library.installed()
     if installed is None:
-        yield Verdict(library.name, "not installed")
+        yield LibraryVerdict(library.name, "not installed")
         return
     low, high = library.versions
     if not low <= _numbers(installed) < high:
         known = f"{_dotted(low)} or later, before {_dotted(high)}"
-        yield Verdict(library.name, f"this version is not known; {known} would be", installed)
+        yield LibraryVerdict(library.name, f"this version is not known; {known} would be", installed)
         return
     if kernels not in ("auto", library.asked_as):
-        yield Verdict(library.name, f"kernels={kernels} asks for something else", installed)
+        yield LibraryVerdict(library.name, f"kernels={kernels} asks for something else", installed)
         return
     if kernels == "auto" and library.only_asked is not None:
-        yield Verdict(library.name, f"{library.only_asked}; --kernels {library.asked_as} asks for it", installed)
+        yield LibraryVerdict(library.name, f"{library.only_asked}; --kernels {library.asked_as} asks for it", installed)
         return
     try:
         if kernels == "auto" and not library.is_ready(shape, device):
             why = f"it has to compile first: --kernels {library.asked_as} does so, once"
-            yield Verdict(library.name, why, installed)
+            yield LibraryVerdict(library.name, why, installed)
             return
         opened = library.open(device)
     except Exception as error:  # for example, built for another torch
-        yield Verdict(library.name, _reason(error), installed)
+        yield LibraryVerdict(library.name, _reason(error), installed)
         return
     if not opened:
-        yield Verdict(library.name, "not for this GPU", installed)
+        yield LibraryVerdict(library.name, "not for this GPU", installed)
     for kernel in opened:
         try:
             table = with_library(ops, kernel)
@@ -206,13 +206,13 @@ def _judge_library(
             seconds = timer(launch)
             compare(launch(), work.launch(ops), shape.dtype)  # some kernels support only prompts like this one
             if not plan.fits:
-                yield Verdict(kernel.name, f"it does not attend for {work}", installed)
+                yield LibraryVerdict(kernel.name, f"it does not attend for {work}", installed)
                 continue
-            yield Verdict(kernel.name, "right", installed, kernel, seconds)
+            yield LibraryVerdict(kernel.name, "right", installed, kernel, seconds)
         except torch.OutOfMemoryError:
-            yield Verdict(kernel.name, "no memory to try it", installed)
+            yield LibraryVerdict(kernel.name, "no memory to try it", installed)
         except Exception as error:  # any error of a compiler, a driver or a kernel
-            yield Verdict(kernel.name, _reason(error), installed)
+            yield LibraryVerdict(kernel.name, _reason(error), installed)
 
 
 def _reason(error: Exception) -> str:

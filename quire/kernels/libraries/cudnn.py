@@ -35,7 +35,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _CudnnPlan:
     num_rows: int
     num_tokens: int  # tokens of each row
     pages: Tensor  # [rows * pages per row] int32: pages to copy, in order
@@ -63,11 +63,11 @@ class CudnnAttention:
             and q.shape[2] <= MAX_HEAD_DIM
         )
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _Planned:
+    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _CudnnPlan:
         per_row = -(-rows.counts[0] // rows.page_tokens)
-        return _Planned(len(rows.counts), rows.counts[0], rows.page_table[:, :per_row].reshape(-1), scale)
+        return _CudnnPlan(len(rows.counts), rows.counts[0], rows.page_table[:, :per_row].reshape(-1), scale)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: _Planned) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: _CudnnPlan) -> Tensor:
         rows, tokens = planned.num_rows, planned.num_tokens
         k, v = (
             cache.index_select(0, planned.pages).view(rows, -1, *cache.shape[2:])[:, :tokens].transpose(1, 2)

@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(slots=True)
-class _Planned:
+class _FlashPlan:
     rows: CatchUps
     table: Tensor  # [rows, pages] int32
     copies: LargePages | None
@@ -43,13 +43,13 @@ def _fits(q: Tensor, k_cache: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
-def _plan(rows: CatchUps, k_cache: Tensor, scale: float, copied: bool) -> _Planned:
+def _plan(rows: CatchUps, k_cache: Tensor, scale: float, copied: bool) -> _FlashPlan:
     if copied:
         copies = LargePages.make(rows, k_cache)
-        return _Planned(rows, copies.table, copies, scale)
+        return _FlashPlan(rows, copies.table, copies, scale)
     # As wide as the longest row: the library splits work by the table's width.
     num_pages = -(-max(rows.len_bounds) // rows.page_tokens)
-    return _Planned(rows, rows.page_table[:, :num_pages], None, scale)
+    return _FlashPlan(rows, rows.page_table[:, :num_pages], None, scale)
 
 
 class FlashAttention3:
@@ -61,10 +61,10 @@ class FlashAttention3:
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
         return _fits(q, k_cache) and (not self._copied or can_copy(rows))
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _Planned:
+    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _FlashPlan:
         return _plan(rows, k_cache, scale, self._copied)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: _Planned) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: _FlashPlan) -> Tensor:
         rows = planned.rows
         k, v = planned.caches(k_cache, v_cache)
         out: Any = self._attend(
@@ -91,11 +91,11 @@ class FlashAttention2:
     def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
         return _fits(q, k_cache) and (rows.page_tokens % LARGE == 0 or can_copy(rows))
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> tuple[_Planned, Tensor]:
+    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> tuple[_FlashPlan, Tensor]:
         key_starts = torch.nn.functional.pad(rows.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _plan(rows, k_cache, scale, copied=rows.page_tokens % LARGE != 0), key_starts
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: tuple[_Planned, Tensor]) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: tuple[_FlashPlan, Tensor]) -> Tensor:
         step, key_starts = planned
         k, v = step.caches(k_cache, v_cache)
         return self._attend(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.attention import prefill, prefill_hopper
-from quire.kernels.triton.attention.paged import Prepared, TritonPlan, plan_singles
-from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, Partials, max_merges, share_out
+from quire.kernels.triton.attention.paged import AttentionWork, TritonPlan, plan_singles
+from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, SharePartials, max_merges, share_out
 from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
 
 NOBODY = -1
@@ -23,7 +23,7 @@ MAX_MIXED_TYPES = 256  # maximum tokens of a captured step whose cache has anoth
 
 
 @dataclass(slots=True)
-class _Lists:
+class _WorkLists:
     """The list tensors that the kernels read, and the parameters needed to fill them."""
 
     numbers: Tensor  # int32: tiles, or merges and items; then the decode rows' tokens, then their rows
@@ -39,8 +39,8 @@ class CapturedWork:
     def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
         """Maximum numbers of tokens, decode rows and prefill rows of a step."""
         self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups
-        self._lists: _Lists | None = None
-        self._prepared: Prepared | None = None
+        self._lists: _WorkLists | None = None
+        self._prepared: AttentionWork | None = None
 
     @property
     def is_used(self) -> bool:
@@ -48,7 +48,7 @@ class CapturedWork:
         of its group."""
         return self._prepared is not None
 
-    def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+    def prepare(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> AttentionWork:
         """Prepare as `paged` does for an eager plan, but once for all steps, with empty lists."""
         if self._prepared is None:
             self._prepared = self._make(plan, q, k_cache, plain)
@@ -77,13 +77,13 @@ class CapturedWork:
         host = torch.from_numpy(numbers)
         lists.numbers.copy_(host.pin_memory() if lists.numbers.is_cuda else host, non_blocking=True)
 
-    def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+    def _make(self, plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> AttentionWork:
         num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
         if k_cache.dtype != q.dtype and self._num_tokens > MAX_MIXED_TYPES:
             raise NotImplementedError(
                 "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
             )
-        work = Prepared()
+        work = AttentionWork()
         hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
         work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
         per_tile = prefill.tile_tokens(work.prefill_tuning, q.shape[1], num_kv_heads)
@@ -93,7 +93,7 @@ class CapturedWork:
             work.num_programs = num_multiprocessors(q.device.index)
             num_merge_fields = max_merges(work.num_programs) * MERGE
             work.num_merges = max_merges(work.num_programs)
-            work.partials = Partials.create(work.num_programs, q.device)
+            work.partials = SharePartials.create(work.num_programs, q.device)
             # One spare record, which programs without items read.
             num_items = max(work.num_tiles * num_kv_heads, work.num_programs) + 1
             num_fields = num_merge_fields + work.num_programs + 1 + num_items * RECORD
@@ -110,5 +110,5 @@ class CapturedWork:
             plan_singles(work, self._num_singles, min(len_bound, plan.window or len_bound), q, k_cache)
             work.token_index = numbers[num_fields : num_fields + self._num_singles]
             work.row_index = numbers[num_fields + singles : num_fields + singles + self._num_singles]
-        self._lists = _Lists(numbers, num_fields, num_merge_fields, per_tile, num_kv_heads, plan.window, hopper)
+        self._lists = _WorkLists(numbers, num_fields, num_merge_fields, per_tile, num_kv_heads, plan.window, hopper)
         return work

@@ -311,7 +311,7 @@ def tune(group: int, head_dim: int, element_size: int) -> FixedTuning:
 
 
 @dataclass(frozen=True, slots=True)
-class Partials:
+class SpanPartials:
     """Partial results of split tiles, by slot, for `_join_spans_kernel`. Without slots the tensors are empty, not
     None, which would select another kernel."""
 
@@ -320,7 +320,7 @@ class Partials:
     stats: Tensor  # [slots, kv_heads, 2, lanes] float32: largest score (base 2), sum of weights
 
     @classmethod
-    def create(cls, num_slots: int, num_kv_heads: int, lanes: int, head_dim: int, device: torch.device) -> Partials:
+    def create(cls, num_slots: int, num_kv_heads: int, lanes: int, head_dim: int, device: torch.device) -> SpanPartials:
         sums = torch.empty(num_slots, num_kv_heads, lanes, padded_dim(head_dim), dtype=torch.float32, device=device)
         stats = torch.empty(num_slots, num_kv_heads, 2, lanes, dtype=torch.float32, device=device)
         return cls(lanes, sums, stats)
@@ -337,7 +337,7 @@ def attend_tiles(
     tiles: Tensor,
     num_tiles: int,
     num_shares: int,
-    partials: Partials,
+    partials: SpanPartials,
     *,
     out: Tensor,
     softcap: float | None = None,

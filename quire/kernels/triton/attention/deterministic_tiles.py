@@ -20,7 +20,7 @@ from quire.kernels.triton.attention.deterministic import (
     SPAN,
     TILE_FIELDS,
     FixedTuning,
-    Partials,
+    SpanPartials,
     attend_tiles,
     tune,
 )
@@ -40,7 +40,7 @@ class TileWork:
     tiles: Tensor  # int32, flat
     num_tiles: int
     num_shares: int  # programs per tile with slots
-    partials: Partials
+    partials: SpanPartials
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class _Shape:
     def max_slots(self, lanes: int) -> int:
         return MAX_PARTIAL_BYTES // (self.num_kv_heads * lanes * padded_dim(self.head_dim) * 4)
 
-    def partials(self, num_slots: int, lanes: int) -> Partials:
-        return Partials.create(num_slots, self.num_kv_heads, lanes, self.head_dim, self.device)
+    def partials(self, num_slots: int, lanes: int) -> SpanPartials:
+        return SpanPartials.create(num_slots, self.num_kv_heads, lanes, self.head_dim, self.device)
 
 
 def paged_attention(

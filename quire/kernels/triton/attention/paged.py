@@ -45,7 +45,7 @@ class _Scratch:
 
 
 @dataclass(slots=True)
-class Prepared:
+class AttentionWork:
     """Tunings, work lists and buffers of one step, shared by all layers of a cache group."""
 
     decode_tuning: decode.DecodeTuning | None = None
@@ -59,7 +59,7 @@ class Prepared:
     num_programs: int = 0
     merges: Tensor | None = None  # int32: merges of the items that were cut
     num_merges: int = 0
-    partials: prefill_shares.Partials | None = None
+    partials: prefill_shares.SharePartials | None = None
     scratch: _Scratch | None = None
 
 
@@ -75,7 +75,9 @@ class TritonPlan:
     early: bool = False  # see `decode_attention`
     hopper: bool = True  # whether `prefill_hopper` may be used where device and shape allow it
     work: Any = None  # the `CapturedWork` of a captured step
-    prepared: Any = None  # what the attention implementation prepares: `Prepared`, or `deterministic_tiles.TileWork`
+    prepared: Any = (
+        None  # what the attention implementation prepares: `AttentionWork`, or `deterministic_tiles.TileWork`
+    )
     latent: Any = None  # what `triton.latent` prepares, instead of `prepared`
 
 
@@ -185,11 +187,11 @@ def paged_attention(
     return out
 
 
-def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepared:
+def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> AttentionWork:
     """List the work of an eager step. `plain`: neither softcap nor sinks."""
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
-    work = Prepared()
+    work = AttentionWork()
     singles = [row for row, count in enumerate(counts) if count == 1]
     catch_ups = [row for row, count in enumerate(counts) if count > 1]
     if singles:
@@ -227,7 +229,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
         spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items still reads one record
         fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
         work.num_merges = len(merges) // prefill_shares.MERGE
-        work.partials = prefill_shares.Partials.create(work.num_programs, q.device)
+        work.partials = prefill_shares.SharePartials.create(work.num_programs, q.device)
     firsts = prefill.first_tokens(counts)
     parts: list[Sequence[int] | np.ndarray] = [
         fields,
@@ -254,7 +256,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Prepa
     return work
 
 
-def plan_singles(work: Prepared, num_singles: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
+def plan_singles(work: AttentionWork, num_singles: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work.decode_tuning = decode.tune(num_singles, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
     work.workspace = decode.DecodeWorkspace.create(

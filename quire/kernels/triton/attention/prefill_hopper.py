@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.triton.attention.prefill import PrefillTuning
-from quire.kernels.triton.attention.prefill_split import BLOCK, LANES, RECORD, Partials
+from quire.kernels.triton.attention.prefill_split import BLOCK, LANES, RECORD, SharePartials
 from quire.kernels.triton.gluon_names import thread_barrier
 
 HALF = 64  # elements per half of a head: 64 fill the 128 bytes of shared memory's swizzle
@@ -536,7 +536,7 @@ def prefill_attention(
     programs: int,
     scale: float,
     *,
-    partials: Partials | None = None,
+    partials: SharePartials | None = None,
     window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:

@@ -33,14 +33,14 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Partials:
+class SharePartials:
     """Partial results of shares, by slot."""
 
     sums: Tensor  # [slots, LANES, HEAD] float32: of weighted values
     stats: Tensor  # [slots, 2, LANES] float32: largest score (base 2), sum of weights
 
     @classmethod
-    def create(cls, num_slots: int, device: torch.device) -> Partials:
+    def create(cls, num_slots: int, device: torch.device) -> SharePartials:
         sums = torch.empty(num_slots, LANES, HEAD, dtype=torch.float32, device=device)
         return cls(sums, torch.empty(num_slots, 2, LANES, dtype=torch.float32, device=device))
 
@@ -129,7 +129,7 @@ def _merge_kernel(
 
 
 def merge_shares(
-    partials: Partials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int, out: Tensor
+    partials: SharePartials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int, out: Tensor
 ) -> None:
     """Merge the cut tiles listed in `merges` (int32, flat, from `share_out`) into `out` [tokens, heads * HEAD]."""
     _merge_kernel[(num_merges, LANES // MERGE_LANES)](

@@ -148,7 +148,7 @@ def _combine_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTuning:
+class GroupedTuning:
     block_out: int
     block_in: int
     num_warps: int
@@ -158,8 +158,8 @@ class ProductTuning:
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
     rows: int  # maximum rows of a tile
-    gate_up: ProductTuning
-    down: ProductTuning
+    gate_up: GroupedTuning
+    down: GroupedTuning
 
 
 def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTuning:
@@ -169,16 +169,16 @@ def tune(num_pairs: int, num_experts: int, scaled: bool = False) -> ExpertsTunin
     if scaled:
         rows = 16 if share <= 6 else 32 if share <= 20 else 64 if share <= 48 else 128
         if rows <= 32:
-            return ExpertsTuning(rows, ProductTuning(64, 256, 4, 3), ProductTuning(64, 256, 4, 2))
-        return ExpertsTuning(rows, ProductTuning(64, 128, 4, 3), ProductTuning(128, 128, 4, 3))
+            return ExpertsTuning(rows, GroupedTuning(64, 256, 4, 3), GroupedTuning(64, 256, 4, 2))
+        return ExpertsTuning(rows, GroupedTuning(64, 128, 4, 3), GroupedTuning(128, 128, 4, 3))
     if share <= 6:
-        return ExpertsTuning(16, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
+        return ExpertsTuning(16, GroupedTuning(64, 64, 4, 5), GroupedTuning(64, 128, 4, 4))
     if share <= 20:
-        return ExpertsTuning(32, ProductTuning(64, 64, 4, 5), ProductTuning(64, 128, 4, 4))
+        return ExpertsTuning(32, GroupedTuning(64, 64, 4, 5), GroupedTuning(64, 128, 4, 4))
     if share <= 48:
-        return ExpertsTuning(64, ProductTuning(64, 64, 4, 4), ProductTuning(128, 64, 4, 4))
+        return ExpertsTuning(64, GroupedTuning(64, 64, 4, 4), GroupedTuning(128, 64, 4, 4))
     # The second product has few columns: two programs per multiprocessor hide each other's start and end.
-    return ExpertsTuning(128, ProductTuning(128, 64, 8, 4), ProductTuning(128, 64, 4, 3))
+    return ExpertsTuning(128, GroupedTuning(128, 64, 8, 4), GroupedTuning(128, 64, 4, 3))
 
 
 def run_experts(
@@ -238,7 +238,7 @@ def _launch_grouped(
     pairs: SortedPairs,
     out: Tensor,
     top_k: int,
-    tuning: ProductTuning,
+    tuning: GroupedTuning,
     activation: GatedActivation | None,
 ) -> None:
     in_features, num_outs = weight.shape[2], out.shape[1]

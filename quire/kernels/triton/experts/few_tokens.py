@@ -228,7 +228,7 @@ def _few_down_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTuning:
+class FewProductTuning:
     block_out: int
     block_in: int  # maximum columns of a tile
     num_warps: int
@@ -237,8 +237,8 @@ class ProductTuning:
 
 @dataclass(frozen=True, slots=True)
 class FewTuning:
-    gate_up: ProductTuning
-    down: ProductTuning
+    gate_up: FewProductTuning
+    down: FewProductTuning
 
 
 def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int = 2) -> FewTuning:
@@ -246,34 +246,34 @@ def tune(num_tokens: int, width: int, inner: int, top_k: int, element_size: int 
     4096 x 14336 with two. A few tokens: Qwen3-30B-A3B (2048 x 768), and as many bytes in flight for others. FP8: one
     token of Qwen3-30B-A3B and of gpt-oss-20b."""
     if element_size == 1:
-        return FewTuning(ProductTuning(1, 1024, 1), _tune_fp8_down(inner, top_k))
+        return FewTuning(FewProductTuning(1, 1024, 1), _tune_fp8_down(inner, top_k))
     if num_tokens == 1:
         return FewTuning(_tune_one_up(width), _tune_one_down(inner, top_k, element_size))
     down_columns = _down_columns(256, inner, top_k)
     down_warps, ahead = min(16, down_columns // 256), 2 * AHEAD // element_size
     columns = 2048 if width % 2048 == 0 else 1024
-    return FewTuning(ProductTuning(1, columns, 4), ProductTuning(4, down_columns, down_warps, ahead))
+    return FewTuning(FewProductTuning(1, columns, 4), FewProductTuning(4, down_columns, down_warps, ahead))
 
 
-def _tune_one_up(width: int) -> ProductTuning:
+def _tune_one_up(width: int) -> FewProductTuning:
     if width % 1024:  # two halves waste less time past the end than many parts
-        return ProductTuning(2, 2048, 4 if width <= 4096 else 8)
-    return ProductTuning(1, 1024, 2 if width <= 4096 else 4)
+        return FewProductTuning(2, 2048, 4 if width <= 4096 else 8)
+    return FewProductTuning(1, 1024, 2 if width <= 4096 else 4)
 
 
-def _tune_one_down(inner: int, top_k: int, element_size: int) -> ProductTuning:
+def _tune_one_down(inner: int, top_k: int, element_size: int) -> FewProductTuning:
     if inner <= 512:  # tiles of whole rows would be too few to keep loads in flight
         columns = _down_columns(256, inner, top_k)
-        return ProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
+        return FewProductTuning(2, columns, min(16, columns // 256), 2 * AHEAD // element_size)
     columns = _down_columns(1024, inner, top_k)
-    return ProductTuning(4, columns, min(16, columns // 256), 2 * AHEAD_WIDE // element_size)
+    return FewProductTuning(4, columns, min(16, columns // 256), 2 * AHEAD_WIDE // element_size)
 
 
-def _tune_fp8_down(inner: int, top_k: int) -> ProductTuning:
+def _tune_fp8_down(inner: int, top_k: int) -> FewProductTuning:
     if inner <= 1024:
-        return ProductTuning(4, 1024, 2, 4)
+        return FewProductTuning(4, 1024, 2, 4)
     columns = _down_columns(512, inner, top_k)
-    return ProductTuning(2, columns, min(16, columns // 256), 4)
+    return FewProductTuning(2, columns, min(16, columns // 256), 4)
 
 
 def _down_columns(least: int, inner: int, top_k: int) -> int:
@@ -325,7 +325,7 @@ def run_few(
     return down(gate_up(x, experts, chosen, tuning.gate_up), experts, chosen, weights, residual, tuning.down)
 
 
-def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: ProductTuning) -> Tensor:
+def gate_up(x: Tensor, experts: ExpertWeights, chosen: Tensor, tuning: FewProductTuning) -> Tensor:
     """First product and gated activation: [pairs, inner]."""
     _, width, inner = experts.down.shape
     num_pairs = chosen.numel()
@@ -363,7 +363,7 @@ def down(
     chosen: Tensor,
     weights: Tensor,
     residual: Tensor | None,
-    tuning: ProductTuning,
+    tuning: FewProductTuning,
 ) -> Tensor:
     """Second product, with the experts' results weighted and added. Must be launched right after `gate_up`."""
     _, width, inner = experts.down.shape

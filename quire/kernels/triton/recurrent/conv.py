@@ -23,7 +23,7 @@ GATES = 8  # heads per program of the gates kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ConvolvedChunks:
     """Convolved and gated inputs of prefill rows, by chunk."""
 
     keys: Tensor  # [chunks, 2 groups, chunk, key block]: keys and queries in the order of the channels
@@ -175,7 +175,7 @@ def convolve(
     chunk: int,
     *,
     delta: bool,
-) -> Chunks:
+) -> ConvolvedChunks:
     """Convolve x [tokens, ...] and compute its gates. x is the output of the input projection: channels, gate and steps
     for the delta rule; gate, channels and steps for Mamba2. The rings are not written."""
     num_tiles, heads = len(tiles), shape.num_heads
@@ -198,7 +198,7 @@ def convolve(
         BETA_TOP=shape.beta_top,
         **launch_options(x.device, 1),
     )
-    return Chunks(keys, values, gates)
+    return ConvolvedChunks(keys, values, gates)
 
 
 def convolve_channels(
@@ -214,8 +214,8 @@ def convolve_channels(
     *,
     delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of `Chunks`. For the delta rule, queries and keys are L2-normalized and the channels come first
-    in x; for Mamba2 a gate precedes them."""
+    """Keys and values of `ConvolvedChunks`. For the delta rule, queries and keys are L2-normalized and the channels
+    come first in x; for Mamba2 a gate precedes them."""
     taps = by_tap(conv, shape)
     keys = convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     values = x.new_empty(len(tiles), shape.num_heads, chunk, block(shape.value_dim))
@@ -255,7 +255,7 @@ def convolve_keys(
     *,
     delta: bool,
 ) -> Tensor:
-    """Keys and queries alone, in the layout of `Chunks.keys`."""
+    """Keys and queries alone, in the layout of `ConvolvedChunks.keys`."""
     keys = x.new_empty(len(tiles), 2 * shape.num_groups, chunk, block(shape.key_dim))
     _convolve_part(
         keys,

@@ -29,11 +29,11 @@ class TritonRecurrentPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     counts: list[int]
-    prepared: Prepared | None = None  # created when the first layer runs, which knows the chunk size
+    prepared: RecurrentWork | None = None  # created when the first layer runs, which knows the chunk size
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class RecurrentWork:
     chunk: int
     num_singles: int
     singles: Tensor | None = None  # [decode rows] int64: their rows; None: all rows, in order
@@ -239,21 +239,21 @@ def _norm_groups_kernel(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtype) -> Prepared:
+def _prepare(plan: TritonRecurrentPlan, shape: RecurrentShape, dtype: torch.dtype) -> RecurrentWork:
     return prepare(plan, recurrent_scan.chunk_tokens(shape, dtype))
 
 
-def prepare(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
+def prepare(plan: TritonRecurrentPlan, chunk: int) -> RecurrentWork:
     """Return the plan's work lists, created once: all recurrent layers of a model use chunks of one size."""
     if plan.prepared is None:
         plan.prepared = _list_work(plan, chunk)
     return plan.prepared
 
 
-def _list_work(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
+def _list_work(plan: TritonRecurrentPlan, chunk: int) -> RecurrentWork:
     counts = plan.counts
     if all(count == 1 for count in counts):
-        return Prepared(chunk, len(counts))
+        return RecurrentWork(chunk, len(counts))
     firsts = np.cumsum([0, *counts[:-1]])
     singles = [row for row, count in enumerate(counts) if count == 1]
     longer = [row for row, count in enumerate(counts) if count > 1]
@@ -268,4 +268,4 @@ def _list_work(plan: TritonRecurrentPlan, chunk: int) -> Prepared:
         "tiles": np.array(tiles, np.int32),
     }
     sent = upload({"plan": arrays}, plan.slots.device)["plan"]
-    return Prepared(chunk, len(singles), **sent)
+    return RecurrentWork(chunk, len(singles), **sent)

@@ -23,7 +23,7 @@ from quire.kernels.triton.launch import (
     num_multiprocessors,
     wait_for_inputs,
 )
-from quire.kernels.triton.recurrent.conv import Chunks, block, convolve
+from quire.kernels.triton.recurrent.conv import ConvolvedChunks, block, convolve
 from quire.kernels.triton.recurrent.step import silu
 
 CHUNK, SMALL_CHUNK = 64, 32  # tokens
@@ -261,7 +261,7 @@ def delta_scan(
     _walk(x, chunks, prepare_chunks(chunks, shape), None, False, shape, state, slots, positions, rows, out)
 
 
-def prepare_chunks(chunks: Chunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
+def prepare_chunks(chunks: ConvolvedChunks, shape: RecurrentShape) -> tuple[Tensor, Tensor]:
     """Compute the chunk-local part of the delta rule. Overwrites the chunks' values with what they write into a zero
     state. Returns how a state changes that, [chunks, heads, chunk, key_block], and the scores, [chunks, heads, chunk,
     chunk]."""
@@ -321,7 +321,7 @@ def mamba_scan(
 
 def _walk(
     x: Tensor,
-    chunks: Chunks,
+    chunks: ConvolvedChunks,
     alone: tuple[Tensor, Tensor] | None,
     skip: Tensor | None,
     gated: bool,

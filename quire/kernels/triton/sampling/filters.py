@@ -29,7 +29,7 @@ from quire.kernels.triton.sampling.logits import (
 )
 from quire.kernels.triton.sampling.sample import (
     TO_UNIT,
-    Limits,
+    SamplingLimits,
     add_gumbel,
     noise_bits,
     row_words,
@@ -507,7 +507,7 @@ def sample_filtered(
         inv_temperature,
         mask=mask,
         edited=edited,
-        limits=Limits(best, limit, todo),
+        limits=SamplingLimits(best, limit, todo),
         out=(tokens, bad),
     )
     _verify_kernel[(num_samples,)](

@@ -39,7 +39,7 @@ MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SamplingLimits:
     """How far below its best logit each sample may choose; all [samples], written on the device by `filters`."""
 
     best: Tensor  # float32: subtracted from the logits; 0 where any constant will do
@@ -218,7 +218,7 @@ def sample_rows(
     mask: Tensor | None = None,
     append_to: tuple[Tensor, Tensor, Tensor] | None = None,
     edited: tuple[Tensor, Tensor] | None = None,
-    limits: Limits | None = None,
+    limits: SamplingLimits | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [samples, vocab] (any float type): the largest of logit * inv_temperature

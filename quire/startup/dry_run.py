@@ -84,7 +84,7 @@ def note_launches(tell: Tell) -> None:
 
     major, minor = torch.cuda.get_device_capability()  # queries the driver without creating a context
     target = ("cuda", 10 * major + minor, 32)
-    driver.set_active(compile_worker.StandIn(GPUTarget(*target)))
+    driver.set_active(compile_worker.TargetOnlyDriver(GPUTarget(*target)))
     told: set[tuple[str, str, str]] = set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.kernels.libraries import choose
 from quire.kernels.libraries.choose import Library, choose_library, judge, quickest
 from quire.kernels.libraries.flash_attention import FlashAttention2, FlashAttention3
-from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, Kind, is_compiled
-from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
+from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, ModuleKind, is_compiled
+from quire.kernels.libraries.seam import LibraryPlan, PrefillKernel, with_library
 from quire.kernels.table import INSTRUCTION_SETS, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
 from quire.kernels.validation.trials import TrialShape
 from quire.types import QuireError
@@ -99,7 +99,7 @@ class Wrapper:
         return out
 
 
-KERNELS: dict[str, Callable[[], CatchUpKernel]] = {
+KERNELS: dict[str, Callable[[], PrefillKernel]] = {
     "flash-attention-3": lambda: FlashAttention3(flash_attn_with_kvcache, copied=False),
     "flash-attention-3-copied": lambda: FlashAttention3(flash_attn_with_kvcache, copied=True),
     "flash-attention-2": lambda: FlashAttention2(flash_attn_varlen_func),
@@ -166,8 +166,8 @@ def test_copies_that_would_take_too_much_memory_are_not_made() -> None:
     table, positions, counts, _, q, caches = small_step()
     ops = with_library(REFERENCE, FlashAttention3(_never, copied=True))
     plan = ops.plan_attention(table, positions, counts, [20, 1 << 20], 16, None, torch.float16)
-    assert not FlashAttention3(_never, copied=True).fits(q, caches[0], plan.catch_ups)
-    assert FlashAttention3(_never, copied=False).fits(q, caches[0], plan.catch_ups)
+    assert not FlashAttention3(_never, copied=True).fits(q, caches[0], plan.prefills)
+    assert FlashAttention3(_never, copied=False).fits(q, caches[0], plan.prefills)
 
 
 def test_flashinfer_does_not_plan_over_a_plan_in_flight() -> None:
@@ -206,10 +206,10 @@ def test_flashinfer_compiles_nothing_while_requests_wait() -> None:
     """What is met first was decided on; the windowed layers of the same model join in only if theirs lies there."""
     table, positions, counts, bounds, q, caches = small_step(counts=(5,))
 
-    def fitting(compiled: bool) -> tuple[list[bool], list[Kind]]:
-        asked: list[Kind] = []
+    def fitting(compiled: bool) -> tuple[list[bool], list[ModuleKind]]:
+        asked: list[ModuleKind] = []
 
-        def is_there(kind: Kind) -> bool:
+        def is_there(kind: ModuleKind) -> bool:
             asked.append(kind)
             return compiled
 
@@ -220,7 +220,7 @@ def test_flashinfer_compiles_nothing_while_requests_wait() -> None:
             fits.append(plan.fits)
         return fits, asked
 
-    windowed = Kind("fa3", torch.float16, 64, windowed=True)
+    windowed = ModuleKind("fa3", torch.float16, 64, windowed=True)
     assert fitting(True) == ([True] * 4, [windowed]), "asked once"
     assert fitting(False) == ([True, False, True, False], [windowed])
 
@@ -259,7 +259,7 @@ def test_flashinfer_is_compiled_when_nothing_is_left_to_build(
     fake.__dict__["gen_batch_prefill_module"] = gen_batch_prefill_module
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     bf16 = torch.bfloat16
-    assert is_compiled(Kind("fa3", bf16, 128, windowed=True)) == ready
+    assert is_compiled(ModuleKind("fa3", bf16, 128, windowed=True)) == ready
     assert asked == [("fa3", bf16, bf16, bf16, torch.int32, 128, 128, 0, True, False, False)]
 
 
@@ -271,8 +271,8 @@ def _never(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("nobody should have asked the library")
 
 
-def library(kernel: CatchUpKernel | Exception | None, installed: str | None = "3.1", **kwargs: Any) -> Library:
-    def open_it(device: torch.device) -> list[CatchUpKernel]:
+def library(kernel: PrefillKernel | Exception | None, installed: str | None = "3.1", **kwargs: Any) -> Library:
+    def open_it(device: torch.device) -> list[PrefillKernel]:
         if isinstance(kernel, Exception):
             raise kernel
         return [] if kernel is None else [kernel]
@@ -294,7 +294,7 @@ def times(*seconds: float) -> Callable[[Callable[[], object]], float]:
     return timer
 
 
-def right() -> CatchUpKernel:
+def right() -> PrefillKernel:
     return FlashAttention3(flash_attn_with_kvcache, copied=False)
 
 
@@ -357,6 +357,6 @@ def test_kernels_asked_for_on_another_device_are_refused(choose_ops: Callable[[s
 def test_every_library_has_a_name_the_setting_knows() -> None:
     from quire.config import knobs
 
-    assert {known.asked_as for known in choose.LIBRARIES} == set(LIBRARY_NAMES)
+    assert {known.setting for known in choose.LIBRARIES} == set(LIBRARY_NAMES)
     assert {"auto", "torch", "triton", *LIBRARY_NAMES, *INSTRUCTION_SETS} == set(knobs()["kernels"].choices or ())
     assert choose._numbers("2.8.3.post1") == (2, 8, 3) and choose._numbers("0.6.12+cu13") == (0, 6, 12)

@@ -124,7 +124,7 @@ def test_prompts_behind_decodes_are_its_own() -> None:
 
 
 def known(attend: Library) -> list[choose.Library]:
-    (library,) = [library for library in choose.LIBRARIES if library.asked_as == "cudnn"]
+    (library,) = [library for library in choose.LIBRARIES if library.setting == "cudnn"]
     return [replace(library, open=lambda device: [CudnnAttention(attend)])]
 
 
@@ -167,7 +167,9 @@ def test_who_asks_for_it_in_vain_is_told(change: dict[str, Any], why: str) -> No
 def test_a_library_that_was_not_asked_for_is_not_even_opened() -> None:
     """`quire doctor --kernels cudnn` must not have another one compile for minutes."""
     (cudnn_row,) = known(Library())
-    other = replace(cudnn_row, name="Other", asked_as="flashinfer", only_asked=None, open=lambda device: pytest.fail())
+    other = replace(
+        cudnn_row, name="Other", setting="flashinfer", opt_in_reason=None, open=lambda device: pytest.fail()
+    )
     judged = judge(REFERENCE, SHAPE, CPU, "cudnn", [cudnn_row, other], timer)
     assert [verdict.kernel is not None for verdict in judged] == [False, True, False]
     used = choose.pick(judged, "cudnn")

@@ -258,7 +258,7 @@ def test_a_plan_without_it_lists_tiles_for_all_cards(card: Any, monkeypatch: pyt
     from quire.kernels.triton.attention import paged as attention
 
     for module in (attention, captured_work):
-        monkeypatch.setattr(module, "takes_gluon", lambda index: True)
+        monkeypatch.setattr(module, "supports_gluon", lambda index: True)
         monkeypatch.setattr(module, "num_multiprocessors", lambda index: 4)
     q = torch.zeros(8, 4, 128, dtype=torch.bfloat16)
     cache = torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
@@ -272,15 +272,15 @@ def test_a_plan_without_it_lists_tiles_for_all_cards(card: Any, monkeypatch: pyt
 
 def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not compile there, or wait forever: decodes must not suffer for it."""
-    from quire.kernels.triton.launch import takes_gluon
+    from quire.kernels.triton.launch import supports_gluon
 
     ops, _ = with_prompts()
     monkeypatch.setattr(trial_prompts, "try_prompts", lambda *args: None)
     for version in ("3.6.0", "3.7.0", "3.7.1"):
         card(version)
-        assert takes_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
+        assert supports_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
     card("3.8.0")
-    assert not takes_gluon.__wrapped__(0)
+    assert not supports_gluon.__wrapped__(0)
     with pytest.warns(UserWarning, match=r"for Hopper .*made for Triton 3\.6 and 3\.7, this is 3\.8\.0.*for all cards"):
         assert settle_prompts(ops, [TYPICAL], CUDA, strict=False) is not ops
     with pytest.raises(QuireError, match=r"for Hopper .*made for Triton 3\.6 and 3\.7, this is 3\.8\.0") as refused:
@@ -290,7 +290,7 @@ def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any, monkeyp
         card(version, 8)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not takes_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
+            assert not supports_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
@@ -364,13 +364,13 @@ def test_the_delta_nets_trial_sees_what_is_wrong() -> None:
 
 def test_the_walk_is_tried_as_it_is_compiled() -> None:
     """A head to a program and half of one: else a request would wait for the compiler."""
-    from quire.kernels.triton.recurrent.hopper.gated_delta import halves_to_a_program
+    from quire.kernels.triton.recurrent.hopper.gated_delta import halves_per_program
 
     for heads in (1, 3, 16, 32, 48, 66):
         steps = [counts for each in walk_steps(heads, 132) for counts in each]
-        tried = {halves_to_a_program(heads * sum(count > 1 for count in counts), 132) for counts in steps}
+        tried = {halves_per_program(heads * sum(count > 1 for count in counts), 132) for counts in steps}
         assert tried == {1, 2}, heads
-    assert halves_to_a_program(2 * 32, 132) == 1 and halves_to_a_program(3 * 32, 132) == 2
+    assert halves_per_program(2 * 32, 132) == 1 and halves_per_program(3 * 32, 132) == 2
     assert len(walk_steps(32, 132)[-1][0]) == 3, "no more rows than it takes"
 
 

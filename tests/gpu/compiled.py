@@ -81,7 +81,7 @@ def main() -> None:
     for module in (launch, attention, channel_walk, decode, fixed_linear, fixed_tiles, gated_hopper, latent,
                    latent_many, mamba_walk, prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step,
                    recurrent_walk, sample):  # fmt: skip
-        for name, value in (("has_dependent_launch", True), ("takes_gluon", GLUON), ("num_multiprocessors", 132)):
+        for name, value in (("has_dependent_launch", True), ("supports_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda index, value=value: value)
     bf16 = torch.bfloat16

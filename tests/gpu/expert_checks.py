@@ -150,12 +150,12 @@ def check_scaled_experts(where: Where) -> None:
 
 def check_few_experts(where: Where) -> None:
     """Tokens that share experts, and one alone; widths that fill no tile; more columns than a program holds at once."""
-    from quire.kernels.triton.experts.few_tokens import gains, run_few
+    from quire.kernels.triton.experts.few_tokens import is_preferred, run_few
 
     for num, top_k, few in ((128, 8, 4), (256, 8, 4), (32, 4, 4), (16, 4, 2), (8, 2, 2), (8, 4, 1)):
         experts = ExpertWeights(torch.empty(num, 48, 16, device="meta"), torch.empty(num, 16, 24, device="meta"))
         made = [(torch.empty(n, 16, device="meta"), torch.empty(n, top_k, device="meta")) for n in range(1, 20)]
-        assert [len(x) for x, chosen in made if gains(x, experts, chosen)] == list(range(1, few + 1))
+        assert [len(x) for x, chosen in made if is_preferred(x, experts, chosen)] == list(range(1, few + 1))
 
     small = [(5, 3, 40, 24, (1, 4))]
     large = [(128, 8, 2048, 768, (1, 2, 8, 16)), (32, 4, 2880, 2880, (1, 8)), (12, 6, 7168, 2048, (1, 8)),

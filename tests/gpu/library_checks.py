@@ -3,13 +3,13 @@ CPU: decodes and prompts in one step, cached beginnings, windows, rows of one to
 
 from __future__ import annotations
 
-from quire.kernels.libraries.seam import CatchUpKernel, LibraryPlan, with_library
+from quire.kernels.libraries.seam import LibraryPlan, PrefillKernel, with_library
 from quire.kernels.table import Ops
 from tests.gpu.paged_checks import Paged
 from tests.gpu.where import Where, close
 
 
-def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tuple[int, ...] = (64, 128),
+def check_kernel(inner: Ops, kernel: PrefillKernel, where: Where, head_dims: tuple[int, ...] = (64, 128),
                  windowed: tuple[bool, ...] = (False, True)) -> None:  # fmt: skip
     ops = with_library(inner, kernel)
     heads = [(32, 8, 128), (16, 8, 128), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]
@@ -37,7 +37,7 @@ def check_kernel(inner: Ops, kernel: CatchUpKernel, where: Where, head_dims: tup
                         assert plan.fits, f"{kernel.name} did nothing"
 
 
-def check_fresh(inner: Ops, kernel: CatchUpKernel, where: Where) -> None:
+def check_fresh(inner: Ops, kernel: PrefillKernel, where: Where) -> None:
     """For a kernel that takes nothing but fresh prompts of one length, with decodes before them or without."""
     ops = with_library(inner, kernel)
     heads = [(32, 8, 128), (16, 16, 64), (14, 2, 64)] if where.large else [(4, 2, 64), (3, 3, 64)]

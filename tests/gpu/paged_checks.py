@@ -132,7 +132,7 @@ def check_prefill(where: Where) -> None:
 def check_share_out(where: Where) -> None:
     """Every item goes to exactly one program, and no program has much more to do than another."""
     from quire.kernels.triton.attention import prefill
-    from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, share_out
+    from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, distribute_tiles
 
     rng = where.random
     for _ in range(20):
@@ -143,7 +143,7 @@ def check_share_out(where: Where) -> None:
         assert sum(tile[2] for tile in tiles) == sum(counts[row] for row in rows)
         window = rng.choice((None, rng.randint(1, 900)))
         num_programs = rng.randint(1, 132)
-        shares = share_out(tiles, 8, window, num_programs)
+        shares = distribute_tiles(tiles, 8, window, num_programs)
         begins, numbers = shares.items[: num_programs + 1].tolist(), shares.items[num_programs + 1 :].tolist()
         items = list(zip(*[iter(numbers)] * RECORD, strict=True))
         assert begins[0] == 0 and begins[-1] == len(items)
@@ -227,7 +227,7 @@ def _check_fp8_cache(where: Where, heads: int, kv_heads: int, head_dim: int, pag
 CHECKS: dict[str, Callable[[Where], None]] = {
     "decode": check_decode,
     "prefill": check_prefill,
-    "share_out": check_share_out,
+    "distribute_tiles": check_share_out,
     "permanent_table": check_permanent_table,
     "fp8_cache": check_fp8_cache,
 }

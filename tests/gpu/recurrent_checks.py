@@ -252,7 +252,7 @@ def _check_chunks(where: Where, shape: RecurrentShape, dtype: torch.dtype, count
     listed = torch.tensor(tiles, dtype=torch.int32, device=where.device)
     where.settle()
     where.poison()
-    found = recurrent_walk.ready_chunks(x, weights, shape, state, slots, positions, listed)
+    found = recurrent_walk.prepare_chunks(x, weights, shape, state, slots, positions, listed)
     sizes = (shape.channels, shape.values, heads, heads)
     mixed, _gate, beta, a = x.double().split(sizes, dim=1)
     exact, plan = doubled(weights), reference.plan_recurrent(slots, positions, counts)
@@ -288,14 +288,14 @@ def forced_halves(halves: int) -> Iterator[None]:
     from quire.kernels.triton.recurrent.hopper import channel_delta as channel_walk
     from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
 
-    chosen = recurrent_walk.halves_to_a_program
+    chosen = recurrent_walk.halves_per_program
     for module in (recurrent_walk, channel_walk):
-        module.halves_to_a_program = lambda *_: halves
+        module.halves_per_program = lambda *_: halves
     try:
         yield
     finally:
         for module in (recurrent_walk, channel_walk):
-            module.halves_to_a_program = chosen
+            module.halves_per_program = chosen
 
 
 def check_delta_walk(where: Where) -> None:

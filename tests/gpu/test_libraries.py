@@ -57,9 +57,9 @@ def test_flashinfer() -> None:
         return skip("FlashInfer is not installed")
     from flashinfer.jit.core import jit_spec_registry  # type: ignore[import-not-found]
 
-    from quire.kernels.libraries.flashinfer import Kind, backend_for, is_compiled
+    from quire.kernels.libraries.flashinfer import ModuleKind, backend_for, is_compiled
 
-    kinds = {windowed: Kind(backend_for(DEVICE), torch.bfloat16, 128, windowed) for windowed in (False, True)}
+    kinds = {windowed: ModuleKind(backend_for(DEVICE), torch.bfloat16, 128, windowed) for windowed in (False, True)}
     may_compile = os.environ.get("QUIRE_FLASHINFER") == "compile"
     ready = [windowed for windowed, kind in kinds.items() if may_compile or is_compiled(kind)]
     if not ready:

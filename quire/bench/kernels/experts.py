@@ -54,7 +54,7 @@ def experts(device: torch.device) -> Iterator[KernelCase]:
                 x, norm, 1e-6, router, None, None, routing
             ),
         )
-        if not experts_few.gains(x, layers[0], chosen):
+        if not experts_few.is_preferred(x, layers[0], chosen):
             rows = kernels.tune(chosen.numel(), num).rows
             yield KernelCase(
                 "experts: sort",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.libraries.seam import CatchUpKernel, with_library
+from quire.kernels.libraries.seam import PrefillKernel, with_library
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.validation.trials import TrialShape, compare
 from quire.types import QuireError
@@ -31,12 +31,12 @@ Timer = Callable[[Callable[[], object]], float]
 @dataclass(frozen=True, slots=True)
 class Library:
     name: str
-    asked_as: str  # name in the setting `kernels`
+    setting: str  # name in the setting `kernels`
     package: str
     versions: tuple[tuple[int, ...], tuple[int, ...]]  # from the first, before the second
-    open: Callable[[torch.device], Sequence[CatchUpKernel]]
+    open: Callable[[torch.device], Sequence[PrefillKernel]]
     is_ready: Callable[[TrialShape, torch.device], bool] = lambda shape, device: True  # without compiling first
-    only_asked: str | None = None  # reason why the library must be asked for by name
+    opt_in_reason: str | None = None  # reason why the library must be asked for by name
 
     def installed(self) -> str | None:
         try:
@@ -45,34 +45,34 @@ class Library:
             return None
 
 
-def _open_flash_attention_3(device: torch.device) -> Sequence[CatchUpKernel]:
+def _open_flash_attention_3(device: torch.device) -> Sequence[PrefillKernel]:
     from quire.kernels.libraries.flash_attention import open_version_3
 
     return open_version_3(device)
 
 
-def _open_flash_attention_2(device: torch.device) -> Sequence[CatchUpKernel]:
+def _open_flash_attention_2(device: torch.device) -> Sequence[PrefillKernel]:
     from quire.kernels.libraries.flash_attention import open_version_2
 
     return open_version_2(device)
 
 
-def _open_flashinfer(device: torch.device) -> Sequence[CatchUpKernel]:
+def _open_flashinfer(device: torch.device) -> Sequence[PrefillKernel]:
     from quire.kernels.libraries.flashinfer import open_library
 
     return open_library(device)
 
 
-def _open_cudnn(device: torch.device) -> Sequence[CatchUpKernel]:
+def _open_cudnn(device: torch.device) -> Sequence[PrefillKernel]:
     from quire.kernels.libraries.cudnn import open_cudnn
 
     return open_cudnn(device)
 
 
 def _is_flashinfer_compiled(shape: TrialShape, device: torch.device) -> bool:
-    from quire.kernels.libraries.flashinfer import Kind, backend_for, is_compiled
+    from quire.kernels.libraries.flashinfer import ModuleKind, backend_for, is_compiled
 
-    return is_compiled(Kind(backend_for(device), shape.dtype, shape.head_dim, shape.window is not None))
+    return is_compiled(ModuleKind(backend_for(device), shape.dtype, shape.head_dim, shape.window is not None))
 
 
 LIBRARIES = (
@@ -87,7 +87,7 @@ LIBRARIES = (
         "torch",
         ((2, 11), (3,)),
         _open_cudnn,
-        only_asked="it stops to plan whenever prompts of another number or length come",
+        opt_in_reason="it stops to plan whenever prompts of another number or length come",
     ),
 )
 
@@ -99,7 +99,7 @@ class LibraryVerdict:
     name: str
     why: str  # why it is used or not
     installed: str | None = None
-    kernel: CatchUpKernel | None = None  # None: it cannot be used
+    kernel: PrefillKernel | None = None  # None: it cannot be used
     seconds: float = float("inf")  # time of the timed step
 
 
@@ -114,8 +114,8 @@ def choose_library(
 ) -> Ops:
     """Return `ops` with the fastest library's attention where one is faster. `kernels` is "auto" or names a library,
     which must then work and is used in any case."""
-    unasked = [library for library in libraries if library.only_asked is None]
-    wanted = unasked if kernels == "auto" else [library for library in libraries if library.asked_as == kernels]
+    unasked = [library for library in libraries if library.opt_in_reason is None]
+    wanted = unasked if kernels == "auto" else [library for library in libraries if library.setting == kernels]
     if not wanted:
         return ops
     if shape.cache_dtype != shape.dtype:
@@ -180,15 +180,17 @@ def _judge_library(
         known = f"{_dotted(low)} or later, before {_dotted(high)}"
         yield LibraryVerdict(library.name, f"this version is not known; {known} would be", installed)
         return
-    if kernels not in ("auto", library.asked_as):
+    if kernels not in ("auto", library.setting):
         yield LibraryVerdict(library.name, f"kernels={kernels} asks for something else", installed)
         return
-    if kernels == "auto" and library.only_asked is not None:
-        yield LibraryVerdict(library.name, f"{library.only_asked}; --kernels {library.asked_as} asks for it", installed)
+    if kernels == "auto" and library.opt_in_reason is not None:
+        yield LibraryVerdict(
+            library.name, f"{library.opt_in_reason}; --kernels {library.setting} asks for it", installed
+        )
         return
     try:
         if kernels == "auto" and not library.is_ready(shape, device):
-            why = f"it has to compile first: --kernels {library.asked_as} does so, once"
+            why = f"it has to compile first: --kernels {library.setting} does so, once"
             yield LibraryVerdict(library.name, why, installed)
             return
         opened = library.open(device)
@@ -200,7 +202,7 @@ def _judge_library(
     for kernel in opened:
         try:
             table = with_library(ops, kernel)
-            _try(table, shape, device)
+            _check_against_reference(table, shape, device)
             plan = work.plan(table)
             launch = work.launch(table, plan)
             seconds = timer(launch)
@@ -234,7 +236,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 # Trying and timing
 
 
-def _try(ops: Ops, shape: TrialShape, device: torch.device) -> None:
+def _check_against_reference(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     """Compare a decode row, a fresh prompt and a prompt behind cached tokens, in one step, with the reference. Raises
     if they differ."""
     step = _Prompt.make(shape, device, counts=[1, 20, 9], lengths=[40, 20, 300])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.kernels.libraries.seam import CatchUpKernel, CatchUps
+from quire.kernels.libraries.seam import PrefillKernel, PrefillRows
 
 MIN_TOKENS = 2048  # minimum tokens of a step: below, launching takes longer than attending
 MAX_TOKENS = 1 << 16  # maximum tokens whose keys and values are copied: 2 x 128 MiB with 8 heads of 128
@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 128
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def open_cudnn(device: torch.device) -> Sequence[CatchUpKernel]:
+def open_cudnn(device: torch.device) -> Sequence[PrefillKernel]:
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
         return []
     return [CudnnAttention()]
@@ -43,14 +43,14 @@ class _CudnnPlan:
 
 
 class CudnnAttention:
-    """A `CatchUpKernel` on cuDNN."""
+    """A `PrefillKernel` on cuDNN."""
 
     name = "cuDNN"
 
     def __init__(self, attend: Attend = cudnn_attention):
         self._attend = attend
 
-    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+    def fits(self, q: Tensor, k_cache: Tensor, rows: PrefillRows) -> bool:
         """Whether all prompts have one length, no cached tokens, and a total within the limits."""
         count = rows.counts[0]
         return (
@@ -63,7 +63,7 @@ class CudnnAttention:
             and q.shape[2] <= MAX_HEAD_DIM
         )
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _CudnnPlan:
+    def plan(self, rows: PrefillRows, q: Tensor, k_cache: Tensor, scale: float) -> _CudnnPlan:
         per_row = -(-rows.counts[0] // rows.page_tokens)
         return _CudnnPlan(len(rows.counts), rows.counts[0], rows.page_table[:, :per_row].reshape(-1), scale)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.libraries.large_pages import LARGE, LargePages, can_copy
-from quire.kernels.libraries.seam import CatchUps
+from quire.kernels.libraries.seam import PrefillRows
 
 MAX_HEAD_DIM = 256
 
 
 @dataclass(slots=True)
 class _FlashPlan:
-    rows: CatchUps
+    rows: PrefillRows
     table: Tensor  # [rows, pages] int32
     copies: LargePages | None
     scale: float
@@ -43,7 +43,7 @@ def _fits(q: Tensor, k_cache: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
-def _plan(rows: CatchUps, k_cache: Tensor, scale: float, copied: bool) -> _FlashPlan:
+def _plan(rows: PrefillRows, k_cache: Tensor, scale: float, copied: bool) -> _FlashPlan:
     if copied:
         copies = LargePages.make(rows, k_cache)
         return _FlashPlan(rows, copies.table, copies, scale)
@@ -58,10 +58,10 @@ class FlashAttention3:
         self.name = "FlashAttention-3 over copied pages" if copied else "FlashAttention-3"
         self._attend, self._copied = attend, copied
 
-    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+    def fits(self, q: Tensor, k_cache: Tensor, rows: PrefillRows) -> bool:
         return _fits(q, k_cache) and (not self._copied or can_copy(rows))
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> _FlashPlan:
+    def plan(self, rows: PrefillRows, q: Tensor, k_cache: Tensor, scale: float) -> _FlashPlan:
         return _plan(rows, k_cache, scale, self._copied)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: _FlashPlan) -> Tensor:
@@ -88,10 +88,10 @@ class FlashAttention2:
         self.name = "FlashAttention-2"
         self._attend = attend
 
-    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+    def fits(self, q: Tensor, k_cache: Tensor, rows: PrefillRows) -> bool:
         return _fits(q, k_cache) and (rows.page_tokens % LARGE == 0 or can_copy(rows))
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> tuple[_FlashPlan, Tensor]:
+    def plan(self, rows: PrefillRows, q: Tensor, k_cache: Tensor, scale: float) -> tuple[_FlashPlan, Tensor]:
         key_starts = torch.nn.functional.pad(rows.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _plan(rows, k_cache, scale, copied=rows.page_tokens % LARGE != 0), key_starts
 

@@ -2,8 +2,8 @@
 
 The wrapper splits a step's work on the host by lengths that must be exact, which they are as long as no row drafts. It
 writes its plan to pinned memory that the device reads later, so several wrappers are used in turn. FlashInfer compiles
-each `Kind` of kernel at first use, for a minute or more, which must not happen unless the configuration asks for it.
-"""
+each `ModuleKind` of kernel at first use, for a minute or more, which must not happen unless the configuration asks for
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.libraries.seam import CatchUps
+from quire.kernels.libraries.seam import PrefillRows
 from quire.kernels.upload import upload
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
@@ -25,7 +25,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModuleKind:
     """All parameters that distinguish FlashInfer's compiled modules. Both the lookup on disk and the wrapper's plan use
     it, so that the two cannot differ."""
 
@@ -55,7 +55,7 @@ def backend_for(device: torch.device) -> str:
     return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
-def is_compiled(kind: Kind) -> bool:
+def is_compiled(kind: ModuleKind) -> bool:
     """Whether the wrapper would load this kind without compiling."""
     try:
         module = kind.module()
@@ -83,13 +83,13 @@ class _Slot:
 class FlashInfer:
     name = "FlashInfer"
 
-    def __init__(self, make_wrapper: Callable[[], Any], backend: str, is_compiled: Callable[[Kind], bool]):
+    def __init__(self, make_wrapper: Callable[[], Any], backend: str, is_compiled: Callable[[ModuleKind], bool]):
         self._slots = [_Slot(make_wrapper()) for _ in range(NUM_WRAPPERS)]
         self._turn = 0
         self._backend, self._is_compiled = backend, is_compiled
-        self._kinds: dict[Kind, bool] = {}  # whether each kind is used
+        self._kinds: dict[ModuleKind, bool] = {}  # whether each kind is used
 
-    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+    def fits(self, q: Tensor, k_cache: Tensor, rows: PrefillRows) -> bool:
         if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in HEAD_DIMS:
             return False
         kind = self._kind(q, rows)
@@ -99,10 +99,10 @@ class FlashInfer:
             self._kinds[kind] = not self._kinds or self._is_compiled(kind)
         return self._kinds[kind]
 
-    def _kind(self, q: Tensor, rows: CatchUps) -> Kind:
-        return Kind(self._backend, q.dtype, q.shape[2], rows.window is not None)
+    def _kind(self, q: Tensor, rows: PrefillRows) -> ModuleKind:
+        return ModuleKind(self._backend, q.dtype, q.shape[2], rows.window is not None)
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> Any:
+    def plan(self, rows: PrefillRows, q: Tensor, k_cache: Tensor, scale: float) -> Any:
         slot = self._slots[self._turn % NUM_WRAPPERS]
         self._turn += 1
         if slot.sent is not None:

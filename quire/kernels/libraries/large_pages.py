@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.libraries.seam import CatchUps
+from quire.kernels.libraries.seam import PrefillRows
 from quire.kernels.upload import upload
 
 LARGE = 256  # tokens of a large page
@@ -27,7 +27,7 @@ class LargePages:
     v: Tensor
 
     @classmethod
-    def make(cls, rows: CatchUps, k_cache: Tensor) -> LargePages:
+    def make(cls, rows: PrefillRows, k_cache: Tensor) -> LargePages:
         per_large = LARGE // rows.page_tokens
         counts = num_large(rows.len_bounds)
         starts = np.cumsum(counts) - counts
@@ -54,5 +54,5 @@ def num_large(len_bounds: list[int]) -> np.ndarray:
     return counts
 
 
-def can_copy(rows: CatchUps) -> bool:
+def can_copy(rows: PrefillRows) -> bool:
     return LARGE % rows.page_tokens == 0 and int(num_large(rows.len_bounds).sum()) * LARGE <= MAX_TOKENS

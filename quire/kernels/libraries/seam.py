@@ -20,7 +20,7 @@ from quire.kernels.upload import Arrays, upload
 
 
 @dataclass(frozen=True)
-class CatchUps:
+class PrefillRows:
     """Consecutive rows of a step, from the first prefill row on. Rows of one token may be among them."""
 
     counts: list[int]  # tokens of each row
@@ -48,23 +48,23 @@ class CatchUps:
         return (self.positions[self._sent["last"]] + 1).to(torch.int32)
 
 
-class CatchUpKernel(Protocol):
+class PrefillKernel(Protocol):
     """A library's causal attention of ragged rows over paged caches, [pages, page_tokens, kv_heads, head_dim] each."""
 
     name: str
 
-    def fits(self, q: Tensor, k_cache: Tensor, rows: CatchUps) -> bool:
+    def fits(self, q: Tensor, k_cache: Tensor, rows: PrefillRows) -> bool:
         """Whether the kernel supports these rows; softcap, sinks and another cache type than q's are excluded
         already."""
 
-    def plan(self, rows: CatchUps, q: Tensor, k_cache: Tensor, scale: float) -> Any:
+    def plan(self, rows: PrefillRows, q: Tensor, k_cache: Tensor, scale: float) -> Any:
         """Prepare what all layers of a step share; called by the first of them."""
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, planned: Any) -> Tensor:
         """Attend q [tokens, heads, head_dim]; returns the same shape."""
 
 
-def with_library(ops: Ops, kernel: CatchUpKernel) -> Ops:
+def with_library(ops: Ops, kernel: PrefillKernel) -> Ops:
     row = _LibraryRow(ops, kernel)
     return replace(ops, plan_attention=row.plan_attention, paged_attention=row.paged_attention)
 
@@ -107,17 +107,17 @@ class LibraryPlan:
         )
 
     @cached_property
-    def catch_ups(self) -> CatchUps:
+    def prefills(self) -> PrefillRows:
         page_tokens, window, _ = self._rest
         first = self.first_row
         counts, len_bounds, table = self._counts[first:], self._len_bounds[first:], self._table[first:]
-        return CatchUps(counts, len_bounds, table, page_tokens, window, self._positions[self.first_token :])
+        return PrefillRows(counts, len_bounds, table, page_tokens, window, self._positions[self.first_token :])
 
 
 class _LibraryRow:
     """The inner row's two attention functions, with a library's kernel before them."""
 
-    def __init__(self, inner: Ops, kernel: CatchUpKernel):
+    def __init__(self, inner: Ops, kernel: PrefillKernel):
         self._inner, self._kernel = inner, kernel
 
     def plan_attention(
@@ -154,12 +154,12 @@ class _LibraryRow:
             return inner(q, k_cache, v_cache, plan, scale, softcap, sinks, **scales)
         if plan.fits is None:
             plain = softcap is None and sinks is None and not scales and q.dtype == k_cache.dtype
-            plan.fits = plain and self._kernel.fits(q, k_cache, plan.catch_ups)
+            plan.fits = plain and self._kernel.fits(q, k_cache, plan.prefills)
         if not plan.fits:
             return inner(q, k_cache, v_cache, plan.whole, scale, softcap, sinks, **scales)
         first = plan.first_token
         if plan.planned is None:
-            plan.planned = self._kernel.plan(plan.catch_ups, q[first:], k_cache, scale)
+            plan.planned = self._kernel.plan(plan.prefills, q[first:], k_cache, scale)
         attended = self._kernel.attend(q[first:], k_cache, v_cache, plan.planned).flatten(1)
         if not first:
             return attended

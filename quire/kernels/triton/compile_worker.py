@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 
-class StandIn:
+class TargetOnlyDriver:
     """A Triton driver that only knows the compilation target; nothing can be launched through it."""
 
     def __init__(self, target: GPUTarget):
@@ -44,7 +44,7 @@ def prepare(index: int) -> None:
 def compile_kernel(job: dict[str, Any]) -> Any:
     """Compile a kernel. `job`: its `module` and `name`, Triton's serialized specialization (`data`), and the
     `target`."""
-    driver.set_active(StandIn(GPUTarget(*job["target"])))
+    driver.set_active(TargetOnlyDriver(GPUTarget(*job["target"])))
     kernel: Any = importlib.import_module(job["module"])
     for part in job["name"].split("."):
         kernel = getattr(kernel, part)

@@ -35,7 +35,7 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_wait()
 
 
-def fix_keys(names: dict[str, object]) -> None:
+def compute_cache_keys(names: dict[str, object]) -> None:
     """Compute the cache keys of a module's kernels; called at its end. Triton looks up a compiled kernel by a hash over
     the functions it calls and the constants they read; constants of a called function count only if that function was
     hashed before. Without this, a process that launches kernels in another order would compile them again."""
@@ -50,7 +50,7 @@ def has_dependent_launch(device_index: int | None) -> bool:
 
 
 @functools.cache
-def takes_gluon(device_index: int | None) -> bool:
+def supports_gluon(device_index: int | None) -> bool:
     """Whether the device supports the Gluon kernels (Hopper) and this Triton is a version they are known to work with.
     If only the version is unknown, `validation.trials` reports it."""
     known = triton.__version__.startswith(KNOWN_GLUON)

@@ -70,9 +70,11 @@ def settle_latent(
     `hopper_trial.settle_row`."""
     if not runs_on_hopper(ops, device):
         return ops
-    from quire.kernels.triton.latent.work_list import gains
+    from quire.kernels.triton.latent.work_list import prefers_hopper
 
-    if not gains(shape.num_heads, shape.rank, shape.rope_dim, shape.page_tokens, shape.dtype, shape.cache_dtype):
+    if not prefers_hopper(
+        shape.num_heads, shape.rank, shape.rope_dim, shape.page_tokens, shape.dtype, shape.cache_dtype
+    ):
         return ops
 
     def exchange() -> Ops:

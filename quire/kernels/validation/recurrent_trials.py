@@ -121,7 +121,7 @@ def _all_walks(shape: RecurrentShape, device: torch.device) -> list[Steps]:
 
 def walk_steps(num_heads: int, num_processors: int) -> list[Steps]:
     """Returns steps that cover all variants of the scan kernel: with few rows two programs share a head (see
-    `halves_to_a_program`)."""
+    `halves_per_program`)."""
     num_rows = num_processors // (2 * num_heads) + 1  # the fewest rows for which a head has a single program
     return [MIXED, LONE, ((65,) * num_rows, (2,) * num_rows)]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.attention import prefill, prefill_hopper
-from quire.kernels.triton.attention.paged import AttentionWork, TritonPlan, plan_singles
-from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, SharePartials, max_merges, share_out
-from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
+from quire.kernels.triton.attention.paged import AttentionWork, TritonPlan, plan_decodes
+from quire.kernels.triton.attention.prefill_split import MERGE, RECORD, SharePartials, distribute_tiles, max_merges
+from quire.kernels.triton.launch import num_multiprocessors, supports_gluon
 
-NOBODY = -1
+PADDING = -1
 MAX_MIXED_TYPES = 256  # maximum tokens of a captured step whose cache has another type than its queries
 
 
@@ -36,9 +36,9 @@ class _WorkLists:
 
 
 class CapturedWork:
-    def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
+    def __init__(self, num_tokens: int, num_decodes: int, num_prefills: int):
         """Maximum numbers of tokens, decode rows and prefill rows of a step."""
-        self._num_tokens, self._num_singles, self._num_catch_ups = num_tokens, num_singles, num_catch_ups
+        self._num_tokens, self._num_decodes, self._num_prefills = num_tokens, num_decodes, num_prefills
         self._lists: _WorkLists | None = None
         self._prepared: AttentionWork | None = None
 
@@ -58,20 +58,20 @@ class CapturedWork:
         """List the next step's work. `counts`: tokens of each row; `len_bounds`: bounds of the rows' lengths."""
         lists = self._lists
         assert lists is not None, "the first run sizes the lists"
-        singles = [row for row, count in enumerate(counts) if count == 1]
-        catch_ups = [row for row, count in enumerate(counts) if count > 1]
-        tiles = prefill.list_tiles(catch_ups, counts, len_bounds, lists.tokens_per_tile)
+        decodes = [row for row, count in enumerate(counts) if count == 1]
+        prefills = [row for row, count in enumerate(counts) if count > 1]
+        tiles = prefill.list_tiles(prefills, counts, len_bounds, lists.tokens_per_tile)
         if lists.hopper:
             assert self._prepared is not None
-            shares = share_out(tiles, lists.num_kv_heads, lists.window, self._prepared.num_programs)
+            shares = distribute_tiles(tiles, lists.num_kv_heads, lists.window, self._prepared.num_programs)
             parts = [(0, shares.merges), (lists.num_merge_fields, shares.items)]
         else:
             parts = [(0, np.array(tiles, np.int32).reshape(-1))]
         numbers = np.zeros(len(lists.numbers), np.int32)
-        numbers[lists.num_fields :] = NOBODY
+        numbers[lists.num_fields :] = PADDING
         firsts = prefill.first_tokens(counts)
         token_index, row_index = lists.num_fields, (lists.num_fields + len(numbers)) // 2
-        parts += [(token_index, np.array([firsts[row] for row in singles])), (row_index, np.array(singles))]
+        parts += [(token_index, np.array([firsts[row] for row in decodes])), (row_index, np.array(decodes))]
         for begin, part in parts:
             numbers[begin : begin + len(part)] = part
         host = torch.from_numpy(numbers)
@@ -84,10 +84,10 @@ class CapturedWork:
                 "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
             )
         work = AttentionWork()
-        hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
+        hopper = plan.hopper and supports_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)
         work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
         per_tile = prefill.tile_tokens(work.prefill_tuning, q.shape[1], num_kv_heads)
-        work.num_tiles = -(-self._num_tokens // per_tile) + self._num_catch_ups
+        work.num_tiles = -(-self._num_tokens // per_tile) + self._num_prefills
         num_fields, num_merge_fields = work.num_tiles * prefill.TILE_FIELDS, 0
         if hopper:
             work.num_programs = num_multiprocessors(q.device.index)
@@ -98,17 +98,17 @@ class CapturedWork:
             num_items = max(work.num_tiles * num_kv_heads, work.num_programs) + 1
             num_fields = num_merge_fields + work.num_programs + 1 + num_items * RECORD
         num_fields = -(-num_fields // 4) * 4  # Triton specializes kernels on pointers aligned to 16 bytes
-        singles = -(-self._num_singles // 4) * 4
-        numbers = torch.zeros(num_fields + 2 * singles, dtype=torch.int32, device=q.device)
-        numbers[num_fields:] = NOBODY
+        padded_decodes = -(-self._num_decodes // 4) * 4
+        numbers = torch.zeros(num_fields + 2 * padded_decodes, dtype=torch.int32, device=q.device)
+        numbers[num_fields:] = PADDING
         if hopper:
             work.merges, work.items = numbers[:num_merge_fields], numbers[num_merge_fields:num_fields]
         else:
             work.tiles = numbers[:num_fields]
-        if self._num_singles:
+        if self._num_decodes:
             len_bound = plan.page_table.shape[1] * plan.page_tokens
-            plan_singles(work, self._num_singles, min(len_bound, plan.window or len_bound), q, k_cache)
-            work.token_index = numbers[num_fields : num_fields + self._num_singles]
-            work.row_index = numbers[num_fields + singles : num_fields + singles + self._num_singles]
+            plan_decodes(work, self._num_decodes, min(len_bound, plan.window or len_bound), q, k_cache)
+            work.token_index = numbers[num_fields : num_fields + self._num_decodes]
+            work.row_index = numbers[num_fields + padded_decodes : num_fields + padded_decodes + self._num_decodes]
         self._lists = _WorkLists(numbers, num_fields, num_merge_fields, per_tile, num_kv_heads, plan.window, hopper)
         return work

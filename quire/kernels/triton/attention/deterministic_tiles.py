@@ -90,7 +90,7 @@ def paged_attention(
         if plan.work is not None:
             plan.prepared = plan.work.prepare(plan, shape)
         else:
-            plan.prepared = _singles(plan, shape) if set(plan.counts) == {1} else _listed(plan, shape)
+            plan.prepared = _plan_decodes(plan, shape) if set(plan.counts) == {1} else _plan_mixed(plan, shape)
     work = plan.prepared
     scales = scales or Scales()
     num_tokens, num_heads, head_dim = q.shape
@@ -118,17 +118,17 @@ def paged_attention(
     return out
 
 
-def _spans(num_keys: int, window: int | None) -> int:
+def _max_spans(num_keys: int, window: int | None) -> int:
     """Maximum number of spans that a token of a sequence of at most `num_keys` keys attends to."""
     spans = -(-num_keys // SPAN)
     return spans if window is None else min(spans, -(-window // SPAN) + 2)
 
 
-def _singles(plan: TritonPlan, shape: _Shape) -> TileWork:
+def _plan_decodes(plan: TritonPlan, shape: _Shape) -> TileWork:
     """Work of a decode-only step. It needs only a length bound from the host: the list is made on the device, so the
     step can be captured."""
     num_tiles, lanes = len(plan.counts), triton.next_power_of_2(shape.group)
-    max_spans = _spans(plan.page_table.shape[1] * plan.page_tokens, plan.window)
+    max_spans = _max_spans(plan.page_table.shape[1] * plan.page_tokens, plan.window)
     num_shares = shape.num_shares(num_tiles, max_spans)
     is_shared = num_shares > 1 and num_tiles * max_spans <= shape.max_slots(lanes)
     places = torch.arange(num_tiles, dtype=torch.int32, device=shape.device)
@@ -139,13 +139,13 @@ def _singles(plan: TritonPlan, shape: _Shape) -> TileWork:
     return TileWork(shape.tuning, tiles, num_tiles, num_shares if is_shared else 1, partials)
 
 
-def _listed(plan: TritonPlan, shape: _Shape) -> TileWork:
+def _plan_mixed(plan: TritonPlan, shape: _Shape) -> TileWork:
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
     max_slots = shape.max_slots(shape.tuning.block_q)
     fields, num_slots = list_tiles(
         plan.counts, plan.len_bounds, plan.window, shape.tile_tokens, max_slots, shape.num_shares
     )
-    num_shares = shape.num_shares(len(fields), _spans(max(plan.len_bounds), plan.window)) if num_slots else 1
+    num_shares = shape.num_shares(len(fields), _max_spans(max(plan.len_bounds), plan.window)) if num_slots else 1
     tiles = upload_ints([fields.reshape(-1)], shape.device)[0]
     return TileWork(shape.tuning, tiles, len(fields), num_shares, shape.partials(num_slots, shape.tuning.block_q))
 
@@ -162,7 +162,7 @@ def list_tiles(
     only where there are too few tiles to occupy the GPU."""
     tiles = prefill.list_tiles([row for row, count in enumerate(counts) if count], counts, len_bounds, tile_tokens)
     fields = np.array(tiles, np.int32).reshape(-1, TILE_FIELDS)
-    spans = [_spans(int(bound), window) for bound in fields[:, 3]]
+    spans = [_max_spans(int(bound), window) for bound in fields[:, 3]]
     fields[:, 3] = NO_SLOT
     num_slots = 0
     if num_shares(len(tiles), max(spans, default=1)) > 1:
@@ -176,8 +176,8 @@ def list_tiles(
 class CapturedTiles:
     """Deterministic tiles at fixed addresses, for captured mixed steps; the counterpart of `captured_work`."""
 
-    def __init__(self, num_tokens: int, num_singles: int, num_catch_ups: int):
-        self._num_tokens, self._num_rows = num_tokens, num_singles + num_catch_ups
+    def __init__(self, num_tokens: int, num_decodes: int, num_prefills: int):
+        self._num_tokens, self._num_rows = num_tokens, num_decodes + num_prefills
         self._work: TileWork | None = None
         self._shape: _Shape | None = None
         self._window: int | None = None
@@ -193,7 +193,7 @@ class CapturedTiles:
             self._shape, self._window = shape, plan.window
             tiles = torch.zeros(num_tiles * TILE_FIELDS, dtype=torch.int32, device=shape.device)
             tiles[TILE_FIELDS - 1 :: TILE_FIELDS] = NO_SLOT
-            max_spans = _spans(plan.page_table.shape[1] * plan.page_tokens, plan.window)
+            max_spans = _max_spans(plan.page_table.shape[1] * plan.page_tokens, plan.window)
             num_shares = shape.num_shares(-(-self._num_tokens // shape.tile_tokens), max_spans)
             if num_shares > 1:
                 self._max_slots = min(num_tiles * max_spans, shape.max_slots(shape.tuning.block_q))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.triton.attention import decode, prefill, prefill_hopper
 from quire.kernels.triton.attention import prefill_split as prefill_shares
-from quire.kernels.triton.launch import num_multiprocessors, takes_gluon
+from quire.kernels.triton.launch import num_multiprocessors, supports_gluon
 from quire.kernels.triton.linear import fp8
 from quire.kernels.upload import send
 
@@ -55,7 +55,7 @@ class AttentionWork:
     prefill_tuning: prefill.PrefillTuning | None = None
     tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
     num_tiles: int = 0
-    items: Tensor | None = None  # int32, see `prefill_shares.share_out`; None: `prefill` attends
+    items: Tensor | None = None  # int32, see `prefill_shares.distribute_tiles`; None: `prefill` attends
     num_programs: int = 0
     merges: Tensor | None = None  # int32: merges of the items that were cut
     num_merges: int = 0
@@ -192,25 +192,25 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
     counts, bounds = plan.counts, plan.len_bounds
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work = AttentionWork()
-    singles = [row for row, count in enumerate(counts) if count == 1]
-    catch_ups = [row for row, count in enumerate(counts) if count > 1]
-    if singles:
+    decodes = [row for row, count in enumerate(counts) if count == 1]
+    prefills = [row for row, count in enumerate(counts) if count > 1]
+    if decodes:
         # The bound is the table's width, not the rows' lengths: a kernel is compiled per number of splits, which then
         # depends on the number of rows alone.
         len_bound = plan.page_table.shape[1] * plan.page_tokens
         if plan.window is not None:
             len_bound = min(len_bound, plan.window)
-        plan_singles(work, len(singles), len_bound, q, k_cache)
-    if not catch_ups:
+        plan_decodes(work, len(decodes), len_bound, q, k_cache)
+    if not prefills:
         work.row_index = plan.row_index
         return work
     assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
-    fresh = _scratch_pages(catch_ups, bounds, q, k_cache)
+    fresh = _scratch_pages(prefills, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
-    hopper = plan.hopper and takes_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
+    hopper = plan.hopper and supports_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)
     work.prefill_tuning = prefill_hopper.TUNING if hopper else prefill.tune(head_dim, q.element_size())
     per_tile = prefill.tile_tokens(work.prefill_tuning, num_heads, num_kv_heads)
-    tiles = prefill.list_tiles(catch_ups, counts, bounds, per_tile)
+    tiles = prefill.list_tiles(prefills, counts, bounds, per_tile)
     fields = [field for tile in tiles for field in tile]
     items = merges = np.zeros(0, np.int32)
     owners: list[int] = []
@@ -219,13 +219,13 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
         fresh = None
     else:
         if fresh is not None:
-            place = {row: index for index, row in enumerate(catch_ups)}
+            place = {row: index for index, row in enumerate(prefills)}
             tiles = [[place[row], *rest] for row, *rest in tiles]
-            for row, begin, end in zip(catch_ups, fresh, fresh[1:], strict=False):
+            for row, begin, end in zip(prefills, fresh, fresh[1:], strict=False):
                 owners += [row] * (end - begin)
                 columns += range(end - begin)
         work.num_programs = num_multiprocessors(q.device.index)
-        shares = prefill_shares.share_out(tiles, num_kv_heads, plan.window, work.num_programs)
+        shares = prefill_shares.distribute_tiles(tiles, num_kv_heads, plan.window, work.num_programs)
         spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items still reads one record
         fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
         work.num_merges = len(merges) // prefill_shares.MERGE
@@ -234,8 +234,8 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
     parts: list[Sequence[int] | np.ndarray] = [
         fields,
         items,
-        [firsts[row] for row in singles],
-        singles,
+        [firsts[row] for row in decodes],
+        decodes,
         owners,
         columns,
         (fresh or [])[:-1],
@@ -251,26 +251,26 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
             width = -(-max(end - begin for begin, end in itertools.pairwise(fresh)) // 16) * 16
             table = uploaded[6][:, None] + torch.arange(width, dtype=torch.int32, device=q.device)
             work.scratch = _Scratch(uploaded[4], uploaded[5], table, like_cache, torch.empty_like(like_cache))
-    if singles:
+    if decodes:
         work.token_index, work.row_index = uploaded[2:4]
     return work
 
 
-def plan_singles(work: AttentionWork, num_singles: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
+def plan_decodes(work: AttentionWork, num_decodes: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
-    work.decode_tuning = decode.tune(num_singles, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
+    work.decode_tuning = decode.tune(num_decodes, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
     work.workspace = decode.DecodeWorkspace.create(
-        num_singles, num_kv_heads, num_heads // num_kv_heads, head_dim, work.decode_tuning.num_splits, q.device
+        num_decodes, num_kv_heads, num_heads // num_kv_heads, head_dim, work.decode_tuning.num_splits, q.device
     )
 
 
-def _scratch_pages(catch_ups: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
+def _scratch_pages(prefills: list[int], bounds: list[int], q: Tensor, k_cache: Tensor) -> list[int] | None:
     """First copied page of each prefill row and, last, the number of copied pages. None if the cache is read in place,
     or if copies would exceed MAX_SCRATCH_TOKENS."""
     if k_cache.dtype == q.dtype:
         return None
     page = k_cache.shape[1]
-    begins = list(itertools.accumulate((-(-bounds[row] // page) for row in catch_ups), initial=0))
+    begins = list(itertools.accumulate((-(-bounds[row] // page) for row in prefills), initial=0))
     return begins if begins[-1] * page <= MAX_SCRATCH_TOKENS else None
 
 

@@ -45,7 +45,7 @@ class SharePartials:
         return cls(sums, torch.empty(num_slots, 2, LANES, dtype=torch.float32, device=device))
 
 
-def share_out(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> Shares:
+def distribute_tiles(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> Shares:
     """Distribute tiles, heaviest first (see `prefill.list_tiles`), in alternating direction: the program that receives
     the heaviest item of one round receives the lightest of the next."""
     fields = np.array(tiles, np.int32).reshape(-1, 4)  # row, first token, tokens, keys
@@ -131,7 +131,8 @@ def _merge_kernel(
 def merge_shares(
     partials: SharePartials, merges: Tensor, num_merges: int, num_kv_heads: int, group: int, out: Tensor
 ) -> None:
-    """Merge the cut tiles listed in `merges` (int32, flat, from `share_out`) into `out` [tokens, heads * HEAD]."""
+    """Merge the cut tiles listed in `merges` (int32, flat, from `distribute_tiles`) into `out` [tokens, heads *
+    HEAD]."""
     _merge_kernel[(num_merges, LANES // MERGE_LANES)](
         partials.sums,
         partials.stats,

@@ -192,7 +192,7 @@ def run_experts(
     """Implements `reference.experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`:
     chosen by the number of pairs when None; if given, few rows are sorted and multiplied as many are."""
     num_tokens, width = x.shape
-    if tuning is None and experts_few.gains(x, experts, chosen):
+    if tuning is None and experts_few.is_preferred(x, experts, chosen):
         return experts_few.run_few(x, experts, chosen, weights, residual)
     num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
     tuning = tuning or tune(chosen.numel(), num_experts, experts.down_scale is not None)

@@ -283,7 +283,7 @@ def _down_columns(least: int, inner: int, top_k: int) -> int:
     return least
 
 
-def gains(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
+def is_preferred(x: Tensor, experts: ExpertWeights, chosen: Tensor) -> bool:
     """Whether the shapes are supported and this path is faster. One token's experts are all different. Several tokens
     may share one, whose second product is then computed once per token, while tiles share it. In FP8 tiles are faster
     even if no expert is shared, because conversion costs more than reading. Within a model, the number of tokens

@@ -336,7 +336,7 @@ def latent_attention(
     out = torch.empty_like(q_latent)
     if work.num_tiles:
         _launch(q_latent, q_rope, cache, plan, scale, out, tuning, work, tiled=True)
-    if work.num_singles:
+    if work.num_decodes:
         _launch(q_latent, q_rope, cache, plan, scale, out, tuning, work, tiled=False)
     return out
 
@@ -378,7 +378,7 @@ def _launch(
     rope_dim, heads = q_rope.shape[2], _heads(num_heads)
     tuning = tuning or tune(MAX_LANES if tiled else heads, rank, q_latent.element_size())
     splits = 1 if tiled else work.num_splits
-    _latent_kernel[(triton.cdiv(num_heads, heads), splits, work.num_tiles if tiled else work.num_singles)](
+    _latent_kernel[(triton.cdiv(num_heads, heads), splits, work.num_tiles if tiled else work.num_decodes)](
         q_latent,
         q_rope,
         cache,

@@ -19,7 +19,7 @@ from quire.kernels.triton.attention.paged import TritonPlan
 from quire.kernels.triton.attention.prefill import TILE_FIELDS
 from quire.kernels.triton.latent import latent
 from quire.kernels.triton.latent.hopper import _latent_hopper_kernel
-from quire.kernels.triton.latent.work_list import MIN_SPAN, LatentWork, gains, prepare
+from quire.kernels.triton.latent.work_list import MIN_SPAN, LatentWork, prefers_hopper, prepare
 from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
 
 RANK, ROPE = 512, 64
@@ -111,7 +111,7 @@ def supports(q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
     """Whether the kernel supports the inputs and is faster; else use `latent.latent`."""
     num_heads, _, rank = q_latent.shape
     return (
-        gains(num_heads, rank, q_rope.shape[2], cache.shape[1], q_latent.dtype, cache.dtype)
+        prefers_hopper(num_heads, rank, q_rope.shape[2], cache.shape[1], q_latent.dtype, cache.dtype)
         and q_latent.stride(2) == 1
         and q_rope.is_contiguous()
         and cache.is_contiguous()
@@ -150,7 +150,7 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
             (work.tiles[1:], TILE_FIELDS),
             (work.tiles, TILE_FIELDS),
         )
-    if work.num_singles:
+    if work.num_decodes:
         _launch(
             q_latent,
             q_rope,
@@ -159,12 +159,12 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
             scale,
             out,
             work,
-            work.num_singles,
+            work.num_decodes,
             work.num_splits,
             _as_list(work.token_index, plan),
             _as_list(work.row_index, plan),
         )
-    if work.num_singles and work.num_splits > 1:
+    if work.num_decodes and work.num_splits > 1:
         _merge(out, plan, work)
     return out
 
@@ -173,7 +173,7 @@ def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
     """Merge the shares. Programs that start while the preceding kernel runs crowd onto the few multiprocessors it has
     left: few programs would nearly all end up there, so they start after its end; of many, the rest runs elsewhere."""
     num_heads = out.shape[0]
-    grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_singles)
+    grid = (triton.cdiv(num_heads, HEADS), triton.cdiv(min(num_heads, HEADS), MERGE_LANES), work.num_decodes)
     many = math.prod(grid) >= MANY_MERGES * num_multiprocessors(out.device.index)
     _merge_latents_kernel[grid](
         work.partial,

@@ -24,7 +24,7 @@ MIN_SPAN = 128  # entries below which a row is not split further
 
 @dataclass(slots=True)
 class LatentWork:
-    num_singles: int = 0
+    num_decodes: int = 0
     num_splits: int = 1
     token_index: Tensor | None = None
     row_index: Tensor | None = None
@@ -50,32 +50,34 @@ def prepare(
         raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
     work = LatentWork()
     counts = plan.counts
-    singles = [row for row, count in enumerate(counts) if count == 1]
-    catch_ups = [row for row, count in enumerate(counts) if count > 1]
+    decodes = [row for row, count in enumerate(counts) if count == 1]
+    prefills = [row for row, count in enumerate(counts) if count > 1]
     head_blocks = -(-num_heads // heads)
-    if singles:
-        work.num_singles = len(singles)
+    if decodes:
+        work.num_decodes = len(decodes)
         # The table's width, not the rows' lengths, which grow between replays of a captured step.
-        work.num_splits = choose_splits(len(singles) * head_blocks, plan.page_table.shape[1] * plan.page_tokens)
+        work.num_splits = choose_splits(len(decodes) * head_blocks, plan.page_table.shape[1] * plan.page_tokens)
         if work.num_splits > 1:
-            shape = (len(singles) * head_blocks, work.num_splits, heads)
+            shape = (len(decodes) * head_blocks, work.num_splits, heads)
             work.partial = torch.empty(*shape, rank, dtype=torch.float32, device=device)
             work.best, work.total = torch.empty(2, *shape, dtype=torch.float32, device=device)
             work.counters = torch.zeros(shape[0], dtype=torch.int32, device=device)
-    if not catch_ups:
+    if not prefills:
         work.row_index = plan.row_index
         return work
-    tiles = list_tiles(catch_ups, counts, plan.len_bounds, MAX_LANES // heads)
+    tiles = list_tiles(prefills, counts, plan.len_bounds, MAX_LANES // heads)
     firsts = first_tokens(counts)
-    parts = [[field for tile in tiles for field in tile], [firsts[row] for row in singles], singles]
+    parts = [[field for tile in tiles for field in tile], [firsts[row] for row in decodes], decodes]
     work.tiles, token_index, row_index = upload_ints(parts, device)
     work.num_tiles = len(tiles)
-    if singles:
+    if decodes:
         work.token_index, work.row_index = token_index, row_index
     return work
 
 
-def gains(num_heads: int, rank: int, rope_dim: int, page: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+def prefers_hopper(
+    num_heads: int, rank: int, rope_dim: int, page: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> bool:
     """Whether `latent.hopper` supports the model's shape and is faster for it."""
     return (
         num_heads >= MANY_HEADS

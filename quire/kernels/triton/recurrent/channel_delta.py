@@ -254,8 +254,8 @@ def run_channel_delta(
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
         scan(x, forget, gate, weights, *where, work.rows, work.tiles, out, work.chunk)
-    if work.num_singles:
-        channel_step(x, forget, gate, weights, *where, work.singles, work.single_tokens, out)
+    if work.num_decodes:
+        channel_step(x, forget, gate, weights, *where, work.decodes, work.decode_tokens, out)
     return out
 
 
@@ -342,4 +342,4 @@ def scan(
         PRECISION=precision,
         **launch_options(x.device, num_warps, num_stages),
     )
-    norm_tiles(out, gate, 0, weights, shape, tiles, chunk, curved=False)
+    norm_tiles(out, gate, 0, weights, shape, tiles, chunk, use_silu=False)

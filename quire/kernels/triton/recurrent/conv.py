@@ -216,7 +216,7 @@ def convolve_channels(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of `ConvolvedChunks`. For the delta rule, queries and keys are L2-normalized and the channels
     come first in x; for Mamba2 a gate precedes them."""
-    taps = by_tap(conv, shape)
+    taps = taps_first(conv, shape)
     keys = convolve_keys(x, taps, bias, shape, state, slots, positions, tiles, chunk, delta=delta)
     values = x.new_empty(len(tiles), shape.num_heads, chunk, block(shape.value_dim))
     _convolve_part(
@@ -237,7 +237,7 @@ def convolve_channels(
     return keys, values
 
 
-def by_tap(conv: Tensor, shape: RecurrentShape) -> Tensor:
+def taps_first(conv: Tensor, shape: RecurrentShape) -> Tensor:
     """The convolution's weights as [conv_len, channels], so that the channels of a thread are contiguous."""
     return conv.view(shape.channels, shape.conv_len).t().contiguous()
 

@@ -225,16 +225,18 @@ class WalkPlan:
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     starts: Tensor  # [rows + 1] int64: first token of each row
-    usual: TritonRecurrentPlan  # plan for kernels that are batch-invariant anyway
+    default_plan: TritonRecurrentPlan  # plan for kernels that are batch-invariant anyway
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> WalkPlan:
     """As `recurrent.plan_recurrent`. A step of single tokens needs nothing from the host, so it can be captured."""
-    usual = recurrent.plan_recurrent(slots, positions, counts)
+    default_plan = recurrent.plan_recurrent(slots, positions, counts)
     if all(count == 1 for count in counts):
-        return WalkPlan(slots, positions, torch.arange(len(counts) + 1, device=slots.device), usual)
+        return WalkPlan(slots, positions, torch.arange(len(counts) + 1, device=slots.device), default_plan)
     starts = np.cumsum([0, *counts]).astype(np.int64)
-    return WalkPlan(slots, positions, upload({"plan": {"starts": starts}}, slots.device)["plan"]["starts"], usual)
+    return WalkPlan(
+        slots, positions, upload({"plan": {"starts": starts}}, slots.device)["plan"]["starts"], default_plan
+    )
 
 
 def gated_delta_net(x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: WalkPlan) -> Tensor:
@@ -262,7 +264,7 @@ def channel_delta_net(
 ) -> Tensor:
     """As `channel_delta.channel_delta_net`, by single-token steps of one form only: as many launches as the longest row
     has tokens. A walking kernel is only worth writing once the mode covers such a model on CUDA."""
-    out, counts, device = x.new_empty(len(x), shape.values), plan.usual.counts, x.device
+    out, counts, device = x.new_empty(len(x), shape.values), plan.default_plan.counts, x.device
     key_block, value_block = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     tuning = StepTuning(value_block, min(8, max(1, key_block * value_block // 1024)))
     if all(count == 1 for count in counts):
@@ -304,7 +306,7 @@ def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tenso
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: WalkPlan) -> Tensor:
     """As `short_conv.short_conv`, which adds in one order for every token of a step."""
-    return recurrent_short.short_conv(x, weights, shape, state, plan.usual)
+    return recurrent_short.short_conv(x, weights, shape, state, plan.default_plan)
 
 
 def _walk(

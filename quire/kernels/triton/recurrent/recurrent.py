@@ -35,9 +35,9 @@ class TritonRecurrentPlan:
 @dataclass(frozen=True, slots=True)
 class RecurrentWork:
     chunk: int
-    num_singles: int
-    singles: Tensor | None = None  # [decode rows] int64: their rows; None: all rows, in order
-    single_tokens: Tensor | None = None  # [decode rows] int64: their tokens
+    num_decodes: int
+    decodes: Tensor | None = None  # [decode rows] int64: their rows; None: all rows, in order
+    decode_tokens: Tensor | None = None  # [decode rows] int64: their tokens
     rows: Tensor | None = None  # [prefill rows, 4] int32: row, first token, count, first tile; None: there are none
     tiles: Tensor | None = None  # [tiles, 4] int32: row, first token, offset, count
 
@@ -67,8 +67,8 @@ def run_delta_net(
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
         scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
-    if work.num_singles:
-        recurrent_step.delta_step(x, weights, *where, work.singles, work.single_tokens, out)
+    if work.num_decodes:
+        recurrent_step.delta_step(x, weights, *where, work.decodes, work.decode_tokens, out)
     return out
 
 
@@ -85,7 +85,7 @@ def _scan_and_norm(
     chunk: int,
 ) -> None:
     recurrent_scan.delta_scan(x, weights, shape, state, slots, positions, rows, tiles, out, chunk)
-    norm_tiles(out, x, shape.channels, weights, shape, tiles, chunk, curved=True)
+    norm_tiles(out, x, shape.channels, weights, shape, tiles, chunk, use_silu=True)
 
 
 def norm_tiles(
@@ -97,10 +97,10 @@ def norm_tiles(
     tiles: Tensor,
     chunk: int,
     *,
-    curved: bool,
+    use_silu: bool,
 ) -> None:
     """Normalize, in place, the delta rule's outputs `out` [tokens, values] of these chunks' tokens, and multiply them
-    with the gate in `gate` [tokens, ...] from `column` on: its SiLU, or, if not `curved`, its sigmoid."""
+    with the gate in `gate` [tokens, ...] from `column` on: its SiLU, or, if not `use_silu`, its sigmoid."""
     _norm_tiles_kernel[(len(tiles), shape.num_heads)](
         out,
         gate,
@@ -113,7 +113,7 @@ def norm_tiles(
         VALUE=shape.value_dim,
         TOKENS=chunk,
         BLOCK=triton.next_power_of_2(shape.value_dim),
-        CURVED=curved,
+        CURVED=use_silu,
         **launch_options(out.device, 4),
     )
 
@@ -140,8 +140,8 @@ def run_mamba(
     where = (shape, state, plan.slots, plan.positions)
     if work.rows is not None and work.tiles is not None:
         scan(x, weights, *where, work.rows, work.tiles, out, work.chunk, gated=gated)
-    if work.num_singles:
-        recurrent_step.mamba_step(x, weights, *where, work.singles, work.single_tokens, out, gated=gated)
+    if work.num_decodes:
+        recurrent_step.mamba_step(x, weights, *where, work.decodes, work.decode_tokens, out, gated=gated)
     if weights.norm is not None:
         norm_groups(out, x, weights, shape, gated=gated)
     return out
@@ -255,17 +255,17 @@ def _list_work(plan: TritonRecurrentPlan, chunk: int) -> RecurrentWork:
     if all(count == 1 for count in counts):
         return RecurrentWork(chunk, len(counts))
     firsts = np.cumsum([0, *counts[:-1]])
-    singles = [row for row, count in enumerate(counts) if count == 1]
+    decodes = [row for row, count in enumerate(counts) if count == 1]
     longer = [row for row, count in enumerate(counts) if count > 1]
     num_tiles = [-(-counts[row] // chunk) for row in longer]
     first_tiles = np.cumsum([0, *num_tiles[:-1]])
     rows = [(row, firsts[row], counts[row], tile) for row, tile in zip(longer, first_tiles, strict=True)]
     tiles = [(row, first, offset, count) for row, first, count, _ in rows for offset in range(0, count, chunk)]
     arrays: Arrays = {
-        "singles": np.array(singles, np.int64),
-        "single_tokens": firsts[singles].astype(np.int64),
+        "decodes": np.array(decodes, np.int64),
+        "decode_tokens": firsts[decodes].astype(np.int64),
         "rows": np.array(rows, np.int32),
         "tiles": np.array(tiles, np.int32),
     }
     sent = upload({"plan": arrays}, plan.slots.device)["plan"]
-    return RecurrentWork(chunk, len(singles), **sent)
+    return RecurrentWork(chunk, len(decodes), **sent)

@@ -267,12 +267,12 @@ def prepare_chunks(chunks: ConvolvedChunks, shape: RecurrentShape) -> tuple[Tens
     chunk]."""
     keys, heads = chunks.keys, shape.num_heads
     num_tiles, _, chunk, key_block = keys.shape
-    alone = keys.new_empty(num_tiles, heads, chunk, key_block), keys.new_empty(num_tiles, heads, chunk, chunk)
+    prepared = keys.new_empty(num_tiles, heads, chunk, key_block), keys.new_empty(num_tiles, heads, chunk, chunk)
     _prepare_kernel[(heads, num_tiles)](
         keys,
         chunks.values,
         chunks.gates,
-        *alone,
+        *prepared,
         HEADS=heads,
         GROUPS=shape.num_groups,
         CHUNK=chunk,
@@ -282,7 +282,7 @@ def prepare_chunks(chunks: ConvolvedChunks, shape: RecurrentShape) -> tuple[Tens
         PRECISION=dot_precision(keys.dtype),
         **launch_options(keys.device, PREPARE_WARPS),
     )
-    return alone
+    return prepared
 
 
 def mamba_scan(
@@ -322,7 +322,7 @@ def mamba_scan(
 def _walk(
     x: Tensor,
     chunks: ConvolvedChunks,
-    alone: tuple[Tensor, Tensor] | None,
+    prepared: tuple[Tensor, Tensor] | None,
     skip: Tensor | None,
     gated: bool,
     shape: RecurrentShape,
@@ -332,10 +332,10 @@ def _walk(
     rows: Tensor,
     out: Tensor,
 ) -> None:
-    """Walk over the chunks. `alone`: the results of `prepare_chunks`; None: Mamba2, without a delta rule."""
+    """Walk over the chunks. `prepared`: the results of `prepare_chunks`; None: Mamba2, without a delta rule."""
     _, _, chunk, key_block = chunks.keys.shape
     value_block, num_warps, num_stages = tune_walk(
-        len(rows) * shape.num_heads, shape, chunk, x.element_size(), alone is not None, processors(x)
+        len(rows) * shape.num_heads, shape, chunk, x.element_size(), prepared is not None, processors(x)
     )
     blocks = triton.cdiv(shape.value_dim, value_block)
     _walk_kernel[(shape.num_heads * blocks, len(rows))](
@@ -343,7 +343,7 @@ def _walk(
         chunks.keys,
         chunks.values,
         chunks.gates,
-        *(alone or (None, None)),
+        *(prepared or (None, None)),
         skip,
         state,
         out,
@@ -361,7 +361,7 @@ def _walk(
         KEY_BLOCK=key_block,
         VALUES=chunks.values.shape[-1],
         VALUE_BLOCK=value_block,
-        DELTA=alone is not None,
+        DELTA=prepared is not None,
         GATED=gated,
         PRECISION=dot_precision(x.dtype),
         **launch_options(x.device, num_warps, num_stages),

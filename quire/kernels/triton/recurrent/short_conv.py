@@ -215,18 +215,18 @@ def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor,
             BLOCK=CHANNELS,
             **launch_options(x.device, 4),
         )
-    if work.num_singles:
-        _step_kernel[(work.num_singles, triton.cdiv(width, STEP_CHANNELS))](
+    if work.num_decodes:
+        _step_kernel[(work.num_decodes, triton.cdiv(width, STEP_CHANNELS))](
             x,
             weights.conv,
             weights.bias,
             *where,
-            work.singles,
-            work.single_tokens,
+            work.decodes,
+            work.decode_tokens,
             *strides,
             **fixed,
             BLOCK=STEP_CHANNELS,
-            INDEXED=work.singles is not None,
+            INDEXED=work.decodes is not None,
             **launch_options(x.device, 2),
         )
     return out

@@ -22,7 +22,7 @@ from quire.kernels.triton.launch import (
 )
 
 L2_EPS = tl.constexpr(1e-6)
-SOME = 3  # programs per multiprocessor
+FEW_PROGRAMS = 3  # programs per multiprocessor
 
 
 if INTERPRETED:
@@ -337,7 +337,7 @@ def tune(num_programs: int, key_block: int, value_block: int, num_processors: in
     load to last store. More: the form with which all programs run at once, or in two full waves, since a partial last
     wave leaves memory idle. Many: small programs, which keep most of the state in flight."""
     per_processor = num_programs / num_processors
-    if per_processor < SOME:
+    if per_processor < FEW_PROGRAMS:
         return StepTuning(value_block, min(16, max(1, key_block * value_block // 1024)))
     fits = {form: form.fit_delta if delta else form.fit_mamba for form in (WIDE, LARGE, SMALL)}
     form = next((form for form, fit in fits.items() if per_processor <= fit), SMALL)

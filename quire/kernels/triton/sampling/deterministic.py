@@ -23,6 +23,6 @@ def sample_filtered(
     if mask is None:
         mask = torch.full((num_samples, -(-vocab_size // 32)), -1, **whole)
     if edited is None:
-        nobody = torch.full((num_samples,), -1, **whole)
-        edited = (torch.empty(1, vocab_size, dtype=torch.float32, device=logits.device), nobody)
+        no_copies = torch.full((num_samples,), -1, **whole)
+        edited = (torch.empty(1, vocab_size, dtype=torch.float32, device=logits.device), no_copies)
     return sample_filters.sample_filtered(logits, *draws, mask=mask, edited=edited)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import INTERPRETED, fix_keys, launch_options, let_next_start, wait_for_inputs
+from quire.kernels.triton.launch import INTERPRETED, compute_cache_keys, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.sampling.logits import (
     GROUP,
     bits_to_distance,
@@ -531,4 +531,4 @@ def sample_filtered(
     return tokens, bad
 
 
-fix_keys(globals())
+compute_cache_keys(globals())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.launch import fix_keys
+from quire.kernels.triton.launch import compute_cache_keys
 
 GROUP = tl.constexpr(32)
 INF_BITS = tl.constexpr(0x7F800000)
@@ -102,4 +102,4 @@ def bits_to_distance(bits):
     return tl.minimum(bits, INF_BITS).to(tl.float32, bitcast=True)
 
 
-fix_keys(globals())
+compute_cache_keys(globals())

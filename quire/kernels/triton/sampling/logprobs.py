@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import INTERPRETED, fix_keys, launch_options, let_next_start, wait_for_inputs
+from quire.kernels.triton.launch import INTERPRETED, compute_cache_keys, launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.sampling.logits import GROUP, find_row, load_groups, reach
 
 TILE_GROUPS = 128 if not INTERPRETED else 16
@@ -184,4 +184,4 @@ def score_rows(logits: Tensor, samples: Tensor | None, token_ids: Tensor, num_to
     return out
 
 
-fix_keys(globals())
+compute_cache_keys(globals())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import (
     INTERPRETED,
-    fix_keys,
+    compute_cache_keys,
     launch_options,
     let_next_start,
     num_multiprocessors,
@@ -285,4 +285,4 @@ def sample_rows(
     return out
 
 
-fix_keys(globals())
+compute_cache_keys(globals())

@@ -12,22 +12,22 @@ from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
 from quire.kernels.triton.recurrent.hopper.channel_chunks import _channel_ready_kernel
 from quire.kernels.triton.recurrent.hopper.channel_kernel import _channel_hopper_kernel
 from quire.kernels.triton.recurrent.hopper.gated_delta import (
-    boxes,
-    halves_to_a_program,
-    lies_for_copies,
-    lines,
-    strip,
+    halves_per_program,
+    line_descriptor,
+    supports_tma,
+    tile_descriptor,
+    token_descriptor,
 )
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_channel_walk
 
-READY_REGISTERS = 168  # per thread: three programs of the preparing kernel fit on a multiprocessor
+PREPARE_REGISTERS = 168  # per thread: three programs of the preparing kernel fit on a multiprocessor
 
 
 def supports(x: Tensor, forget: Tensor, gate: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernels support the inputs; else use `recurrent.channel_delta`."""
     inputs = (x, forget, gate)
-    copied = all(lies_for_copies(each, state) and each.dtype == x.dtype for each in inputs)
+    copied = all(supports_tma(each, state) and each.dtype == x.dtype for each in inputs)
     return fits_channel_walk(shape, x.dtype) and copied
 
 
@@ -67,9 +67,9 @@ def scan(
     fades = x.new_empty(num_tiles, heads, 4, 64, dtype=float32)  # two lines: decays; two: sums for the walk's norm
     _channel_ready_kernel[(heads, num_tiles)](
         x,
-        strip(x, 64),
-        strip(x, 4),
-        strip(forget, 64),
+        token_descriptor(x, 64),
+        token_descriptor(x, 4),
+        token_descriptor(forget, 64),
         weights.conv,
         weights.a_log,
         weights.dt_bias,
@@ -78,8 +78,8 @@ def scan(
         w.view(int32),
         values,
         fades,
-        boxes(t),
-        boxes(scores),
+        tile_descriptor(t),
+        tile_descriptor(scores),
         slots,
         positions,
         tiles,
@@ -90,18 +90,18 @@ def scan(
         TAPS=shape.conv_len,
         BETA_TOP=shape.beta_top,
         num_warps=4,
-        maxnreg=READY_REGISTERS,
+        maxnreg=PREPARE_REGISTERS,
     )
-    halves = halves_to_a_program(heads * len(rows), num_multiprocessors(x.device.index))
+    halves = halves_per_program(heads * len(rows), num_multiprocessors(x.device.index))
     _channel_hopper_kernel[(heads * 2 // halves, len(rows))](
         x,
-        boxes(keys),
-        boxes(w),
-        boxes(values),
-        boxes(t),
-        boxes(scores),
-        lines(fades),
-        boxes(gate),
+        tile_descriptor(keys),
+        tile_descriptor(w),
+        tile_descriptor(values),
+        tile_descriptor(t),
+        tile_descriptor(scores),
+        line_descriptor(fades),
+        tile_descriptor(gate),
         fades,
         weights.norm,
         state,

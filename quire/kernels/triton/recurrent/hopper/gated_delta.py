@@ -22,17 +22,17 @@ from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_walk
 
 BOX = [64, 64]  # a TMA box: a chunk's tokens, as many columns as the swizzle allows
-READY_REGISTERS = 128  # per thread: four programs of the preparing kernel fit on a multiprocessor
+PREPARE_REGISTERS = 128  # per thread: four programs of the preparing kernel fit on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyChunks:
+class PreparedChunks:
     """Inputs of the walk: the prepared chunks of all prefill rows."""
 
     keys: Tensor  # [chunks, 2 groups, 64, 128]: queries, then keys, normalized
     values: Tensor  # [chunks, heads, 64, 128]
-    # [chunks, heads, 4, 64] float32: each token's decay since the chunk began and until it ends, and two lines in which
-    # the walk's programs exchange the sums for their norm.
+    # [chunks, heads, 4, 64] float32: each token's decay since the chunk began and until it ends, and two lines in
+    # which the walk's programs exchange the sums for their norm.
     gates: Tensor
     t: Tensor  # [chunks, heads, 64, 64]: columns times beta
     scores: Tensor  # [chunks, heads, 64, 64]
@@ -40,10 +40,10 @@ class ReadyChunks:
 
 def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernels support the inputs; else use `recurrent.recurrent`."""
-    return fits_walk(shape, x.dtype) and lies_for_copies(x, state)
+    return fits_walk(shape, x.dtype) and supports_tma(x, state)
 
 
-def lies_for_copies(x: Tensor, state: Tensor) -> bool:
+def supports_tma(x: Tensor, state: Tensor) -> bool:
     """Whether x can be read in place by TMA, which needs rows aligned to 16 bytes."""
     rows = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return rows and state.stride(1) == 1
@@ -71,11 +71,11 @@ def scan(
     chunk: int,
 ) -> None:
     """Compute the prefill rows, as `recurrent.scan.delta_scan` but with norm and gate."""
-    chunks = ready_chunks(x, weights, shape, state, slots, positions, tiles)
+    chunks = prepare_chunks(x, weights, shape, state, slots, positions, tiles)
     walk(x, weights, shape, state, slots, positions, rows, chunks, out)
 
 
-def ready_chunks(
+def prepare_chunks(
     x: Tensor,
     weights: DeltaWeights,
     shape: RecurrentShape,
@@ -83,10 +83,10 @@ def ready_chunks(
     slots: Tensor,
     positions: Tensor,
     tiles: Tensor,
-) -> ReadyChunks:
+) -> PreparedChunks:
     """Prepare the chunks of all prefill rows of the step. Tokens behind a row's end are zeros."""
     num_tiles, groups, heads = len(tiles), shape.num_groups, shape.num_heads
-    chunks = ReadyChunks(
+    chunks = PreparedChunks(
         x.new_empty(num_tiles, 2 * groups, 64, 128),
         x.new_empty(num_tiles, heads, 64, 128),
         x.new_empty(num_tiles, heads, 4, 64, dtype=float32),
@@ -96,8 +96,8 @@ def ready_chunks(
     sharing = 2 if heads // groups % 2 == 0 else 1  # heads per program, which share a key and query
     _ready_kernel[(heads // sharing, num_tiles)](
         x,
-        strip(x, 64),
-        strip(x, 4),
+        token_descriptor(x, 64),
+        token_descriptor(x, 4),
         weights.conv,
         weights.a_log,
         weights.dt_bias,
@@ -105,8 +105,8 @@ def ready_chunks(
         chunks.keys,
         chunks.values,
         chunks.gates,
-        boxes(chunks.t),
-        boxes(chunks.scores),
+        tile_descriptor(chunks.t),
+        tile_descriptor(chunks.scores),
         slots,
         positions,
         tiles,
@@ -118,7 +118,7 @@ def ready_chunks(
         SHARING=sharing,
         TAPS=shape.conv_len,
         num_warps=4,
-        maxnreg=READY_REGISTERS,
+        maxnreg=PREPARE_REGISTERS,
     )
     return chunks
 
@@ -131,19 +131,19 @@ def walk(
     slots: Tensor,
     positions: Tensor,
     rows: Tensor,
-    chunks: ReadyChunks,
+    chunks: PreparedChunks,
     out: Tensor,
 ) -> None:
     """Walk over `chunks`, those of the rows of `rows` in order. Consumes them: chunks can be walked over once."""
-    halves = halves_to_a_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
+    halves = halves_per_program(shape.num_heads * len(rows), num_multiprocessors(x.device.index))
     _walk_hopper_kernel[(shape.num_heads * 2 // halves, len(rows))](
         x,
-        boxes(x),
-        boxes(chunks.keys),
-        boxes(chunks.values),
-        boxes(chunks.t),
-        boxes(chunks.scores),
-        lines(chunks.gates),
+        tile_descriptor(x),
+        tile_descriptor(chunks.keys),
+        tile_descriptor(chunks.values),
+        tile_descriptor(chunks.t),
+        tile_descriptor(chunks.scores),
+        line_descriptor(chunks.gates),
         chunks.gates,
         weights.norm,
         state,
@@ -163,27 +163,27 @@ def walk(
     )
 
 
-def halves_to_a_program(num_heads: int, num_processors: int) -> int:
+def halves_per_program(num_heads: int, num_processors: int) -> int:
     """Halves of a head per program, for `num_heads` heads of all rows together. A head's walk is a chain of products,
     which is shorter for half a head. But two programs read their shared inputs twice, and take longer than one where a
     multiprocessor has to run both."""
     return 1 if 2 * num_heads <= num_processors else 2
 
 
-def boxes(part: Tensor) -> TensorDescriptor:
+def tile_descriptor(part: Tensor) -> TensorDescriptor:
     """TMA descriptor of `part` as rows of its last dimension."""
     width, stride = part.shape[-1], part.stride(-2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(part, [part.numel() // width, width], [stride, 1], BOX, layout)
 
 
-def strip(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
+def token_descriptor(x: Tensor, num_tokens: int, channels: int = 128) -> TensorDescriptor:
     """TMA descriptor of x in boxes of `num_tokens` tokens and `channels` channels, unswizzled."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [num_tokens, channels], layout)
 
 
-def lines(gates: Tensor) -> TensorDescriptor:
+def line_descriptor(gates: Tensor) -> TensorDescriptor:
     """TMA descriptor of the first two lines of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [2, 64], layout)

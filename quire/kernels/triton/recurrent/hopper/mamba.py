@@ -17,8 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quire.kernels.recurrent_types import MambaWeights, RecurrentShape
 from quire.kernels.triton.launch import launch_options, let_next_start, num_multiprocessors, wait_for_inputs
 from quire.kernels.triton.recurrent import recurrent
-from quire.kernels.triton.recurrent.conv import by_tap, convolve_keys
-from quire.kernels.triton.recurrent.hopper.gated_delta import boxes, lies_for_copies, strip
+from quire.kernels.triton.recurrent.conv import convolve_keys, taps_first
+from quire.kernels.triton.recurrent.hopper.gated_delta import supports_tma, tile_descriptor, token_descriptor
 from quire.kernels.triton.recurrent.hopper.mamba_kernel import LINES, ROW_FIELDS, _mamba_hopper_kernel
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_mamba_walk
@@ -88,7 +88,7 @@ def _mamba_gates_kernel(
 
 def supports(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernel supports the inputs; else use `recurrent.recurrent`."""
-    return fits_mamba_walk(shape, x.dtype) and lies_for_copies(x, state) and weights.conv.dtype == x.dtype
+    return fits_mamba_walk(shape, x.dtype) and supports_tma(x, state) and weights.conv.dtype == x.dtype
 
 
 def mamba2(x: Tensor, weights: MambaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
@@ -115,18 +115,18 @@ def scan(
     gated: bool,
 ) -> None:
     """Compute the prefill rows, as `recurrent.scan.mamba_scan`."""
-    taps = by_tap(weights.conv, shape)
+    taps = taps_first(weights.conv, shape)
     keys = convolve_keys(x, taps, weights.conv_bias, shape, state, slots, positions, tiles, chunk, delta=False)
     gates, table = _make_gates(x, weights, shape, slots, positions, rows, tiles)
     num_items = len(rows) * shape.num_heads
     _mamba_hopper_kernel[(min(num_items, num_multiprocessors(x.device.index)),)](
         x,
-        strip(x, 64, 64),
-        strip(x, 4, 64),
-        boxes(x),
-        boxes(keys),
-        _lines(gates),
-        _fades(gates),
+        token_descriptor(x, 64, 64),
+        token_descriptor(x, 4, 64),
+        tile_descriptor(x),
+        tile_descriptor(keys),
+        _lines_descriptor(gates),
+        _decays_descriptor(gates),
         weights.conv,
         weights.conv_bias,
         weights.skip,
@@ -181,13 +181,13 @@ def _make_gates(
     return gates, table
 
 
-def _lines(gates: Tensor) -> TensorDescriptor:
+def _lines_descriptor(gates: Tensor) -> TensorDescriptor:
     """TMA descriptor of all lines of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(gates, [gates.numel() // 64, 64], [64, 1], [LINES.value, 64], layout)
 
 
-def _fades(gates: Tensor) -> TensorDescriptor:
+def _decays_descriptor(gates: Tensor) -> TensorDescriptor:
     """TMA descriptor of the last line (decays until the chunk's end) of a head and chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     last = gates[:, :, LINES.value - 1]

@@ -4,6 +4,7 @@ are known to run with it. They use what all of these Tritons have."""
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -70,3 +71,12 @@ def test_gluon_is_used_by_names_that_all_its_tritons_have() -> None:
     assert len(found) > 100
     moved = [use for use in sorted(found) if use[2] not in IN_ALL_TRITONS[use[1]]]
     assert not moved, f"are they in every Triton of KNOWN_GLUON? Then list them here, else see gluon_names.py: {moved}"
+
+
+def test_the_gpu_tests_name_kernels_that_exist() -> None:
+    """They run on no machine of CI, so a moved kernel would be noticed much later."""
+    from tests.gpu.test_trials import CASES, SAMPLED
+
+    names = {(module, kernel) for _, module, kernel, *_ in (*CASES, *SAMPLED)}
+    for module, kernel in names:
+        assert hasattr(importlib.import_module(f"quire.kernels.triton.{module}"), kernel), (module, kernel)

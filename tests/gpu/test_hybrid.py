@@ -67,9 +67,10 @@ def logits_of(model: loader.Model) -> Tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
 @pytest.mark.parametrize(("kind", "op", "usual", "module", "settle"), [
-    ("delta net", "gated_delta_net", "recurrent", "recurrent_walk", "settle_delta_net"),
-    ("Kimi delta net", "channel_delta_net", "recurrent_channel", "channel_walk", "settle_channel_delta"),
-    ("Mamba2", "mamba2", "recurrent", "mamba_walk", "settle_mamba"),
+    ("delta net", "gated_delta_net", "recurrent.recurrent", "recurrent.hopper.gated_delta", "settle_delta_net"),
+    ("Kimi delta net", "channel_delta_net", "recurrent.channel_delta", "recurrent.hopper.channel_delta",
+     "settle_channel_delta"),
+    ("Mamba2", "mamba2", "recurrent.recurrent", "recurrent.hopper.mamba", "settle_mamba"),
 ])  # fmt: skip
 def test_wide_heads_get_their_walk(
     kind: str, op: str, usual: str, module: str, settle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,21 +23,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7 * i * i % 250 + 3 for i in range(n)] for n in (90, 1, 17)]
 PAGED = {"page_tokens": 16, "max_rows": 4, "max_batch_tokens": 64, "depth": 2}
 CASES = [  # family, module below kernels.triton, kernel, what is said of it
-    ("qwen3_moe", "experts", "_grouped_kernel", "experts"),
-    ("qwen3_moe", "experts_few", "_few_down_kernel", "experts"),
-    ("qwen3_moe", "norm", "_rms_norm_kernel", "norm"),
-    ("gpt_oss", "route", "_route_kernel", "router"),
-    ("gpt_oss", "prefill", "_prefill_kernel", "attention"),
-    ("granitemoehybrid", "rope", "_qk_norm_rope_write_kernel", "rope"),
-    ("deepseek_v3", "latent", "_latent_kernel", "latent attention"),
-    ("deepseek_v3", "latent", "_latent_write_kernel", "latent write"),
-    ("deepseek_v3", "latent_heads", "_head_product_kernel", "products by head"),
-    ("gemma2", "norm", "_norm_add_kernel", "norm of what is added"),
-    ("qwen3_next", "recurrent_scan", "_walk_kernel", "delta net"),
-    ("qwen3_next", "recurrent_step", "_step_kernel", "delta net"),
-    ("kimi_linear", "recurrent_channel", "_channel_prepare_kernel", "Kimi delta net"),
-    ("kimi_linear", "recurrent_channel_step", "_channel_step_kernel", "Kimi delta net"),
-    ("nemotron_h experts", "recurrent_scan", "_walk_kernel", "Mamba2"),
+    ("qwen3_moe", "experts.experts", "_grouped_kernel", "experts"),
+    ("qwen3_moe", "experts.few_tokens", "_few_down_kernel", "experts"),
+    ("qwen3_moe", "linear.norm", "_rms_norm_kernel", "norm"),
+    ("gpt_oss", "experts.route", "_route_kernel", "router"),
+    ("gpt_oss", "attention.prefill", "_prefill_kernel", "attention"),
+    ("granitemoehybrid", "attention.rope_write", "_qk_norm_rope_write_kernel", "rope"),
+    ("deepseek_v3", "latent.latent", "_latent_kernel", "latent attention"),
+    ("deepseek_v3", "latent.latent", "_latent_write_kernel", "latent write"),
+    ("deepseek_v3", "latent.per_head", "_head_product_kernel", "products by head"),
+    ("gemma2", "linear.norm", "_norm_add_kernel", "norm of what is added"),
+    ("qwen3_next", "recurrent.scan", "_walk_kernel", "delta net"),
+    ("qwen3_next", "recurrent.step", "_step_kernel", "delta net"),
+    ("kimi_linear", "recurrent.channel_delta", "_channel_prepare_kernel", "Kimi delta net"),
+    ("kimi_linear", "recurrent.channel_step", "_channel_step_kernel", "Kimi delta net"),
+    ("nemotron_h experts", "recurrent.scan", "_walk_kernel", "Mamba2"),
 ]
 
 
@@ -133,21 +133,27 @@ def test_prompts_go_to_the_kernel_for_all_cards_where_hoppers_own_fails(monkeypa
 
 
 SAMPLED = [  # asked for, module, kernel, what is said of it, whether steps are still captured
-    (GREEDY, "sample", "_choose_kernel", "sampling", False),
-    (GREEDY, "rows", "_gather_kernel", "rows", False),
-    (GREEDY, "rows", "_slots_kernel", "rows", False),
-    (replace(GREEDY, temperature=0.8, seed=5), "sample", "_finish_kernel", "sampling", False),
+    (GREEDY, "sampling.sample", "_choose_kernel", "sampling", False),
+    (GREEDY, "step_inputs", "_gather_kernel", "rows", False),
+    (GREEDY, "step_inputs", "_slots_kernel", "rows", False),
+    (replace(GREEDY, temperature=0.8, seed=5), "sampling.sample", "_finish_kernel", "sampling", False),
     (
         replace(GREEDY, temperature=0.8, top_p=0.9, seed=5),
-        "sample_filters",
+        "sampling.filters",
         "_survey_kernel",
         "filtered sampling",
         True,
     ),
-    (replace(GREEDY, temperature=0.8, top_k=20, seed=5), "sample_filters", "_verify_kernel", "filtered sampling", True),
-    (replace(GREEDY, repetition_penalty=1.3), "sample_edits", "_penalties_kernel", "logit edits", True),
-    (replace(GREEDY, logit_bias=((7, 3.0),)), "sample_edits", "_copy_kernel", "logit edits", True),
-    (replace(GREEDY, logprobs=3), "sample_logprobs", "_score_rows_kernel", "logprobs", True),
+    (
+        replace(GREEDY, temperature=0.8, top_k=20, seed=5),
+        "sampling.filters",
+        "_verify_kernel",
+        "filtered sampling",
+        True,
+    ),
+    (replace(GREEDY, repetition_penalty=1.3), "sampling.edits", "_penalties_kernel", "logit edits", True),
+    (replace(GREEDY, logit_bias=((7, 3.0),)), "sampling.edits", "_copy_kernel", "logit edits", True),
+    (replace(GREEDY, logprobs=3), "sampling.logprobs", "_score_rows_kernel", "logprobs", True),
 ]
 
 

@@ -219,16 +219,11 @@ def _native_recurrent(native: Native, torch_ops: ModuleType) -> dict[str, Any]:
 def _triton_ops(strict: bool) -> Ops:
     """Returns Triton's table; if Triton can't be imported, warns and returns the reference, or raises if `strict`."""
     try:
-        from quire.kernels.triton.attention import captured_work
-        from quire.kernels.triton.attention import paged as attention
-        from quire.kernels.triton.attention import rope_write as rope
+        from quire.kernels.triton.attention import captured_work, paged, rope_write
         from quire.kernels.triton.experts import experts, route
-        from quire.kernels.triton.latent import latent
-        from quire.kernels.triton.latent import per_head as latent_heads
+        from quire.kernels.triton.latent import latent, per_head
         from quire.kernels.triton.linear import norm, skinny
-        from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
-        from quire.kernels.triton.recurrent import recurrent
-        from quire.kernels.triton.recurrent import short_conv as recurrent_short
+        from quire.kernels.triton.recurrent import channel_delta, recurrent, short_conv
     except ImportError as error:
         if strict:
             what = f"Triton can't be used ({error})."
@@ -241,19 +236,19 @@ def _triton_ops(strict: bool) -> Ops:
         gate_mul=norm.gate_mul,
         norm_add=norm.norm_add,
         plan_angles=angles_from_positions,
-        qk_norm_rope_write=rope.qk_norm_rope_write,
-        plan_attention=attention.plan_attention,
-        paged_attention=attention.paged_attention,
+        qk_norm_rope_write=rope_write.qk_norm_rope_write,
+        plan_attention=paged.plan_attention,
+        paged_attention=paged.paged_attention,
         norm_route=route.norm_route,
         run_experts=experts.run_experts,
         latent_write=latent.latent_write,
         latent_attention=latent.latent_attention,
-        head_product=latent_heads.head_product,
+        head_product=per_head.head_product,
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,
-        channel_delta_net=recurrent_channel.channel_delta_net,
+        channel_delta_net=channel_delta.channel_delta_net,
         mamba2=recurrent.mamba2,
-        short_conv=recurrent_short.short_conv,
+        short_conv=short_conv.short_conv,
         merges_shared=True,
         captures=True,
         captured_work=captured_work.CapturedWork,
@@ -264,26 +259,25 @@ def _triton_ops(strict: bool) -> Ops:
 def _fixed_triton_ops() -> Ops:
     """Returns Triton's table with every kernel replaced whose tiling depends on the number of rows."""
     ops = _triton_ops(strict=True)
-    from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
-    from quire.kernels.triton.attention import rope_write as rope
-    from quire.kernels.triton.experts import deterministic as grouped
-    from quire.kernels.triton.linear import deterministic as fixed_linear
-    from quire.kernels.triton.recurrent import deterministic as walks
+    from quire.kernels.triton.attention import deterministic_tiles, rope_write
+    from quire.kernels.triton.experts import deterministic as triton_experts
+    from quire.kernels.triton.linear import deterministic as triton_linear
+    from quire.kernels.triton.recurrent import deterministic as triton_recurrent
 
     return replace(
         ops,
-        norm_route=grouped.norm_route,
-        run_experts=grouped.run_experts,
+        norm_route=triton_experts.norm_route,
+        run_experts=triton_experts.run_experts,
         merges_shared=False,
-        plan_recurrent=walks.plan_recurrent,
-        gated_delta_net=walks.gated_delta_net,
-        channel_delta_net=walks.channel_delta_net,
-        mamba2=walks.mamba2,
-        short_conv=walks.short_conv,
-        qk_norm_rope_write=partial(rope.qk_norm_rope_write, heads_each=2),
-        paged_attention=fixed_tiles.paged_attention,
-        captured_work=fixed_tiles.CapturedTiles,
-        fused_linear=fixed_linear.FixedLinear(),
+        plan_recurrent=triton_recurrent.plan_recurrent,
+        gated_delta_net=triton_recurrent.gated_delta_net,
+        channel_delta_net=triton_recurrent.channel_delta_net,
+        mamba2=triton_recurrent.mamba2,
+        short_conv=triton_recurrent.short_conv,
+        qk_norm_rope_write=partial(rope_write.qk_norm_rope_write, heads_each=2),
+        paged_attention=deterministic_tiles.paged_attention,
+        captured_work=deterministic_tiles.CapturedTiles,
+        fused_linear=triton_linear.FixedLinear(),
     )
 
 
@@ -393,21 +387,18 @@ def select_sampling(device_type: str, deterministic: bool = False) -> SamplingOp
 
 def triton_sampling() -> SamplingOps | None:
     try:
-        from quire.kernels.triton.sampling import edits as sample_edits
-        from quire.kernels.triton.sampling import filters as sample_filters
-        from quire.kernels.triton.sampling import logprobs as sample_logprobs
-        from quire.kernels.triton.sampling import sample
+        from quire.kernels.triton.sampling import edits, filters, logprobs, sample
     except ImportError:
         return None
     return SamplingOps(
         sample_rows=sample.sample_rows,
-        sample_filtered=sample_filters.sample_filtered,
-        copy_samples=sample_edits.copy_samples,
-        add_bias=sample_edits.add_bias,
-        apply_penalties=sample_edits.apply_penalties,
-        forbid_stops=sample_edits.forbid_stops,
-        forbid_bad_words=sample_edits.forbid_bad_words,
-        score_rows=sample_logprobs.score_rows,
+        sample_filtered=filters.sample_filtered,
+        copy_samples=edits.copy_samples,
+        add_bias=edits.add_bias,
+        apply_penalties=edits.apply_penalties,
+        forbid_stops=edits.forbid_stops,
+        forbid_bad_words=edits.forbid_bad_words,
+        score_rows=logprobs.score_rows,
     )
 
 

@@ -21,10 +21,9 @@ from quire.kernels.angles import Angles
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import launch
-from quire.kernels.triton.attention import decode, prefill_hopper
+from quire.kernels.triton.attention import decode, prefill_hopper, prefill_split
 from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
 from quire.kernels.triton.attention import paged as attention
-from quire.kernels.triton.attention import prefill_split as prefill_shares
 from quire.kernels.triton.attention import rope_write as rope
 from quire.kernels.triton.experts import deterministic as fixed_experts
 from quire.kernels.triton.experts import experts, route
@@ -79,7 +78,7 @@ def main() -> None:
     JITFunction.run = compile_only
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     for module in (launch, attention, channel_walk, decode, fixed_linear, fixed_tiles, gated_hopper, latent,
-                   latent_many, mamba_walk, prefill_shares, recurrent_channel_step, recurrent_scan, recurrent_step,
+                   latent_many, mamba_walk, prefill_split, recurrent_channel_step, recurrent_scan, recurrent_step,
                    recurrent_walk, sample):  # fmt: skip
         for name, value in (("has_dependent_launch", True), ("supports_gluon", GLUON), ("num_multiprocessors", 132)):
             if hasattr(module, name):

@@ -19,8 +19,7 @@ def experts(device: torch.device) -> Iterator[KernelCase]:
 
     from quire.kernels.expert_types import ExpertWeights, Routing
     from quire.kernels.triton.experts import experts as kernels
-    from quire.kernels.triton.experts import few_tokens as experts_few
-    from quire.kernels.triton.experts import route
+    from quire.kernels.triton.experts import few_tokens, route
 
     num, top_k, width, inner = 128, 8, 2048, 768
     bf16, routing = torch.bfloat16, Routing(num, top_k)
@@ -54,7 +53,7 @@ def experts(device: torch.device) -> Iterator[KernelCase]:
                 x, norm, 1e-6, router, None, None, routing
             ),
         )
-        if not experts_few.is_preferred(x, layers[0], chosen):
+        if not few_tokens.is_preferred(x, layers[0], chosen):
             rows = kernels.tune(chosen.numel(), num).rows
             yield KernelCase(
                 "experts: sort",
@@ -71,7 +70,7 @@ def latent(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     from quire.kernels.table import select_ops
-    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.attention import paged
     from quire.kernels.validation.latent_trials import LatentTrialShape, settle_latent
 
     rank, rope_dim, page, bf16 = 512, 64, 64, torch.bfloat16
@@ -97,14 +96,14 @@ def latent(device: torch.device) -> Iterator[KernelCase]:
         positions = torch.arange(length - count, length, device=device).repeat(rows)
         q_latent = torch.randn(heads, rows * count, rank, device=device, dtype=bf16)
         q_rope = torch.randn(rows * count, heads, rope_dim, device=device, dtype=bf16)
-        plan = attention.plan_attention(table, positions, [count] * rows, [length] * rows, page, None, bf16)
+        plan = paged.plan_attention(table, positions, [count] * rows, [length] * rows, page, None, bf16)
 
         def launch(
             _: int,
             q_latent: torch.Tensor = q_latent,
             q_rope: torch.Tensor = q_rope,
             cache: torch.Tensor = cache,
-            plan: attention.TritonPlan = plan,
+            plan: paged.TritonPlan = plan,
             attend: Callable[..., torch.Tensor] = attend,
         ) -> object:
             return attend(q_latent, q_rope, cache, plan, 0.07)

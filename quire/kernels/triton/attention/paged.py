@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.attention import decode, prefill, prefill_hopper
-from quire.kernels.triton.attention import prefill_split as prefill_shares
+from quire.kernels.triton.attention import decode, prefill, prefill_hopper, prefill_split
 from quire.kernels.triton.launch import num_multiprocessors, supports_gluon
 from quire.kernels.triton.linear import fp8
 from quire.kernels.upload import send
@@ -55,11 +54,11 @@ class AttentionWork:
     prefill_tuning: prefill.PrefillTuning | None = None
     tiles: Tensor | None = None  # int32, see `prefill.list_tiles`
     num_tiles: int = 0
-    items: Tensor | None = None  # int32, see `prefill_shares.distribute_tiles`; None: `prefill` attends
+    items: Tensor | None = None  # int32, see `prefill_split.distribute_tiles`; None: `prefill` attends
     num_programs: int = 0
     merges: Tensor | None = None  # int32: merges of the items that were cut
     num_merges: int = 0
-    partials: prefill_shares.SharePartials | None = None
+    partials: prefill_split.SharePartials | None = None
     scratch: _Scratch | None = None
 
 
@@ -142,7 +141,7 @@ def paged_attention(
         )
         if work.num_merges and work.partials is not None and work.merges is not None:
             num_kv_heads = k_cache.shape[2]
-            prefill_shares.merge_shares(
+            prefill_split.merge_shares(
                 work.partials, work.merges, work.num_merges, num_kv_heads, num_heads // num_kv_heads, out
             )
     elif work.tiles is not None and work.prefill_tuning is not None:
@@ -225,11 +224,11 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
                 owners += [row] * (end - begin)
                 columns += range(end - begin)
         work.num_programs = num_multiprocessors(q.device.index)
-        shares = prefill_shares.distribute_tiles(tiles, num_kv_heads, plan.window, work.num_programs)
-        spare = np.zeros(prefill_shares.RECORD, np.int32)  # a program without items still reads one record
+        shares = prefill_split.distribute_tiles(tiles, num_kv_heads, plan.window, work.num_programs)
+        spare = np.zeros(prefill_split.RECORD, np.int32)  # a program without items still reads one record
         fields, items, merges = [], np.concatenate((shares.items, spare)), shares.merges
-        work.num_merges = len(merges) // prefill_shares.MERGE
-        work.partials = prefill_shares.SharePartials.create(work.num_programs, q.device)
+        work.num_merges = len(merges) // prefill_split.MERGE
+        work.partials = prefill_split.SharePartials.create(work.num_programs, q.device)
     firsts = prefill.first_tokens(counts)
     parts: list[Sequence[int] | np.ndarray] = [
         fields,

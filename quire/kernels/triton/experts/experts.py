@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.expert_types import ExpertWeights, GatedActivation
-from quire.kernels.triton.experts import few_tokens as experts_few
+from quire.kernels.triton.experts import few_tokens
 from quire.kernels.triton.experts.few_tokens import activation_args, activation_options, gated
 from quire.kernels.triton.experts.route import TILE_FIELDS, SortedPairs, sort_by_expert
 from quire.kernels.triton.launch import dot_precision, launch_options, let_next_start, wait_for_inputs
@@ -192,8 +192,8 @@ def run_experts(
     """Implements `reference.experts.run_experts`; `chosen` int32 and `weights` float32, both contiguous. `tuning`:
     chosen by the number of pairs when None; if given, few rows are sorted and multiplied as many are."""
     num_tokens, width = x.shape
-    if tuning is None and experts_few.is_preferred(x, experts, chosen):
-        return experts_few.run_few(x, experts, chosen, weights, residual)
+    if tuning is None and few_tokens.is_preferred(x, experts, chosen):
+        return few_tokens.run_few(x, experts, chosen, weights, residual)
     num_experts, top_k, inner = len(experts.gate_up), chosen.shape[1], experts.down.shape[2]
     tuning = tuning or tune(chosen.numel(), num_experts, experts.down_scale is not None)
     pairs = sort_by_expert(chosen, num_experts, tuning.rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.recurrent_types import DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton.launch import launch_options, let_next_start, wait_for_inputs
 from quire.kernels.triton.recurrent import scan as recurrent_scan
-from quire.kernels.triton.recurrent import step as recurrent_step
+from quire.kernels.triton.recurrent import step
 from quire.kernels.triton.recurrent.step import silu
 from quire.kernels.upload import Arrays, upload
 
@@ -68,7 +68,7 @@ def run_delta_net(
     if work.rows is not None and work.tiles is not None:
         scan(x, weights, *where, work.rows, work.tiles, out, work.chunk)
     if work.num_decodes:
-        recurrent_step.delta_step(x, weights, *where, work.decodes, work.decode_tokens, out)
+        step.delta_step(x, weights, *where, work.decodes, work.decode_tokens, out)
     return out
 
 
@@ -141,7 +141,7 @@ def run_mamba(
     if work.rows is not None and work.tiles is not None:
         scan(x, weights, *where, work.rows, work.tiles, out, work.chunk, gated=gated)
     if work.num_decodes:
-        recurrent_step.mamba_step(x, weights, *where, work.decodes, work.decode_tokens, out, gated=gated)
+        step.mamba_step(x, weights, *where, work.decodes, work.decode_tokens, out, gated=gated)
     if weights.norm is not None:
         norm_groups(out, x, weights, shape, gated=gated)
     return out

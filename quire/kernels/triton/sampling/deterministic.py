@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.sampling import filters as sample_filters
+from quire.kernels.triton.sampling import filters
 
 
 def sample_filtered(
@@ -25,4 +25,4 @@ def sample_filtered(
     if edited is None:
         no_copies = torch.full((num_samples,), -1, **whole)
         edited = (torch.empty(1, vocab_size, dtype=torch.float32, device=logits.device), no_copies)
-    return sample_filters.sample_filtered(logits, *draws, mask=mask, edited=edited)
+    return filters.sample_filtered(logits, *draws, mask=mask, edited=edited)

@@ -320,13 +320,13 @@ def test_nothing_is_tried_where_nothing_is_installed_or_an_fp8_cache_is_read() -
 
 @pytest.mark.parametrize(("found", "why"), [
     (library(right(), installed=None), "not installed"),
-    (library(right(), installed="2.9.1"), "3.0 or later, before 4"),
-    (library(right(), installed="4.0.0b2"), "3.0 or later, before 4"),
+    (library(right(), installed="2.9.1"), "use 3.0 or later, before 4"),
+    (library(right(), installed="4.0.0b2"), "use 3.0 or later, before 4"),
     (library(ImportError("undefined symbol: aoti\nmore")), "ImportError: undefined symbol: aoti"),
-    (library(None), "not for this GPU"),
+    (library(None), "no kernel for this GPU"),
     (library(FlashAttention3(lambda q, *args, **kwargs: q * 0.1, copied=False)), "results are off"),
     (library(FlashAttention3(lambda q, *args, **kwargs: 1 / 0, copied=False)), "ZeroDivisionError"),
-    (library(right(), is_ready=lambda shape, device: False), "--kernels flash-attn does so"),
+    (library(right(), is_ready=lambda shape, device: False), "--kernels flash-attn compiles it"),
 ])  # fmt: skip
 def test_a_library_that_can_not_be_used_says_why_and_gives_way(found: Library, why: str) -> None:
     judged = judge(REFERENCE, SHAPE, CPU, "auto", [found], times(1.0, 0.1))

@@ -153,7 +153,7 @@ def test_nobody_gets_it_without_asking_and_nobody_who_asks_gets_a_wrong_one() ->
     ({"window": 8}, "and a window of 8"),
     ({"dtype": torch.float32, "cache_dtype": torch.float32}, "in float32"),
     ({"max_len": 8}, "prompts of 8 tokens"),
-    ({"cache_dtype": torch.float8_e4m3fn}, "of another type than it computes in"),
+    ({"cache_dtype": torch.float8_e4m3fn}, "a KV cache of another type than the model's"),
 ])  # fmt: skip
 def test_who_asks_for_it_in_vain_is_told(change: dict[str, Any], why: str) -> None:
     """It would never be asked, and nobody would notice."""
@@ -173,7 +173,7 @@ def test_a_library_that_was_not_asked_for_is_not_even_opened() -> None:
     judged = judge(REFERENCE, SHAPE, CPU, "cudnn", [cudnn_row, other], timer)
     assert [verdict.kernel is not None for verdict in judged] == [False, True, False]
     used = choose.pick(judged, "cudnn")
-    assert used is not None and used.name == "cuDNN" and "asks for something else" in judged[2].why
+    assert used is not None and used.name == "cuDNN" and "selects another library" in judged[2].why
 
 
 @pytest.mark.parametrize(("fields", "has_attention", "why"), [

@@ -87,7 +87,7 @@ LIBRARIES = (
         "torch",
         ((2, 11), (3,)),
         _open_cudnn,
-        opt_in_reason="it stops to plan whenever prompts of another number or length come",
+        opt_in_reason="it stalls a step to plan each new number or length of prompts",
     ),
 )
 
@@ -121,7 +121,7 @@ def choose_library(
     if shape.cache_dtype != shape.dtype:
         if kernels == "auto":
             return ops
-        raise refusal(kernels, "no library reads keys and values of another type than it computes in")
+        raise refusal(kernels, "no library supports a KV cache of another type than the model's")
     if not any(library.installed() for library in wanted) and kernels == "auto":
         return ops
     judged = judge(ops, shape, device, kernels, wanted, timer or device_seconds)
@@ -133,7 +133,12 @@ def choose_library(
 
 def refusal(kernels: str, why: str) -> QuireError:
     """Error for a library that was asked for by name: continuing without it would be silent."""
-    return QuireError("kernel_failed", f"kernels={kernels} can't be used ({why}).", "Use auto.", "kernels")
+    return QuireError(
+        "kernel_failed",
+        f"kernels={kernels} can't be used ({why}).",
+        "Use kernels=auto.",
+        "kernels",
+    )
 
 
 def pick(judged: Sequence[LibraryVerdict], kernels: str) -> LibraryVerdict | None:
@@ -162,7 +167,7 @@ def judge(
     """Our own kernel's verdict, then one per kernel of each library, or one for a library without usable kernels."""
     timer = timer or device_seconds
     work = _Prompt.make(shape, device)
-    judged = [LibraryVerdict("Triton", "our own", seconds=timer(work.launch(ops)))]
+    judged = [LibraryVerdict("Triton", "Quire's own kernel", seconds=timer(work.launch(ops)))]
     for library in libraries:
         judged += _judge_library(library, ops, shape, device, kernels, work, timer)
     return judged
@@ -178,19 +183,19 @@ def _judge_library(
     low, high = library.versions
     if not low <= _numbers(installed) < high:
         known = f"{_dotted(low)} or later, before {_dotted(high)}"
-        yield LibraryVerdict(library.name, f"this version is not known; {known} would be", installed)
+        yield LibraryVerdict(library.name, f"this version is not supported; use {known}", installed)
         return
     if kernels not in ("auto", library.setting):
-        yield LibraryVerdict(library.name, f"kernels={kernels} asks for something else", installed)
+        yield LibraryVerdict(library.name, f"kernels={kernels} selects another library", installed)
         return
     if kernels == "auto" and library.opt_in_reason is not None:
         yield LibraryVerdict(
-            library.name, f"{library.opt_in_reason}; --kernels {library.setting} asks for it", installed
+            library.name, f"{library.opt_in_reason}; --kernels {library.setting} selects it", installed
         )
         return
     try:
         if kernels == "auto" and not library.is_ready(shape, device):
-            why = f"it has to compile first: --kernels {library.setting} does so, once"
+            why = f"not compiled yet: --kernels {library.setting} compiles it, once"
             yield LibraryVerdict(library.name, why, installed)
             return
         opened = library.open(device)
@@ -198,7 +203,7 @@ def _judge_library(
         yield LibraryVerdict(library.name, _reason(error), installed)
         return
     if not opened:
-        yield LibraryVerdict(library.name, "not for this GPU", installed)
+        yield LibraryVerdict(library.name, "no kernel for this GPU", installed)
     for kernel in opened:
         try:
             table = with_library(ops, kernel)
@@ -208,11 +213,11 @@ def _judge_library(
             seconds = timer(launch)
             compare(launch(), work.launch(ops), shape.dtype)  # some kernels support only prompts like this one
             if not plan.fits:
-                yield LibraryVerdict(kernel.name, f"it does not attend for {work}", installed)
+                yield LibraryVerdict(kernel.name, f"it does not support {work}", installed)
                 continue
-            yield LibraryVerdict(kernel.name, "right", installed, kernel, seconds)
+            yield LibraryVerdict(kernel.name, "correct", installed, kernel, seconds)
         except torch.OutOfMemoryError:
-            yield LibraryVerdict(kernel.name, "no memory to try it", installed)
+            yield LibraryVerdict(kernel.name, "out of memory in its trial", installed)
         except Exception as error:  # any error of a compiler, a driver or a kernel
             yield LibraryVerdict(kernel.name, _reason(error), installed)
 

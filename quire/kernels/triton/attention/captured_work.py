@@ -81,7 +81,7 @@ class CapturedWork:
         num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
         if k_cache.dtype != q.dtype and self._num_tokens > MAX_MIXED_TYPES:
             raise NotImplementedError(
-                "Long chunks over an FP8 cache are quicker over copied pages, which are not captured."
+                f"A step of {self._num_tokens} tokens over an FP8 cache dequantizes its pages, which can't be captured."
             )
         work = AttentionWork()
         hopper = plan.hopper and supports_gluon(q.device.index) and prefill_hopper.supports(q, k_cache, plain)

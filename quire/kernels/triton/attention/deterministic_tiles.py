@@ -140,7 +140,7 @@ def _plan_decodes(plan: TritonPlan, shape: _Shape) -> TileWork:
 
 
 def _plan_mixed(plan: TritonPlan, shape: _Shape) -> TileWork:
-    assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
+    assert plan.row_index is None, "a permanent page table is for decode-only steps"
     max_slots = shape.max_slots(shape.tuning.block_q)
     fields, num_slots = list_tiles(
         plan.counts, plan.len_bounds, plan.window, shape.tile_tokens, max_slots, shape.num_shares

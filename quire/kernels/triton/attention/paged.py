@@ -203,7 +203,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
     if not prefills:
         work.row_index = plan.row_index
         return work
-    assert plan.row_index is None, "a permanent page table serves steps of single tokens only"
+    assert plan.row_index is None, "a permanent page table is for decode-only steps"
     fresh = _scratch_pages(prefills, bounds, q, k_cache)
     like_cache = k_cache if fresh is None else q.new_empty(fresh[-1], *k_cache.shape[1:])
     hopper = plan.hopper and supports_gluon(q.device.index) and prefill_hopper.supports(q, like_cache, plain)

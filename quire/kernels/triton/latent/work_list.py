@@ -47,7 +47,7 @@ def prepare(
     """List the step's work for programs of `heads` heads. `choose_splits` takes the number of programs and the maximum
     number of a row's entries."""
     if plan.work is not None:
-        raise NotImplementedError("Mixed steps over a latent cache can't be captured yet.")
+        raise NotImplementedError("Mixed steps over a latent cache can't be captured.")
     work = LatentWork()
     counts = plan.counts
     decodes = [row for row, count in enumerate(counts) if count == 1]

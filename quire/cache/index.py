@@ -22,8 +22,14 @@ from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Sta
 
 
 class CacheIndex:
-    def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None = None,
-                 *, prefix_cache: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        specs: list[CacheSpec],
+        num_units: list[int],
+        num_host_units: list[int] | None = None,
+        *,
+        prefix_cache: bool = True,
+    ):
         assert len({spec.page_tokens for spec in specs}) == 1, "page_tokens is one number per model"
         self.specs = specs
         self.page_tokens = specs[0].page_tokens

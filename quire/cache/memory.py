@@ -69,10 +69,17 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, Any]:
         groups = [
-            {"group": s.group, "kind": s.kind, "units": n - 1, "unit_bytes": unit_bytes(s), "layers": len(s.layers),
-             "page_tokens": s.page_tokens, "window": s.window}
+            {
+                "group": s.group,
+                "kind": s.kind,
+                "units": n - 1,
+                "unit_bytes": unit_bytes(s),
+                "layers": len(s.layers),
+                "page_tokens": s.page_tokens,
+                "window": s.window,
+            }
             for s, n in zip(self.specs, self.num_units, strict=True)
-        ]  # fmt: skip
+        ]
         plain = {k: v for k, v in asdict(self).items() if k not in ("specs", "num_units", "num_host_units")}
         return {**plain, "groups": groups, "cache": self.cache, "host": self.host}
 
@@ -81,9 +88,19 @@ def unit_bytes(spec: CacheSpec) -> int:
     return spec.unit_elements * DTYPE_BYTES[spec.dtype]
 
 
-def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, available: int, host_available: int,
-                weights: int, activations: int, max_rows: int, max_model_len: int,
-                max_batch_tokens: int) -> MemoryPlan:  # fmt: skip
+def plan_memory(
+    specs: list[CacheSpec],
+    config: CacheConfig,
+    *,
+    device: str,
+    available: int,
+    host_available: int,
+    weights: int,
+    activations: int,
+    max_rows: int,
+    max_model_len: int,
+    max_batch_tokens: int,
+) -> MemoryPlan:
     """`available` is what is free once the weights are loaded."""
     notes: list[str] = []
     rows = max_rows * (max_model_len + 1) * 4 + max_rows * 4 * sum(
@@ -126,8 +143,19 @@ def plan_memory(specs: list[CacheSpec], config: CacheConfig, *, device: str, ava
     host_shares = _Shares(specs, max_model_len, max_rows=1)  # whoever is there is not at work
     host = _host_units(specs, config, device, host_available, slot, num_pages, max_rows, host_shares)
     units = tuple(shares.pages(s, num_pages) if s.kind == "paged" else num_slots for s in specs)
-    return MemoryPlan(device, available, weights, activations, rows, tuple(specs), units, host,
-                      min(capacity, max_model_len), max_model_len, tuple(notes))  # fmt: skip
+    return MemoryPlan(
+        device,
+        available,
+        weights,
+        activations,
+        rows,
+        tuple(specs),
+        units,
+        host,
+        min(capacity, max_model_len),
+        max_model_len,
+        tuple(notes),
+    )
 
 
 class _Shares:
@@ -189,8 +217,9 @@ def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPl
     return replace(smaller, notes=(*wanted.notes, note))
 
 
-def _cache_budget(specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int,
-                  shares: _Shares) -> int:  # fmt: skip
+def _cache_budget(
+    specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int, shares: _Shares
+) -> int:
     if config.cache_memory is not None:
         return config.cache_memory
     budget = int(free * config.memory_fraction)
@@ -215,8 +244,16 @@ def _num_slots(config: CacheConfig, budget: int, page: int, slot: int, max_rows:
     return max(num_slots, MIN_SLOTS) if budget >= MIN_SLOTS * (slot + page) else num_slots
 
 
-def _host_units(specs: list[CacheSpec], config: CacheConfig, device: str, available: int, slot: int, num_pages: int,
-                max_rows: int, shares: _Shares) -> tuple[int, ...] | None:  # fmt: skip
+def _host_units(
+    specs: list[CacheSpec],
+    config: CacheConfig,
+    device: str,
+    available: int,
+    slot: int,
+    num_pages: int,
+    max_rows: int,
+    shares: _Shares,
+) -> tuple[int, ...] | None:
     """Room for victims, at most as much as the device itself has."""
     budget = config.host_memory
     if budget is None:

@@ -25,8 +25,20 @@ def page_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Node:
-    __slots__ = ("below", "children", "depth", "hits", "key", "last_use", "parent", "passed", "pins", "spare", "tokens",
-                 "units")  # fmt: skip
+    __slots__ = (
+        "below",
+        "children",
+        "depth",
+        "hits",
+        "key",
+        "last_use",
+        "parent",
+        "passed",
+        "pins",
+        "spare",
+        "tokens",
+        "units",
+    )
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, num_groups: int):
         self.key = key
@@ -69,8 +81,9 @@ class PrefixTree:
     def nodes(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
-    def ensure(self, root: bytes, keys: list[bytes], first: int, depth: int,
-               pages: Callable[[int, int], list[bytes]]) -> list[Node]:  # fmt: skip
+    def ensure(
+        self, root: bytes, keys: list[bytes], first: int, depth: int, pages: Callable[[int, int], list[bytes]]
+    ) -> list[Node]:
         """The nodes of `keys[first:depth]`, made with whatever ancestors are missing; `pages(i, j)` are the bytes of
         pages i to j."""
         have = depth

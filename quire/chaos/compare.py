@@ -100,8 +100,15 @@ def compare(
     return difference
 
 
-def _add_difference(difference: ReplyDifference, script: ScriptedRequest, index: int, want: Choice, got: Choice,
-                    expected: StreamedReply, tolerance: NumericTolerance | None) -> None:  # fmt: skip
+def _add_difference(
+    difference: ReplyDifference,
+    script: ScriptedRequest,
+    index: int,
+    want: Choice,
+    got: Choice,
+    expected: StreamedReply,
+    tolerance: NumericTolerance | None,
+) -> None:
     place = next((i for i, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
     if place is None:
         shorter, longer = len(got.tokens), len(want.tokens)
@@ -131,8 +138,9 @@ def _add_difference(difference: ReplyDifference, script: ScriptedRequest, index:
     difference.detail = f"token {place} is {got.tokens[place]!r} instead of {want.tokens[place]!r}, gap {gap}"
 
 
-def _score_gap(script: ScriptedRequest, index: int, place: int, want: Choice, got: Choice, expected: StreamedReply,
-         noise: Noise) -> float:  # fmt: skip
+def _score_gap(
+    script: ScriptedRequest, index: int, place: int, want: Choice, got: Choice, expected: StreamedReply, noise: Noise
+) -> float:
     """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
     scores = []
     for choice in (want, got):

@@ -98,13 +98,44 @@ class ChaosRun:
             ids = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
             self.sample_noise = SampleNoise(ids, tokenizer.vocab_size if not tiny else 260)
         # A step is short, so that a hang shows.
-        flags = ["--model", model, "--port", "0", "--admin-key", ADMIN_KEY, "--hang-timeout",
-                 str(settings.hang_timeout), "--stall-timeout", str(4 * settings.hang_timeout), "--max-restarts", "100",
-                 "--restart-window", "2", "--max-rows", str(min(32, settings.streams)), "--max-batch-tokens", "128",
-                 "--max-model-len", "1024", "--num-pages", str(settings.num_pages), "--host-memory",
-                 "256MiB", "--keep-alive", "2", "--log-level", "warning", "--send-timeout", "20",
-                 "--response-store", str(self.folder / "responses.sqlite"), "--out-of-memory", "shrink",
-                 "--chat-template", costly_template(template_source(tokenizer, None))]  # fmt: skip
+        flags = [
+            "--model",
+            model,
+            "--port",
+            "0",
+            "--admin-key",
+            ADMIN_KEY,
+            "--hang-timeout",
+            str(settings.hang_timeout),
+            "--stall-timeout",
+            str(4 * settings.hang_timeout),
+            "--max-restarts",
+            "100",
+            "--restart-window",
+            "2",
+            "--max-rows",
+            str(min(32, settings.streams)),
+            "--max-batch-tokens",
+            "128",
+            "--max-model-len",
+            "1024",
+            "--num-pages",
+            str(settings.num_pages),
+            "--host-memory",
+            "256MiB",
+            "--keep-alive",
+            "2",
+            "--log-level",
+            "warning",
+            "--send-timeout",
+            "20",
+            "--response-store",
+            str(self.folder / "responses.sqlite"),
+            "--out-of-memory",
+            "shrink",
+            "--chat-template",
+            costly_template(template_source(tokenizer, None)),
+        ]
         flags += ["--random-weights"] if tiny else []
         flags += ["--deterministic"] if settings.deterministic else []
         flags += ["--threads", str(settings.threads)] if settings.threads else []
@@ -235,9 +266,12 @@ class ChaosRun:
             await self.send_poison(kind.removeprefix("poison_"))
         else:
             action: dict[str, Callable[[random.Random], Awaitable[None]]] = {
-                "hang_up": self.hang_up, "slow_client": self.slow_client, "vanish": self.vanish,
-                "hostile": self.hostile, "full_disk": self.full_disk,
-            }  # fmt: skip
+                "hang_up": self.hang_up,
+                "slow_client": self.slow_client,
+                "vanish": self.vanish,
+                "hostile": self.hostile,
+                "full_disk": self.full_disk,
+            }
             await action[kind](rng)
 
     async def kill_engine(self, kind: str) -> None:
@@ -298,8 +332,12 @@ class ChaosRun:
 
     async def send_poison(self, name: str) -> None:
         """A request that can't be computed ends alone, with its own error."""
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "poison"}], "max_tokens": 8, "stream": True,
-                                "temperature": 0.7}  # fmt: skip
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "poison"}],
+            "max_tokens": 8,
+            "stream": True,
+            "temperature": 0.7,
+        }
         if name == "detokenize":  # an answer that ends with its first token has no text that could fail
             body |= {"skip_special_tokens": False, "ignore_eos": True}
         else:

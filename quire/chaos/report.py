@@ -84,14 +84,18 @@ class Report:
             ("leaked pages", str(self.leaked)),
             ("hostile requests", f"{self.hostile_sent.total()} of {len(self.hostile_sent)} kinds"),
             ("hostile requests answered wrongly", _shown(self.hostile_wrong)),
-            ("a token moved by company alone", f"{self.shift:.1e} at most (two within twice that, and within "
-                                               f"{MAX_TIE_GAP}, are tied)"),
+            (
+                "a token moved by company alone",
+                f"{self.shift:.1e} at most (two within twice that, and within {MAX_TIE_GAP}, are tied)",
+            ),
             ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
             ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
-            ("peak memory", f"engine {format_bytes(self.engine_peak_bytes)}, "
-                            f"server {format_bytes(self.server_peak_bytes)}"),
+            (
+                "peak memory",
+                f"engine {format_bytes(self.engine_peak_bytes)}, server {format_bytes(self.server_peak_bytes)}",
+            ),
             ("time", f"{self.seconds:.0f} s"),
-        ]  # fmt: skip
+        ]
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "settings"}

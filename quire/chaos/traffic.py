@@ -15,16 +15,26 @@ from quire.bench.online.streamed_chat import WORDS
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"},
-                   "kind": {"enum": ["red", "green", "blue"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer"},
+        "kind": {"enum": ["red", "green", "blue"]},
+    },
     "required": ["name", "count", "kind"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TOOL = {
     "type": "function",
-    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {
-        "word": {"type": "string", "maxLength": 10}}, "required": ["word"], "additionalProperties": False}},
-}  # fmt: skip
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "maxLength": 10}},
+            "required": ["word"],
+            "additionalProperties": False,
+        },
+    },
+}
 KINDS = ("greedy", "seeded", "long", "schema", "tool", "penalties", "several", "stop")
 
 

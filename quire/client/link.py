@@ -33,8 +33,9 @@ class EngineLink:
 
     ready: wire.Ready
 
-    def __init__(self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket,
-                 process: subprocess.Popen[bytes]):  # fmt: skip
+    def __init__(
+        self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]
+    ):
         self._folder, self._context, self._socket, self._process = folder, context, socket, process
         self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
         self._unsent: set[asyncio.Future[Any]] = set()

@@ -52,14 +52,22 @@ class SupervisorLimits:
     @classmethod
     def of(cls, config: Config) -> SupervisorLimits:
         server = config.server
-        return cls(server.max_restarts, server.restart_window, server.hang_timeout, server.engine_memory,
-                   server.out_of_memory)  # fmt: skip
+        return cls(
+            server.max_restarts, server.restart_window, server.hang_timeout, server.engine_memory, server.out_of_memory
+        )
 
 
 class Supervisor:
-    def __init__(self, client: EngineClient, start_link: StartLink, settings: Mapping[str, Any],
-                 limits: SupervisorLimits, *, log: Callable[..., None] = lambda level, event, **fields: None,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+    def __init__(
+        self,
+        client: EngineClient,
+        start_link: StartLink,
+        settings: Mapping[str, Any],
+        limits: SupervisorLimits,
+        *,
+        log: Callable[..., None] = lambda level, event, **fields: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.client = client
         self.errors = ErrorQueue()
         self.states = StateMachine(ProcessState.STARTING, PROCESS_TRANSITIONS, on_move=self._log_move, clock=clock)

@@ -142,7 +142,7 @@ def _score_gap(
     script: ScriptedRequest, index: int, place: int, want: Choice, got: Choice, expected: StreamedReply, noise: Noise
 ) -> float:
     """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
-    scores = []
+    scores: list[float] = []
     for choice in (want, got):
         token, past = choice.tokens[place], want.tokens[:place]
         score = choice.logprobs[place] - script.body.get("frequency_penalty", 0.0) * past.count(token)

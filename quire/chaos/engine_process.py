@@ -126,7 +126,7 @@ class FaultyDesk:
     def take(self, request: Request) -> bool:
         if poison_of(request.seed) == "prepare":
             raise RuntimeError("chaos: preparing failed")
-        return self._inner.take(request)
+        return bool(self._inner.take(request))
 
 
 def faulty_masks(faults: ArmedFaults, fill: FillMasks) -> FillMasks:
@@ -143,7 +143,7 @@ def faulty_masks(faults: ArmedFaults, fill: FillMasks) -> FillMasks:
 class FaultySocket:
     """Loses, doubles and damages frames, and hears voices."""
 
-    def __init__(self, inner: Any, faults: ArmedFaults):
+    def __init__(self, inner: Socket, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
         self._ahead: list[bytes] = []
 
@@ -186,7 +186,7 @@ def main(orders: str, address: str) -> int:
         desk: Any = None if built.desk is None else FaultyDesk(built.desk)
         return Built(built.engine, built.ready, desk)
 
-    def wrap_socket(socket: Any) -> Socket:
+    def wrap_socket(socket: Socket) -> Socket:
         return FaultySocket(socket, faults)
 
     return run_engine_process(address, build, wrap_socket)

@@ -79,6 +79,7 @@ def arm_fault(path: Path, kind: str | None) -> dict[str, int] | None:
             connection.settimeout(5)
             connection.connect(str(path))
             connection.sendall(json.dumps({"arm": kind}).encode() + b"\n")
-            return json.loads(connection.makefile("rb").readline())
+            injected: dict[str, int] = json.loads(connection.makefile("rb").readline())
+            return injected
     except (OSError, ValueError):
         return None

@@ -169,7 +169,8 @@ class ChaosRun:
         status, body = await send_request(bare, method, path)
         if status != 200:
             raise RequestFailure(f"HTTP {status}", body[:200].decode("utf-8", "replace"))
-        return json.loads(body)
+        answer: dict[str, Any] = json.loads(body)
+        return answer
 
     # -- traffic --------------------------------------------------------------------------------------------------
 

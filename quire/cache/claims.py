@@ -7,7 +7,7 @@ enters the tree; it is announced as the prompt's tail, to be copied by requests 
 
 from __future__ import annotations
 
-from quire.cache.lease import Lease, token_bytes
+from quire.cache.lease import lease_of, token_bytes
 from quire.cache.tree import page_key
 from quire.types import Request
 
@@ -23,7 +23,7 @@ class Claims:
 
     def announce(self, request: Request) -> None:
         """Claim what nobody else is computing: the pages after `computed`, and the tail."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
         for key in [*lease.keys[request.computed // self._page_tokens : last], self._tail_key(request)]:
@@ -34,7 +34,7 @@ class Claims:
 
     def wait_for(self, request: Request, matched: int) -> bytes | None:
         """The furthest page of this prompt, beyond `matched` tokens, that a running request is about to compute."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
         found: bytes | None = None
@@ -60,7 +60,7 @@ class Claims:
 
     def withdraw(self, request: Request) -> list[bytes]:
         """The request stopped computing; whoever waited for these keys must look again."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         dropped = [key for key in lease.claimed if self._owners.get(key) is request]
         for key in dropped:
             del self._owners[key]
@@ -69,14 +69,14 @@ class Claims:
 
     def complete_tail(self, request: Request) -> list[bytes]:
         """The key of the tail this request leads, the first time its prompt is computed."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         if not lease.claims_tail or request.computed < request.prompt_len - 1:
             return []
         lease.claims_tail = False
         return [self._tail_key(request)]
 
     def _tail_key(self, request: Request) -> bytes:
-        lease: Lease = request.lease
+        lease = lease_of(request)
         start = self.tail_start(request)
         index = start // self._page_tokens
         lease.extend_keys(request.tokens, index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import TOKEN_BYTES, Lease, token_bytes
+from quire.cache.lease import TOKEN_BYTES, Lease, lease_of, token_bytes
 from quire.cache.tree import Node
 from quire.types import Request, SamplingParams
 
@@ -27,7 +27,7 @@ def explain(index: CacheIndex, tokens: list[int], salt: bytes = b"") -> Explanat
     """Where a prompt leaves what is cached."""
     size = index.page_tokens
     request = _probe(index, tokens, salt)
-    lease: Lease = request.lease
+    lease = lease_of(request)
     cached = index.match(request).length
     lease.extend_keys(tokens, len(tokens) // size)
     node: Node | None = None

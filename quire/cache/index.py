@@ -11,7 +11,7 @@ committed.
 from __future__ import annotations
 
 from quire.cache.claims import Claims
-from quire.cache.lease import Lease, Snapshot
+from quire.cache.lease import Lease, Snapshot, lease_of
 from quire.cache.match import CacheStats, Lookup, Match
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
@@ -74,13 +74,13 @@ class CacheIndex:
 
     def reservable(self, request: Request) -> int:
         """How many tokens this request could have state for, with all that is free now."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         pages = min((len(lease.units[g]) + self._free_for(lease, g) for g in self.paged), default=1 << 40)
         return pages * self.page_tokens
 
     def match(self, request: Request, limit: int | None = None) -> Match:
         """What the cache offers this request now, at most `limit` tokens (by default all but the last of them)."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         last = len(request.tokens) - 1 if limit is None else limit
         max_pages = last // self.page_tokens
         if not self._may_share(request) or max_pages == 0:
@@ -100,7 +100,7 @@ class CacheIndex:
 
         On success `request.computed` is what came from the cache. On failure nothing has changed.
         """
-        lease: Lease = request.lease
+        lease = lease_of(request)
         match = self.match(request)
         source = self._fork_source(request, match)
         for group in self.paged:
@@ -141,7 +141,7 @@ class CacheIndex:
 
     def reserve(self, request: Request, length: int, plan: Plan) -> bool:
         """Room for `length` tokens, in every group or in none."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         need = -(-length // self.page_tokens)
         for group in self.paged:
             count = need - len(lease.units[group])
@@ -159,7 +159,7 @@ class CacheIndex:
 
     def write_tables(self, request: Request, plan: Plan) -> None:
         """The request took a row: tell the device where everything it already holds lies."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         for group, units in enumerate(lease.units):
             if units:
                 pages = [max(0, unit) for unit in units] if ABSENT in units else list(units)
@@ -175,7 +175,7 @@ class CacheIndex:
             return
         if any(self.available(group) < 1 for group in self.state):
             return
-        lease: Lease = request.lease
+        lease = lease_of(request)
         slots = {group: self.ledger.take(group) for group in self.state}
         for group, slot in slots.items():
             plan.snapshots.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], slot))
@@ -183,7 +183,7 @@ class CacheIndex:
 
     def swap_out(self, request: Request, plan: Plan) -> bool:
         """Move what a victim holds to the host; False, with nothing changed, when the host has no room."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         if not self.can_swap:
             return False
         num_pages = -(-request.computed // self.page_tokens)
@@ -209,7 +209,7 @@ class CacheIndex:
 
     def swap_in(self, request: Request, plan: Plan, margin: int) -> bool:
         """Bring a swapped request back: what the tree still has is shared, the rest is copied from the host."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         match = self.match(request, limit=request.computed)
         if self.state:
             match = Match()  # its live state is newer than any snapshot, and is on the host anyway
@@ -241,7 +241,8 @@ class CacheIndex:
 
         Returns the keys that are now there for others, so that requests held for them can go on.
         """
-        lease: Lease = request.lease
+        lease = request.lease
+        assert isinstance(lease, Lease)  # not lease_of: the call would cost every row of every step
         full = request.computed // self.page_tokens
         arrived: list[bytes] = []
         if self.prefix_cache and full > lease.num_inserted:
@@ -259,7 +260,7 @@ class CacheIndex:
 
     def rollback(self, request: Request, length: int, fence: int) -> None:
         """Give back tail pages beyond `length` tokens (rejected drafts, a step that never ran)."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         keep = -(-length // self.page_tokens)
         for group in self.paged:
             self.ledger.release_after(group, _present(lease.units[group][keep:]), fence)
@@ -271,7 +272,7 @@ class CacheIndex:
     def scrub(self, request: Request) -> None:
         """Its state is not finite: what it alone holds is cleared before anyone else gets it. Masked entries have a
         weight of zero, and zero times NaN is NaN."""
-        for group, units in enumerate(request.lease.units):
+        for group, units in enumerate(lease_of(request).units):
             own = [unit for unit in units if unit != ABSENT and self.pools[group].refs(unit) == 1]
             self._to_clear += [Copy(CopyKind.ZERO, group, 0, unit) for unit in own]
 
@@ -282,7 +283,7 @@ class CacheIndex:
 
     def release(self, request: Request, fence: int) -> list[bytes]:
         """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         for group, units in enumerate(lease.units):
             self.ledger.release_after(group, _present(units), fence)
             units.clear()
@@ -360,24 +361,24 @@ class CacheIndex:
         owner = self.claims.tail_owner(request)
         if owner is None or owner.status is not Status.RUNNING or owner.computed < request.prompt_len - 1:
             return None
-        still_there = all(owner.lease.units[g][tail // self.page_tokens] != ABSENT for g in self.paged)
+        still_there = all(lease_of(owner).units[g][tail // self.page_tokens] != ABSENT for g in self.paged)
         return owner if still_there else None
 
     def _copy_tail(self, request: Request, source: Request, plan: Plan) -> None:
         """Copy-on-write: the page that both would write to is copied, everything before it is shared."""
         index = self.claims.tail_start(request) // self.page_tokens
-        lease: Lease = request.lease
+        lease = lease_of(request)
         for group in self.paged:
             units = lease.units[group]
             if len(units) == index:
                 units.append(self.ledger.take(group))
-            plan.copies.append(Copy(CopyKind.DEVICE, group, source.lease.units[group][index], units[index]))
+            plan.copies.append(Copy(CopyKind.DEVICE, group, lease_of(source).units[group][index], units[index]))
         request.computed = request.prompt_len - 1
         self.stats.copied_on_write += 1
 
     def _insert_pages(self, request: Request, first: int, last: int) -> None:
         """Pages that fell out of every window while they were computed come in bare, between others that did not."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         nodes = self._nodes(request, first, last)
         for group in self.paged:
             self.ledger.share_to_tree(nodes, group, lease.units[group][first:last])
@@ -394,7 +395,7 @@ class CacheIndex:
 
     def _nodes(self, request: Request, first: int, last: int) -> list[Node]:
         """Of pages `first` to `last`, which are in the tree from now on."""
-        lease: Lease = request.lease
+        lease = lease_of(request)
         lease.extend_keys(request.tokens, last)
         return self.tree.ensure(lease.root, lease.keys, first, last, lambda i, j: lease.pages(request.tokens, i, j))
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.tree import PrefixTree, page_key, root_key
+from quire.types import Request
 
 TOKEN_BYTES = 4
 TOKEN_CODE = "I"  # of arrays: ids are never negative, and this code packs them in a third of the time of "i"
@@ -77,3 +78,10 @@ class Lease:
                 node = node.children.get(page)
             parent = page_key(parent, page) if node is None else node.key
             self.keys.append(parent)
+
+
+def lease_of(request: Request) -> Lease:
+    """Return the lease of a request that has been queued."""
+    lease = request.lease
+    assert isinstance(lease, Lease), "a request gets its lease when it is queued"
+    return lease

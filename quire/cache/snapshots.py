@@ -7,7 +7,7 @@ beginning starts there.
 
 from __future__ import annotations
 
-from quire.cache.lease import Lease
+from quire.cache.lease import lease_of
 from quire.cache.match import Match
 from quire.types import CacheSpec, Request
 
@@ -35,5 +35,5 @@ class SnapshotRule:
         return length % self._interval == 0 or length in self._points(request)
 
     def _points(self, request: Request) -> tuple[int, int]:
-        lease: Lease = request.lease
+        lease = lease_of(request)
         return (request.prompt_len - 1) // self._page_tokens * self._page_tokens, lease.fork_point

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.lease import Lease
+from quire.cache.lease import Lease, lease_of
 from quire.cache.match import Match
 from quire.cache.tree import ABSENT, PrefixTree
 from quire.cache.unit_ledger import UnitLedger
@@ -70,8 +70,8 @@ class WindowPages:
 
     def release_passed(self, request: Request, fence: int) -> None:
         """Pages no later token can see; a step in flight may still read them, hence the fence."""
-        lease: Lease = request.lease
         for group in self.groups:
+            lease = lease_of(request)
             units = lease.units[group]
             for index in range(min(self._first_visible(group, request.computed), len(units)) - 1, -1, -1):
                 if units[index] == ABSENT:
@@ -88,7 +88,7 @@ class WindowPages:
 
     def _is_start(self, request: Request, group: int, index: int) -> bool:
         size = self._page_tokens
-        points = ((request.prompt_len - 1) // size * size, request.lease.fork_point)
+        points = ((request.prompt_len - 1) // size * size, lease_of(request).fork_point)
         return any(self._first_visible(group, point) <= index < point // size for point in points)
 
     def check(self, leases: set[Lease]) -> None:

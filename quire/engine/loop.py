@@ -16,7 +16,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.states import LOOP_TRANSITIONS, LoopState, StateMachine
 from quire.engine.trace import NO_TRACE, Tracer
 from quire.engine.workers import DeviceLost, Ticket, Workers
-from quire.types import Delta, Plan, QuireError, Request, is_out_of_memory
+from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of_memory
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
@@ -253,7 +253,9 @@ def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]
     for index, row in enumerate(plan.rows):
         request = requests.get(row.request_id)
         if row.wants_sample and request is not None and request.grammar is not None:
-            masks[index] = request.grammar.mask(request.tokens[request.prompt_len :])
+            grammar = request.grammar
+            assert not isinstance(grammar, GrammarSpec), "a request is queued with its grammar compiled"
+            masks[index] = grammar.mask(request.tokens[request.prompt_len :])
     return masks
 
 

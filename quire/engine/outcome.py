@@ -5,7 +5,7 @@ Plain functions on a request and its delta, called by the scheduler while it com
 
 from __future__ import annotations
 
-from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
+from quire.types import Delta, FinishReason, GrammarSpec, QuireError, Request, Timing, Usage
 
 
 def append_tokens(request: Request, delta: Delta) -> FinishReason | None:
@@ -39,9 +39,11 @@ def last_delta(request: Request, reason: FinishReason, now: float) -> Delta:
 
 def why_bad(request: Request) -> QuireError:
     """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
-    if request.grammar is None:
+    grammar = request.grammar
+    if grammar is None:
         what = "The model produced logits that are not finite."
         return QuireError("bad_logits", what, "Check the weights and the dtype.")
     what = "The grammar and the other sampling parameters together allow no token."
     hint = "Look at min_tokens, logit_bias and bad_words, or at the weights and the dtype."
-    return getattr(request.grammar, "error", None) or QuireError("no_allowed_token", what, hint)
+    error = None if isinstance(grammar, GrammarSpec) else grammar.error
+    return error or QuireError("no_allowed_token", what, hint)

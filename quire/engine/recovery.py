@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 
+from quire.cache.lease import lease_of
 from quire.types import CopyKind, Plan, Request, Status
 
 
@@ -23,7 +24,7 @@ def touched_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
 
     def is_touched(request: Request) -> bool:
         if request.status is Status.SWAPPED:
-            return any((group, unit) in moved for group, units in enumerate(request.lease.host) for unit in units)
+            return any((group, unit) in moved for group, units in enumerate(lease_of(request).host) for unit in units)
         return request.row >= 0 and (request.id in rows or request.inflight > 0)
 
     return [request for request in requests if is_touched(request)]

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import Lease
+from quire.cache.lease import Lease, lease_of
 from quire.engine.device_rows import Rows
 from quire.engine.outcome import last_delta
 from quire.engine.policies import Order
@@ -59,7 +59,7 @@ class Roster:
             RowInit(
                 request.id,
                 request.row,
-                request.lease.pack(request.tokens)[:],
+                lease_of(request).pack(request.tokens)[:],
                 request.prompt_len,
                 request.computed,
                 request.params,
@@ -124,4 +124,4 @@ class Roster:
             assert request.inflight >= request.pending >= 0
         for request in self.waiting:
             assert request.row < 0 and request.inflight == 0 and request.pending == 0
-            assert request.status is Status.SWAPPED or request.lease.is_empty
+            assert request.status is Status.SWAPPED or lease_of(request).is_empty

@@ -19,7 +19,7 @@ from quire.types.plans import (
     TokenLogprobs,
 )
 from quire.types.pooling import POOLINGS, PoolingRule, choose_pooling
-from quire.types.requests import Delta, FinishReason, Request, Status, Timing, Usage
+from quire.types.requests import CacheLease, Delta, FinishReason, GrammarState, Request, Status, Timing, Usage
 
 __all__ = [
     "MAX_BAD_WORDS",
@@ -27,12 +27,14 @@ __all__ = [
     "MAX_STOPS",
     "POOLINGS",
     "STEP_SIZES",
+    "CacheLease",
     "CacheSpec",
     "Copy",
     "CopyKind",
     "Delta",
     "FinishReason",
     "GrammarSpec",
+    "GrammarState",
     "PageWrite",
     "Plan",
     "PlanRow",

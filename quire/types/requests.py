@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from quire.types.params import SamplingParams
+from quire.types.errors import QuireError
+from quire.types.params import GrammarSpec, SamplingParams
 from quire.types.plans import TokenLogprobs
 
 MAX_TOKENS = 1 << 24  # token ids in one message
@@ -38,6 +40,32 @@ class Status(str, Enum):
     ENDED = "ended"
 
 
+class GrammarState(Protocol):
+    """A compiled grammar and the position of one request in it."""
+
+    error: QuireError | None  # the reason why the grammar allows no further token
+
+    def mask(self, tokens: Sequence[int], start: int = 0) -> bytes:
+        """Return one bit per token id, set where the token may follow `tokens[start:]`."""
+        ...
+
+
+class CacheLease(Protocol):
+    """What one request holds in the cache; only the cache changes it."""
+
+    units: list[list[int]]  # units on the device, per group
+    host: list[list[int]]  # units on the host, per group, while the request is swapped out
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the lease holds no unit on the device."""
+        ...
+
+    def pack(self, tokens: list[int]) -> Sequence[int]:
+        """Return the tokens as a packed array, which the lease keeps and the caller must copy."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence. `tokens` grows; `computed` catches up with it, and `planned` runs ahead of `computed`."""
@@ -55,7 +83,7 @@ class Request:
     deadline: float | None = None  # on the engine's clock
     salt: bytes = b""  # requests share prefixes only within one salt
     adapter: str | None = None
-    grammar: Any = None
+    grammar: GrammarSpec | GrammarState | None = None  # a spec until it is compiled, before the request is queued
     resumed: bool = False  # goes on from an engine that died: it was taken once and is not refused now
     suspect: bool = False  # was in the step that died: runs alone until it is past that point
     # -- moved by the scheduler
@@ -65,7 +93,7 @@ class Request:
     inflight: int = 0  # steps in flight that hold this request
     status: Status = Status.WAITING
     row: int = -1
-    lease: Any = None
+    lease: CacheLease | None = None  # from the moment the request is queued
     cached_len: int = 0  # tokens the cache offered when it was first admitted
     first_token_at: float = 0.0
     admitted_at: float = 0.0

@@ -263,7 +263,8 @@ class MaskFiller:
             request = requests.get(row.request_id)
             if not row.wants_sample or request is None or request.grammar is None:
                 continue
-            grammar: Grammar = request.grammar
+            grammar = request.grammar
+            assert isinstance(grammar, Grammar), "a request is queued with its grammar compiled"
             matcher = grammar.advance(request.tokens, request.prompt_len)
             if matcher is not None:
                 asked.append((index, grammar, matcher))

@@ -247,6 +247,8 @@ class FrameReader:
 def submit_message(requests: Sequence[Request]) -> Submit:
     """Requests that differ in nothing but id and sample index."""
     first = requests[0]
+    grammar = first.grammar
+    assert grammar is None or isinstance(grammar, GrammarSpec), "a grammar crosses the wire before it is compiled"
     return Submit(
         ids=[request.id for request in requests],
         tokens=first.tokens,
@@ -260,7 +262,7 @@ def submit_message(requests: Sequence[Request]) -> Submit:
         deadline=first.deadline,
         salt=first.salt,
         adapter=first.adapter,
-        grammar=first.grammar,
+        grammar=grammar,
         num_sampled=first.num_sampled,
         prompt_scored=first.prompt_scored,
         resumed=first.resumed,

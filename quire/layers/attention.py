@@ -16,9 +16,9 @@ from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
 from quire.layers.head_layout import ByHead, HeadOrder
 from quire.layers.linear import Linear
-from quire.layers.norm import HeadLayerNorm, Norm, QKNorm, TurnedQKNorm, WideQKNorm, fuse_norm
+from quire.layers.norm import HeadLayerNorm, Norm, PostRopeQKNorm, QKNorm, WideQKNorm, fuse_norm
 from quire.layers.quant.scheme import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.step import PagedInputs, Step
 from quire.layers.weights import Form, Weight, set_forms
 from quire.types import CacheSpec
@@ -33,7 +33,7 @@ class AttentionPlan:
     kernel: Any  # the selected attention kernel's own plan of the step
     # [n] int64: tokens whose attention output is computed; None: all. K and V of every token are written to the cache.
     wanted: Tensor | None = None
-    sharpness: Tensor | None = None  # [tokens, 1] float32: factor of the queries; None: 1
+    query_scale: Tensor | None = None  # [tokens, 1] float32: factor of the queries; None: 1
 
     def pick(self, x: Tensor) -> Tensor:
         """Returns the rows of x [tokens, ...] whose attention output is computed."""
@@ -61,7 +61,7 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
     return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
 
 
-def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
+def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
     """Returns the plan of a model's last layer, which computes attention output only for tokens that are sampled.
 
     The other tokens' outputs have no reader: a prompt of thousands of tokens costs this layer one query and one token
@@ -82,7 +82,7 @@ def plan_last_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharpening:
+class QueryScaling:
     """Scales queries by their position, because a softmax over many keys would be too flat.
 
     The factor is 1 within the first `length` positions.
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         ops: Ops,
         scheme: Scheme,
         names: AttentionNames | None = None,
-        join: Join | None = None,
+        join: ResidualJoin | None = None,
     ):
         """`cache_index`: index of this layer in its cache group. `join`: adds the output to the residual stream."""
         super().__init__()
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
         self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # norms that the rope kernel does not fuse
         self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
-        self.join = join or Join()
+        self.join = join or ResidualJoin()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""
@@ -197,10 +197,10 @@ class Attention(nn.Module):
         q = self.ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, eps, angles, k_cache, v_cache, plan.slots, self.shape.num_heads
         )
-        if isinstance(heads, TurnedQKNorm):
-            q = heads.weigh(q)
-        if plan.sharpness is not None:
-            q = q.flatten(1).mul_(plan.sharpness).view_as(q)
+        if isinstance(heads, PostRopeQKNorm):
+            q = heads.apply_weights(q)
+        if plan.query_scale is not None:
+            q = q.flatten(1).mul_(plan.query_scale).view_as(q)
         q = plan.pick(q)
         if not len(q):
             return q

@@ -132,7 +132,7 @@ class ExpertNames:
         return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
 
 
-def count_merged(shape: MoEShape, ops: Ops) -> int:
+def num_merged_experts(shape: MoEShape, ops: Ops) -> int:
     """Returns the number of routed-size experts that the shared expert is stored as, after the routed ones.
 
     One kernel then computes routed and shared experts. 0: the shared expert is a block of its own, because the ops do
@@ -144,7 +144,7 @@ def count_merged(shape: MoEShape, ops: Ops) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSlice:
     """A form that takes a range of rows."""
 
     start: int
@@ -155,7 +155,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnSlice:
     """A form that takes a range of columns and scales it."""
 
     start: int
@@ -345,9 +345,9 @@ def _shared_parts(names: ExpertNames, shape: MoEShape, num_shared: int) -> tuple
         cut = (index * inner, (index + 1) * inner)
         start = (num + index) * 2 * inner
         for place, name in ((start, gate_name), (start + inner, up_name)):
-            rows = None if num_shared == 1 else Rows(*cut)
+            rows = None if num_shared == 1 else RowSlice(*cut)
             gate_up.append(Part(name, (shape.shared_width, width), place, place + inner, form=rows))
-        columns = None if num_shared == 1 and shape.shared_scale == 1.0 else Columns(*cut, shape.shared_scale)
+        columns = None if num_shared == 1 and shape.shared_scale == 1.0 else ColumnSlice(*cut, shape.shared_scale)
         place = (num + index) * width
         down.append(Part(down_name, (width, shape.shared_width), place, place + width, form=columns))
     return gate_up, down

@@ -11,7 +11,7 @@ from quire.kernels.activations import CURVES, Curve
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant.scheme import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.types import QuireError
 
 ACTIVATIONS: dict[str, Curve] = {  # keys: names in config.json
@@ -60,7 +60,7 @@ class GatedMLP(nn.Module):
         scheme: Scheme,
         activation: str = "silu",
         names: MLPNames | None = None,
-        join: Join | None = None,
+        join: ResidualJoin | None = None,
     ):
         super().__init__()
         names = names or MLPNames()
@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
         )
         self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
         self.curve = ACTIVATIONS[activation]
-        self.join = join or Join()
+        self.join = join or ResidualJoin()
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
         """Returns the residual stream, or `onto`, plus this block's output. stream [tokens, width]"""
@@ -95,14 +95,14 @@ class PlainMLP(nn.Module):
         scheme: Scheme,
         activation: str,
         names: MLPNames,
-        join: Join | None = None,
+        join: ResidualJoin | None = None,
     ):
         super().__init__()
         self.norm = norm
         self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, dtype=dtype, scheme=scheme)
         self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
         self.activate = CURVES[ACTIVATIONS[activation]]
-        self.join = join or Join()
+        self.join = join or ResidualJoin()
 
     def forward(self, stream: Tensor, onto: Tensor | None = None) -> Tensor:
         """As `GatedMLP.forward`."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
-from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
+from quire.layers.experts import ExpertNames, Experts, MoEShape, num_merged_experts
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
 from quire.layers.quant.scheme import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import Part, Weight, scale_by, set_forms
 
 
@@ -67,7 +67,7 @@ class MoE(nn.Module):
         scheme: Scheme,
         experts: Experts | None = None,
         shared: nn.Module | None = None,
-        join: Join | None = None,
+        join: ResidualJoin | None = None,
     ):
         """`experts`: the experts, for checkpoint layouts that `names` can't describe. `shared`: the shared expert, for
         such layouts; it is called like a `SharedExpert`. `join`: adds the sum of all outputs to the residual stream.
@@ -75,7 +75,7 @@ class MoE(nn.Module):
         super().__init__()
         self.norm = norm
         self.ops = ops
-        self.experts = experts or Experts.from_names(names, shape, dtype, scheme, count_merged(shape, ops))
+        self.experts = experts or Experts.from_names(names, shape, dtype, scheme, num_merged_experts(shape, ops))
         merged = self.experts.num_shared
         self.routing = replace(shape.routing, num_shared=merged, shared_gated=merged > 0 and shape.shared_gated)
         num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         self.shared = shared
         if shared is None and shape.shared_width and not merged:
             self.shared = SharedExpert(names, shape, dtype, ops, scheme)
-        self.join = join or Join()
+        self.join = join or ResidualJoin()
 
     @property
     def experts_add(self) -> bool:

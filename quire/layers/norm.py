@@ -106,14 +106,14 @@ class QKNorm(nn.Module):
         self.eps = eps
 
 
-class TurnedQKNorm(QKNorm):
+class PostRopeQKNorm(QKNorm):
     """Head norms that the model applies after rope.
 
     Rope keeps the length of a head, so the rope kernel norms before rope with weights of one. The checkpoint's weights
     are applied after rope. A score is a sum of products, so the weights of keys are applied to the queries as well.
     """
 
-    behind: Tensor  # [2, head_dim]: weights of queries and of keys
+    post_rope_weights: Tensor  # [2, head_dim]: weights of queries and of keys
 
     def __init__(
         self,
@@ -130,11 +130,11 @@ class TurnedQKNorm(QKNorm):
         lines = (
             Part(f"{prefix}.{name}.weight", (head_dim,), row, row + 1, form=order) for row, name in enumerate(names)
         )
-        self.behind = Weight((2, head_dim), dtype, tuple(lines))
+        self.post_rope_weights = Weight((2, head_dim), dtype, tuple(lines))
 
-    def weigh(self, q: Tensor) -> Tensor:
+    def apply_weights(self, q: Tensor) -> Tensor:
         """Multiplies queries after rope by both weights, in place. q [tokens, heads, head_dim]"""
-        return q.mul_(self.behind[0] * self.behind[1])
+        return q.mul_(self.post_rope_weights[0] * self.post_rope_weights[1])
 
 
 class WideQKNorm(nn.Module):

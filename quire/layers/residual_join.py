@@ -8,7 +8,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, RMSNorm
 
 
-class Join(nn.Module):
+class ResidualJoin(nn.Module):
     """Adds an output inside the block's last product, or norms and scales it first where the model does."""
 
     def __init__(self, norm: Norm | None = None, scale: float = 1.0):

@@ -81,17 +81,17 @@ def _plan_mixture(block: MoE) -> MixturePlan:
     experts, shared = block.experts.weights(), block.shared
     assert isinstance(experts, PackedExperts)
     plan = MixturePlan(
-        experts, _of_floats(block.router, block.router_bias, experts.native), block.routing, block.choice_bias
+        experts, _pack_floats(block.router, block.router_bias, experts.native), block.routing, block.choice_bias
     )
     if not isinstance(shared, SharedExpert):
         return plan
-    gate = None if shared.gate is None else _of_floats(shared.gate.weight, shared.gate.bias, experts.native)
+    gate = None if shared.gate is None else _pack_floats(shared.gate.weight, shared.gate.bias, experts.native)
     up: Any = shared.gate_up.packed
     down: Any = shared.down.packed
     return replace(plan, shared_up=up, shared_down=down, shared_gate=gate)
 
 
-def _of_floats(weight: Tensor, bias: Tensor | None, native: Native) -> PackedLinear:
+def _pack_floats(weight: Tensor, bias: Tensor | None, native: Native) -> PackedLinear:
     """Packs a small matrix in float32; it is never quantized."""
     from quire.kernels.native.matrix import PackedLinear, pack_floats
 

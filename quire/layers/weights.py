@@ -40,7 +40,7 @@ class Reorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScaleTensor:
     """A form that multiplies a tensor by a factor."""
 
     by: float
@@ -49,9 +49,9 @@ class Scale:
         return weight * self.by
 
 
-def scale_by(factor: float) -> Scale | None:
+def scale_by(factor: float) -> ScaleTensor | None:
     """Returns the form that scales by this factor; None for 1, so that quantized blocks can be kept unchanged."""
-    return None if factor == 1.0 else Scale(factor)
+    return None if factor == 1.0 else ScaleTensor(factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,23 +208,23 @@ class ScaleRows:
 
 
 # cuBLAS takes four to seven times as long for a product with 65,537 rows (a vocabulary) as for one with 65,544, at 8 to
-# 256 tokens. So a large matrix on a GPU is padded with zero rows to a multiple of WHOLE_ROWS.
-WHOLE_ROWS = 8
-MANY_ROWS = 1024
+# 256 tokens. So a large matrix on a GPU is padded with zero rows to a multiple of ROW_MULTIPLE.
+ROW_MULTIPLE = 8
+PADDED_FROM_ROWS = 1024
 
 
-def empty_matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor to fill. A large matrix on a GPU is followed by the zero rows that `whole_rows` needs."""
-    spare = -shape[0] % WHOLE_ROWS
-    if not spare or len(shape) != 2 or shape[0] < MANY_ROWS or device.type != "cuda":
+def empty_padded_matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor to fill. A large matrix on a GPU is followed by the zero rows that `with_zero_rows` needs."""
+    spare = -shape[0] % ROW_MULTIPLE
+    if not spare or len(shape) != 2 or shape[0] < PADDED_FROM_ROWS or device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.zeros(shape[0] + spare, shape[1], dtype=dtype, device=device)[: shape[0]]
 
 
-def whole_rows(matrix: Tensor) -> Tensor | None:
-    """Returns the matrix with its zero rows from `empty_matrix`; None if it has none."""
+def with_zero_rows(matrix: Tensor) -> Tensor | None:
+    """Returns the matrix with its zero rows from `empty_padded_matrix`; None if it has none."""
     rows, columns = matrix.shape
-    whole = rows + -rows % WHOLE_ROWS
+    whole = rows + -rows % ROW_MULTIPLE
     room = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
     return matrix.data.as_strided((whole, columns), (columns, 1)) if rows < whole and whole * columns <= room else None
 
@@ -241,7 +241,7 @@ def set_forms(module: nn.Module, forms: Sequence[Form | None], only: str | None 
         weight.parts = tuple(replace(part, form=form) for part, form in zip(weight.parts, forms, strict=True))
 
 
-def also_called(module: nn.Module, *names: str) -> None:
+def add_other_names(module: nn.Module, *names: str) -> None:
     """Adds a layout with other tensor names to the weights of a norm or linear layer.
 
     A different number of names than parts stands for tensors of equal size, stacked by rows.

@@ -17,7 +17,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Dense, Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import iter_weights, put_weight
 from quire.models.loading.kernel_trials import Trials
 from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
@@ -25,7 +25,9 @@ from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 
 def make_block(scheme: Scheme, width: int, inner_width: int) -> GatedMLP:
     norm = RMSNorm("norm", width, 1e-5, torch.float32, REFERENCE)
-    block = GatedMLP("mlp", norm, width, inner_width, bias=True, dtype=torch.float32, scheme=scheme, join=Join())
+    block = GatedMLP(
+        "mlp", norm, width, inner_width, bias=True, dtype=torch.float32, scheme=scheme, join=ResidualJoin()
+    )
     generator = torch.Generator().manual_seed(3)
     for module, name, weight in list(iter_weights(block)):
         put_weight(module, name, torch.randn(weight.shape, generator=generator))

@@ -195,8 +195,8 @@ def test_queries_grow_only_where_sequences_get_so_long(tmp_path: Path) -> None:
     save_checkpoint(family, tmp_path)
     for max_len, grows in ((32, False), (33, True), (None, True)):
         model: Any = load(tmp_path, max_model_len=max_len).model
-        assert (model.config.sharpening is not None) == grows and model.fits_native(model.config) != grows
-    assert torch.allclose(model.config.sharpening.at(torch.tensor([-1, 0, 31, 32, 96])).flatten(),
+        assert (model.config.query_scaling is not None) == grows and model.fits_native(model.config) != grows
+    assert torch.allclose(model.config.query_scaling.at(torch.tensor([-1, 0, 31, 32, 96])).flatten(),
                           1 + 0.1 * torch.log(torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0])))  # fmt: skip
 
 

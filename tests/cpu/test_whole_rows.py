@@ -12,7 +12,7 @@ from quire.kernels.table import REFERENCE
 from quire.layers import weights
 from quire.layers.linear import Linear
 from quire.layers.quant import Dense
-from quire.layers.weights import MANY_ROWS, empty_matrix, put_weight, whole_rows
+from quire.layers.weights import PADDED_FROM_ROWS, empty_padded_matrix, put_weight, with_zero_rows
 
 CPU = torch.device("cpu")
 
@@ -30,19 +30,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         return torch.full(size, 0.0, dtype=dtype)
 
     monkeypatch.setattr(weights.torch, "zeros", zeros)
-    return lambda rows: empty_matrix((rows, 16), torch.float32, _Cuda())  # type: ignore[arg-type]
+    return lambda rows: empty_padded_matrix((rows, 16), torch.float32, _Cuda())  # type: ignore[arg-type]
 
 
 def test_only_large_odd_matrices_on_a_gpu_have_some(made: Any) -> None:
-    assert whole_rows(empty_matrix((MANY_ROWS + 1, 16), torch.float32, CPU)) is None
-    whole = whole_rows(made(MANY_ROWS + 1))
-    assert whole is not None and whole.shape == (MANY_ROWS + 8, 16)
-    assert not whole[MANY_ROWS + 1 :].any()
+    assert with_zero_rows(empty_padded_matrix((PADDED_FROM_ROWS + 1, 16), torch.float32, CPU)) is None
+    whole = with_zero_rows(made(PADDED_FROM_ROWS + 1))
+    assert whole is not None and whole.shape == (PADDED_FROM_ROWS + 8, 16)
+    assert not whole[PADDED_FROM_ROWS + 1 :].any()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_of_the_rows_that_count(bias: bool, made: Any) -> None:
-    rows = MANY_ROWS + 3
+    rows = PADDED_FROM_ROWS + 3
     linear = Linear(16, [("head", rows)], bias=bias, dtype=torch.float32, scheme=Dense(REFERENCE))
     generator = torch.Generator().manual_seed(4)
     put_weight(linear, "weight", made(rows).normal_(generator=generator))

@@ -32,7 +32,7 @@ FROM_FLOATS = ("F32", "F16", "Q8_0", "Q4_0")  # types that the library can quant
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
-class Blocks:
+class QuantizedBlocks:
     """Selects the type of every matrix and packs it for the native library."""
 
     def __init__(self, ops: Ops, *, types: Mapping[str, str], floats: str, quant: str | None = None):
@@ -120,7 +120,7 @@ class Blocks:
 class _Packing:
     """Packs one weight with its scheme."""
 
-    scheme: Blocks = field(compare=False)
+    scheme: QuantizedBlocks = field(compare=False)
     is_table: bool  # an embedding or a head
     num_entries: int = 1  # matrices that the weight stacks
 

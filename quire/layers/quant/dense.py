@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
-from quire.layers.quant.scheme import finished, normed
-from quire.layers.weights import Weight, whole_rows
+from quire.layers.quant.scheme import apply_epilogue, apply_norm
+from quire.layers.weights import Weight, with_zero_rows
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
@@ -31,7 +31,7 @@ class Dense:
         linear.bias = Weight.stacked(biases, (), dtype) if has_bias else None
 
     def finish(self, linear: Linear) -> None:
-        linear.whole = whole_rows(linear.weight)
+        linear.whole = with_zero_rows(linear.weight)
 
     def apply(
         self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
@@ -40,10 +40,10 @@ class Dense:
         if fused is not None and fused.wins(len(x), linear.weight, gate):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return fused.run(x, linear.weight, linear.bias, weight, eps, gate, residual)
-        x = normed(self.ops, x, norm)
+        x = apply_norm(self.ops, x, norm)
         if residual is not None and linear.bias is None and gate is None:
             return residual.addmm_(x, linear.weight.t())  # the product adds in place, so the sum is free
-        return finished(self.ops, _product(linear, x), gate, residual)
+        return apply_epilogue(self.ops, _product(linear, x), gate, residual)
 
 
 def _product(linear: Linear, x: Tensor) -> Tensor:

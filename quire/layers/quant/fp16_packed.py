@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.activations import Curve
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
-from quire.layers.quant.scheme import finished, normed
+from quire.layers.quant.scheme import apply_epilogue, apply_norm
 from quire.layers.weights import own_weights
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Fp16Packed:
     def apply(
         self, linear: Linear, x: Tensor, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
     ) -> Tensor:
-        out = torch.ops.quantized.linear_dynamic_fp16(normed(self.ops, x, norm), linear.packed)
-        return finished(self.ops, out, gate, residual)
+        out = torch.ops.quantized.linear_dynamic_fp16(apply_norm(self.ops, x, norm), linear.packed)
+        return apply_epilogue(self.ops, out, gate, residual)
 
     @staticmethod
     def is_supported() -> bool:

@@ -41,12 +41,12 @@ class Scheme(Protocol):
         """Computes `Linear.forward`. With a gate the result may be a `Scaled`, since only a product follows it."""
 
 
-def normed(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:
+def apply_norm(ops: Ops, x: Tensor, norm: RMSNorm | None) -> Tensor:
     """Applies the norm before a product, for schemes that do not fuse it."""
     return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
 
 
-def finished(ops: Ops, out: Tensor, gate: Curve | None, residual: Tensor | None) -> Tensor:
+def apply_epilogue(ops: Ops, out: Tensor, gate: Curve | None, residual: Tensor | None) -> Tensor:
     """Applies the gate and the residual addition after a product, for schemes that do not fuse them."""
     if gate is not None:
         out = ops.gate_mul(out, gate)

@@ -31,7 +31,7 @@ class DeltaLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Untiled:
+class UntileHeads:
     """A form that reorders tiled heads by group; the first `start` rows stay in place."""
 
     num_groups: int
@@ -49,10 +49,10 @@ class Untiled:
 
 
 @dataclass(frozen=True, slots=True)
-class UntiledColumns:
+class UntileHeadColumns:
     """A form that reorders the columns of the output projection, whose input has tiled heads."""
 
-    rows: Untiled
+    rows: UntileHeads
 
     def __call__(self, weight: Tensor) -> Tensor:
         return weight[:, self.rows.order(weight.shape[1]).to(weight.device)]
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         norm_name, out_name = ("o_norm", "o_proj") if layout.apart else ("norm", "out_proj")
         self.gated_norm = Weight.whole(f"{prefix}.{norm_name}.weight", (shape.value_dim,), dtype)
         self.out = Linear(shape.values, [(f"{prefix}.{out_name}", width)], dtype=dtype, scheme=scheme)
-        set_forms(self.out, (None if values is None else UntiledColumns(values),))
+        set_forms(self.out, (None if values is None else UntileHeadColumns(values),))
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """Returns the residual stream plus this layer's output. stream [tokens, width]"""
@@ -135,15 +135,17 @@ def _tensors(shape: RecurrentShape, layout: DeltaLayout) -> dict[str, tuple[int,
     return {f"in_proj_{name}": tensor for name, tensor in tensors.items()}
 
 
-def _head_forms(shape: RecurrentShape, layout: DeltaLayout) -> tuple[Untiled | None, Untiled | None, Untiled | None]:
+def _head_forms(
+    shape: RecurrentShape, layout: DeltaLayout
+) -> tuple[UntileHeads | None, UntileHeads | None, UntileHeads | None]:
     """Returns the forms of value rows, of tensors with one row per head, and of convolution channels."""
     if not layout.tiled:
         return None, None, None
     groups = shape.num_groups
     return (
-        Untiled(groups, shape.value_dim),
-        Untiled(groups, 1),
-        Untiled(groups, shape.value_dim, start=2 * shape.keys),
+        UntileHeads(groups, shape.value_dim),
+        UntileHeads(groups, 1),
+        UntileHeads(groups, shape.value_dim, start=2 * shape.keys),
     )
 
 

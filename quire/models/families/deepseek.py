@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quire.kernels.angles import Angles
 from quire.kernels.expert_types import Routing
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionPlan, plan_attention, plan_last_attention
+from quire.layers.attention import AttentionPlan, plan_attention, plan_sampled_attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.latent import Form, LatentAttention, LatentShape, latent_spec
@@ -186,7 +186,7 @@ class DeepSeekModel(nn.Module):
         stream = self.embedding(step.tokens)
         for layer in self.layers[:-1]:
             stream = layer(stream, angles, plan)
-        last = plan_last_attention(plan, step, self.specs[0], caches["latent"], self.ops)
+        last = plan_sampled_attention(plan, step, self.specs[0], caches["latent"], self.ops)
         stream = self.layers[-1](stream, angles, last)
         return self.norm(stream) if len(stream) else stream
 

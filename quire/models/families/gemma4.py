@@ -27,7 +27,7 @@ from quire.layers.mlp import ACTIVATIONS, GatedMLP, check_activation
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
@@ -128,7 +128,7 @@ class Gemma4Attention(nn.Module):
         dtype: torch.dtype,
         ops: Ops,
         scheme: Scheme,
-        join: Join,
+        join: ResidualJoin,
     ):
         super().__init__()
         self.norm = norm
@@ -191,7 +191,7 @@ class LayerInput(nn.Module):
         self.down = Linear(width, [(f"{prefix}.per_layer_input_gate", input_width)], dtype=dtype, scheme=scheme)
         self.up = Linear(input_width, [(f"{prefix}.per_layer_projection", width)], dtype=dtype, scheme=scheme)
         self.activate = CURVES[ACTIVATIONS[activation]]
-        self.join = Join(norm)
+        self.join = ResidualJoin(norm)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:
         """Runs on stream [tokens, width] and given [tokens, input_width]."""
@@ -224,7 +224,7 @@ class Gemma4Layer(nn.Module):
             dtype=dtype,
             ops=ops,
             scheme=scheme,
-            join=Join(norm("post_attention_layernorm")),
+            join=ResidualJoin(norm("post_attention_layernorm")),
         )
         experts, last = config.experts, norm("post_feedforward_layernorm")
         mlp = GatedMLP(
@@ -236,7 +236,7 @@ class Gemma4Layer(nn.Module):
             dtype=dtype,
             scheme=scheme,
             activation=config.activation,
-            join=Join(last if experts is None else norm("post_feedforward_layernorm_1")),
+            join=ResidualJoin(last if experts is None else norm("post_feedforward_layernorm_1")),
         )
         self.mlp: nn.Module = mlp
         if experts is not None:

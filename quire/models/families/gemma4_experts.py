@@ -17,7 +17,7 @@ from quire.layers.experts import Experts, MoEShape, expert_activation
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
-from quire.layers.weights import Part, Scale, Weight
+from quire.layers.weights import Part, ScaleTensor, Weight
 from quire.models.loading.fields import whole
 
 
@@ -60,7 +60,7 @@ class MLPAndExperts(nn.Module):
         num, width = shape.routing.num_experts, shape.width
         self.router = Weight.whole(f"{layer}.router.proj.weight", (num, width), dtype)
         # float32: the scale is no power of two, so a narrower dtype would round a second time.
-        scale = Part(f"{layer}.router.scale", (width,), 0, width, form=Scale(width**-0.5))
+        scale = Part(f"{layer}.router.scale", (width,), 0, width, form=ScaleTensor(width**-0.5))
         self.router_norm = Weight((width,), torch.float32, (scale,))
         self.expert_scale = Weight.whole(f"{layer}.router.per_expert_scale", (num,), torch.float32)
         names = (f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj")

@@ -20,7 +20,7 @@ from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import Form, Part, Reorder, Weight
 from quire.models.families.dense.config import DenseConfig, read_common
 from quire.models.families.dense.decoder import DenseModel
@@ -71,7 +71,7 @@ class GptOssModel(DenseModel):
         ops: Ops,
         scheme: Scheme,
     ):
-        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module:
+        def feed_forward(index: int, norm: Norm | None, join: ResidualJoin) -> nn.Module:
             prefix = f"model.layers.{index}.mlp"
             experts = stacked_experts(f"{prefix}.experts", config.shape, dtype, scheme)
             names = ExpertNames(prefix, router="router")

@@ -15,7 +15,7 @@ from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.layers.weights import Scale, also_called, set_forms
+from quire.layers.weights import ScaleTensor, add_other_names, set_forms
 
 # Relative to a layer: names in Granite's files, and names in files of the models with windows.
 EXPERT_NAMES = ExpertNames(
@@ -30,7 +30,7 @@ OTHER_NAMES = ("gate_proj", "up_proj")  # GGUF names of what is one tensor here
 class _Flat:
     """A form: stacks all experts' matrices along rows, scaled."""
 
-    scale: Scale | None
+    scale: ScaleTensor | None
 
     def __call__(self, weight: Tensor) -> Tensor:
         return (weight if self.scale is None else self.scale(weight)).flatten(0, 1)
@@ -41,7 +41,7 @@ def granite_mixture(
     names: ExpertNames,
     norm: Norm | None,
     shape: MoEShape,
-    scale: Scale | None,
+    scale: ScaleTensor | None,
     *,
     dtype: torch.dtype,
     ops: Ops,
@@ -57,10 +57,16 @@ def granite_mixture(
 
 
 def granite_shared(
-    layer: str, norm: Norm | None, width: int, inner_width: int, scale: Scale | None, dtype: torch.dtype, scheme: Scheme
+    layer: str,
+    norm: Norm | None,
+    width: int,
+    inner_width: int,
+    scale: ScaleTensor | None,
+    dtype: torch.dtype,
+    scheme: Scheme,
 ) -> GatedMLP:
     prefix = f"{layer}.shared_mlp"
     block = GatedMLP(prefix, norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme, names=SHARED_NAMES)
-    also_called(block.gate_up, *(f"{prefix}.{name}" for name in OTHER_NAMES))
+    add_other_names(block.gate_up, *(f"{prefix}.{name}" for name in OTHER_NAMES))
     set_forms(block.down, (scale,))
     return block

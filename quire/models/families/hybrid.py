@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.kernels.table import Ops
-from quire.layers.attention import AttentionShape, plan_attention, plan_last_attention
+from quire.layers.attention import AttentionShape, plan_attention, plan_sampled_attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.latent import LatentShape, latent_spec
 from quire.layers.norm import RMSNorm
@@ -151,7 +151,7 @@ class HybridModel(nn.Module):
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
             is_last = place == self._last_mixer  # the following blocks work per token
             if is_last and paged is not None and kind in KINDS_OF_CACHE["attention"]:
-                attention = plan_last_attention(attention, step, paged, caches[paged.group], self.ops)
+                attention = plan_sampled_attention(attention, step, paged, caches[paged.group], self.ops)
             if kind == "attention":
                 stream = block(stream, angles, attention)
             elif kind == "parallel":

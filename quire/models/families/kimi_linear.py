@@ -21,7 +21,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent.channel_delta import ChannelDeltaNet, channel_activations
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import also_called
+from quire.layers.weights import add_other_names
 from quire.models.families.deepseek import read_latent
 from quire.models.families.hybrid import (
     BlockKind,
@@ -147,8 +147,8 @@ class KimiLinearModel(HybridModel):
                 f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
             )
             # transformers saves these under the name of the other layers' mixtures, too.
-            also_called(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
-            also_called(mlp.down, f"{mixture}.down_proj")
+            add_other_names(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
+            add_other_names(mlp.down, f"{mixture}.down_proj")
             return mlp
 
         inner = max(3 * config.inner_width, moe_activations(moe), channel_activations(recurrent))

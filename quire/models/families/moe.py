@@ -18,7 +18,7 @@ from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
 from quire.layers.quant import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import scale_by, set_forms
 from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.decoder import DenseLayer, DenseModel
@@ -69,7 +69,7 @@ class MoEModel(DenseModel):
     ):
         scale = scale_by(config.residual_scale)
 
-        def feed_forward(index: int, norm: Norm | None, join: Join) -> nn.Module | None:
+        def feed_forward(index: int, norm: Norm | None, join: ResidualJoin) -> nn.Module | None:
             if index not in config.sparse_layers:
                 return None
             layer = f"{config.dense.names.layers}.{index}"

@@ -18,9 +18,9 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm, WideQKNorm
 from quire.layers.quant import Scheme
 from quire.layers.recurrent.gated_delta import DeltaLayout, GatedDeltaNet
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.weights import also_called
+from quire.layers.weights import add_other_names
 from quire.models.families.hybrid import (
     BlockKind,
     HybridModel,
@@ -91,10 +91,10 @@ class OlmoHybridModel(HybridModel):
         def norm(layer: str, name: str) -> RMSNorm:
             made = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
             if name in OTHER_NAMES:
-                also_called(made, f"{layer}.{OTHER_NAMES[name]}")
+                add_other_names(made, f"{layer}.{OTHER_NAMES[name]}")
             return made
 
-        def feed_forward(layer: str, before: RMSNorm | None, join: Join | None) -> GatedMLP:
+        def feed_forward(layer: str, before: RMSNorm | None, join: ResidualJoin | None) -> GatedMLP:
             return GatedMLP(
                 f"{layer}.mlp",
                 before,
@@ -124,7 +124,7 @@ class OlmoHybridModel(HybridModel):
                     gated_eps=GATED_EPS,
                 )
             if place % 2:
-                return feed_forward(layer, None, Join(norm(layer, "post_feedforward_layernorm")))
+                return feed_forward(layer, None, ResidualJoin(norm(layer, "post_feedforward_layernorm")))
             heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, dtype, ops)
             return Attention(
                 f"{layer}.self_attn",
@@ -137,7 +137,7 @@ class OlmoHybridModel(HybridModel):
                 dtype=dtype,
                 ops=ops,
                 scheme=scheme,
-                join=Join(norm(layer, "post_attention_layernorm")),
+                join=ResidualJoin(norm(layer, "post_attention_layernorm")),
             )
 
         super().__init__(

@@ -17,7 +17,7 @@ from quire.kernels.expert_types import Routing
 from quire.kernels.recurrent_types import RecurrentShape
 from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
-from quire.layers.experts import ExpertNames, Experts, MoEShape, count_merged
+from quire.layers.experts import ExpertNames, Experts, MoEShape, num_merged_experts
 from quire.layers.gated_attention import GatedAttention
 from quire.layers.head_layout import HeadOrder
 from quire.layers.mlp import GatedMLP
@@ -122,7 +122,7 @@ class QwenHybridModel(HybridModel):
                 mlp_norm = norm(f"{layer}.post_attention_layernorm")
                 if config.moe is not None and place // 2 not in config.dense_layers:
                     names = ExpertNames(f"{layer}.mlp")
-                    experts = _experts(names, config.moe, dtype, scheme, count_merged(config.moe, ops))
+                    experts = _experts(names, config.moe, dtype, scheme, num_merged_experts(config.moe, ops))
                     return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
                 return GatedMLP(
                     f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme

@@ -62,7 +62,7 @@ from quire.layers.recurrent.channel_delta import ChannelDeltaNet
 from quire.layers.recurrent.gated_delta import GatedDeltaNet
 from quire.layers.recurrent.mamba import Mamba2
 from quire.layers.recurrent.short_conv import ShortConv
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import put_weight
 from quire.models.fallback.model import FallbackModel
 from quire.models.families.dense.decoder import DenseModel
@@ -153,7 +153,7 @@ class Trials:
         norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
         if norm is not None:
             yield norm_row(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
-        joins = (each.norm for each in self._modules() if isinstance(each, Join))
+        joins = (each.norm for each in self._modules() if isinstance(each, ResidualJoin))
         if (added := next((each for each in joins if isinstance(each, RMSNorm)), None)) is not None:
             yield norm_add_row(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
         product = self._product()

@@ -303,10 +303,12 @@ def _choose_scheme(
         what = f"quant={quant} needs a CPU and the native kernels, and a model with a file of its own."
         raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
     if ops.native is not None and dtype != "bfloat16":
-        from quire.layers.quant.blocks import Blocks
+        from quire.layers.quant.blocks import QuantizedBlocks
 
         floats = "F16" if dtype == "float16" else "F32"
-        return torch.float32, Blocks(ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper())
+        return torch.float32, QuantizedBlocks(
+            ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper()
+        )
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)

@@ -25,7 +25,7 @@ from quire.layers.weights import (
     PartSource,
     RowOrder,
     Weight,
-    empty_matrix,
+    empty_padded_matrix,
     iter_weights,
     own_weights,
     put_weight,
@@ -83,7 +83,7 @@ def finish_module(module: nn.Module) -> None:
 def _make_real(weight: Weight, fill: Fill, device: torch.device) -> Any:
     if weight.packing is not None:
         return weight.packing.pack(weight, fill.sources(weight))
-    tensor = empty_matrix(tuple(weight.shape), weight.dtype, device)
+    tensor = empty_padded_matrix(tuple(weight.shape), weight.dtype, device)
     fill(weight, tensor)
     return tensor
 

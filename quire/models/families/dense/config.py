@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.layers.attention import AttentionNames, Sharpening
+from quire.layers.attention import AttentionNames, QueryScaling
 from quire.layers.mlp import MLPNames, check_activation
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
@@ -83,7 +83,7 @@ class DenseConfig:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     sinks: bool = False  # attention sinks: a learned score per head without a value
-    sharpening: Sharpening | None = None  # scales queries by their positions
+    query_scaling: QueryScaling | None = None  # scales queries by their positions
     clip: float | None = None  # limit on the magnitude of queries, keys and values
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of each block's output

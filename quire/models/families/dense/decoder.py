@@ -20,14 +20,14 @@ from quire.layers.attention import (
     AttentionPlan,
     AttentionShape,
     plan_attention,
-    plan_last_attention,
+    plan_sampled_attention,
 )
 from quire.layers.embedding import Embedding, Head
 from quire.layers.head_layout import HeadOrder
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, QKNorm, RMSNorm, TurnedQKNorm, WideQKNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, PostRopeQKNorm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.quant import Scheme
-from quire.layers.residual_join import Join
+from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
 from quire.layers.step import Step
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # Builds the module in place of a layer's feed-forward block from the layer's index, the norm before the block and the
 # join that adds its output to the residual stream. None: the layer keeps its feed-forward block. The module is called
 # like the block.
-FeedForward = Callable[[int, Norm | None, Join], nn.Module | None]
+FeedForward = Callable[[int, Norm | None, ResidualJoin], nn.Module | None]
 
 
 class DenseLayer(nn.Module):
@@ -88,9 +88,12 @@ class DenseLayer(nn.Module):
             ops=ops,
             scheme=scheme,
             names=config.attention_names,
-            join=Join(norm(config.norms.after_attention), config.residual_scale),
+            join=ResidualJoin(norm(config.norms.after_attention), config.residual_scale),
         )
-        mlp_norm, join = norm(config.norms.before_mlp), Join(norm(config.norms.after_mlp), config.residual_scale)
+        mlp_norm, join = (
+            norm(config.norms.before_mlp),
+            ResidualJoin(norm(config.norms.after_mlp), config.residual_scale),
+        )
         mlp = None if feed_forward is None else feed_forward(index, mlp_norm, join)
         self.mlp = mlp or (GatedMLP if config.gated else PlainMLP)(
             f"{prefix}.mlp",
@@ -179,16 +182,16 @@ class DenseModel(nn.Module):
         if self.stack is not None:
             return run_stack(self.stack, step, self.specs, caches)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
-        if self.config.sharpening is not None:
-            sharpness = self.config.sharpening.at(step.positions)
-            plans = {group: replace(plan, sharpness=sharpness) for group, plan in plans.items()}
+        if self.config.query_scaling is not None:
+            query_scale = self.config.query_scaling.at(step.positions)
+            plans = {group: replace(plan, query_scale=query_scale) for group, plan in plans.items()}
         angles = [rope.angles(step.positions) for rope in self.ropes]
         stream = self.embedding(step.tokens)
         *groups, last = self.layer_groups
         for layer, group, rope in zip(self.layers, groups, self.layer_ropes, strict=False):
             stream = layer(stream, angles[rope], plans[group])
         spec = next(spec for spec in self.specs if spec.group == last)
-        plan = plan_last_attention(plans[last], step, spec, caches[last], self.ops)
+        plan = plan_sampled_attention(plans[last], step, spec, caches[last], self.ops)
         stream = self.layers[-1](stream, angles[self.layer_ropes[-1]], plan)
         return self.norm(stream) if len(stream) else stream
 
@@ -233,7 +236,7 @@ def has_native_attention(config: DenseConfig) -> bool:
     """Returns whether the native library's stack supports this kind of attention."""
     from quire.kernels.native.library import MAX_GROUP
 
-    if config.head_norms is not None or config.clip is not None or config.sharpening is not None:
+    if config.head_norms is not None or config.clip is not None or config.query_scaling is not None:
         return False
     if config.attention_names.gate is not None or config.qk_norm == "turned":
         return False
@@ -285,7 +288,7 @@ def _qk_norm(
         case "head":
             return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order, names=names)
         case "turned":
-            return TurnedQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
+            return PostRopeQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
             return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)

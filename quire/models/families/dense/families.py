@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.layers.attention import AttentionNames, Sharpening
+from quire.layers.attention import AttentionNames, QueryScaling
 from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
@@ -75,7 +75,7 @@ def _ministral3(config: Fields, dense: DenseConfig) -> DenseConfig:
     first_len = dense.ropes[0].original_len
     if not by or (config.get("served_len") or dense.max_positions) <= first_len:
         return dense
-    return replace(dense, sharpening=Sharpening(by, first_len))
+    return replace(dense, query_scaling=QueryScaling(by, first_len))
 
 
 def _cwm(config: Fields, dense: DenseConfig) -> DenseConfig:

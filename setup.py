@@ -1,6 +1,6 @@
-"""Builds the native CPU kernels into the package. Everything else about the package stands in pyproject.toml.
+"""Builds the native CPU kernels into the package; pyproject.toml has the rest of the configuration.
 
-Without a C++ compiler the package installs all the same: plain torch runs then, and `quire doctor` says so.
+Without a C++ compiler the package installs without them: the CPU then runs plain torch, and `quire doctor` reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "quire.kernels.native.libquire"
 
 
 def load_building() -> ModuleType:
-    """The package's own build module, without importing the package."""
+    """Imports the build module of the kernels without importing the package."""
     path = Path(__file__).parent / "quire/kernels/native/building.py"
     spec = importlib.util.spec_from_file_location("quire_building", path)
     assert spec is not None and spec.loader is not None
@@ -29,7 +29,7 @@ def load_building() -> ModuleType:
 
 class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")).with_suffix(".so"))  # ctypes loads it, so it carries no Python version
+        return str(Path(*fullname.split(".")).with_suffix(".so"))  # loaded by ctypes, so its name has no Python version
 
     def build_extension(self, ext: Extension) -> None:
         building = load_building()
@@ -37,7 +37,7 @@ class BuildNative(build_ext):
             building.build(Path(self.get_ext_fullpath(ext.name)).absolute())
         except building.BuildError as error:
             print(f"warning: the native kernels are left out: {error}", file=sys.stderr)
-            raise CompileError(str(error)) from error  # the extension is optional, so this ends in a warning
+            raise CompileError(str(error)) from error  # the extension is optional: setuptools only warns
 
 
 setup(ext_modules=[Extension(NAME, sources=[], optional=True)], cmdclass={"build_ext": BuildNative})

@@ -1,6 +1,6 @@
 """Quire: an inference and serving engine for language models.
 
-The names below are loaded when first used, so that `import quire` costs nothing and needs nothing installed.
+Public names are imported at first use, so that `import quire` is fast and needs no dependency.
 """
 
 from __future__ import annotations

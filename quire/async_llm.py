@@ -1,7 +1,7 @@
-"""`AsyncLLM`: the same as `LLM` for programs with an event loop. The engine runs in its own thread.
+"""`AsyncLLM`: the equivalent of `LLM` for programs with an event loop. The engine runs in a thread of its own.
 
-Requests may come from any task or thread; an awaiting task that is cancelled, or a stream that is closed, cancels its
-request. Tokenizing happens off the event loop, and nothing here ever blocks it.
+Any task or thread may submit requests. Cancelling the awaiting task or closing a stream cancels the request.
+Tokenization runs in worker threads; no method blocks the event loop.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from quire.types import Delta, QuireError, Request, SamplingParams
 
 
 class AsyncLLM:
+    """A loaded model with its engine thread. `model` and `knobs` are settings, as for `LLM`."""
+
     def __init__(self, model: str | None = None, *, config: Config | None = None, **knobs: Any):
         self.config = library_config(model, config, knobs)
         self._parts = open_engine(self.config)
@@ -36,11 +38,11 @@ class AsyncLLM:
         return self._parts.edge.tokenizer
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Output:
-        """One prompt to its end. Options: priority, timeout, request_id, salt."""
+        """Completes one prompt. Options: priority, timeout, request_id, salt."""
         output: Output | None = None
         async for chunk in self.stream(prompt, params, **options):
             if chunk.output is not None and (output is None or chunk.index == 0):
-                output = chunk.output  # samples may end in any order; the first one carries them all
+                output = chunk.output  # samples end in any order; the first one includes all
         assert output is not None
         return output
 
@@ -64,7 +66,7 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Chunk]:
-        """Text as it comes, from all n samples. Leaving the loop early cancels the request."""
+        """Yields the chunks of all n samples as they are generated. Leaving the loop early cancels the request."""
         tokens = await asyncio.to_thread(self.edge.encode, prompt)
         requests = self.edge.requests(tokens, params or SamplingParams(), **options)
         reply = Reply(self.edge, requests)
@@ -76,7 +78,7 @@ class AsyncLLM:
                 if stop is not None:
                     self._thread.cancel(stop)
                 if reply.done:
-                    _ = reply.output  # now the first sample carries the others
+                    _ = reply.output  # adds the other samples to the first one
                 if chunk is not None:
                     yield chunk
         finally:
@@ -94,7 +96,7 @@ class AsyncLLM:
             self._thread.submit(request)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Called in the engine's thread."""
+        """Passes deltas to their event loops. Runs in the engine's thread."""
         for delta in deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is None:
@@ -104,11 +106,12 @@ class AsyncLLM:
             loop, news = sink
             try:
                 loop.call_soon_threadsafe(news.put_nowait, delta)
-            except RuntimeError:  # the loop was closed, by an interrupt for one, and its tasks never came to their end
+            except RuntimeError:  # the loop was closed before its tasks ended, by an interrupt for example
                 if self._sinks.pop(delta.request_id, None) is not None:
                     self._thread.cancel(delta.request_id)
 
     async def close(self) -> None:
+        """Ends the engine and releases its memory."""
         await asyncio.to_thread(self._thread.close)
 
     async def __aenter__(self) -> AsyncLLM:

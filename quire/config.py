@@ -1,8 +1,8 @@
-"""Every knob, as one frozen tree. Built once from defaults < TOML file < environment < flags, then only read.
+"""Every setting as one frozen tree, built once from defaults < TOML file < environment < flags and never changed.
 
 Leaf names are unique over the whole tree, so that `[model] max_model_len` in TOML, `QUIRE_MAX_MODEL_LEN` in the
-environment and `--max-model-len` on the command line are the same knob under the same name. `config_build` fills the
-tree in and puts it on a command line, from the list of knobs at the end of this file.
+environment and `--max-model-len` on the command line are one setting. `config_build` fills the tree and defines the
+flags from the list of settings at the end of this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, get_args, get_type_hints
 
 def knob(default: Any, help: str, *, choices: tuple[str, ...] | None = None, low: float | None = None,
          high: float | None = None, unit: str | None = None, secret: bool = False) -> Any:  # fmt: skip
-    """A field with its help text and bounds; `None` as default means "decided at start, from the machine".
+    """Returns a field with its help text and bounds. The default None means that the machine decides at start.
 
-    `unit="bytes"` lets people write sizes such as 2GiB, "path" is for the help only; a secret is masked wherever
-    settings are shown.
+    `unit="bytes"` allows sizes such as 2GiB; "path" only affects the help. A secret is masked wherever settings are
+    shown.
     """
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "unit": unit, "secret": secret}
     return field(default=default, repr=not secret, metadata=metadata)
@@ -27,6 +27,8 @@ def knob(default: Any, help: str, *, choices: tuple[str, ...] | None = None, low
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """The model and how it is loaded."""
+
     model: str = knob("smollm2", "built-in name, hub id, model folder or GGUF file")
     revision: str | None = knob(None, "hub revision (branch, tag or commit)")
     hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
@@ -44,6 +46,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
+    """The KV cache."""
+
     page_tokens: int | None = knob(None, "tokens a cache page holds (GPU: 64, CPU: 16)", low=1, high=1024)
     cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
     memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
@@ -57,6 +61,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The scheduler's limits and policies."""
+
     max_rows: int | None = knob(None, "requests that may run at once", low=1, high=8192)
     max_batch_tokens: int | None = knob(None, "tokens one step may compute", low=1, high=1 << 20)
     chunk_tokens: int | None = knob(None, "most tokens of one prompt in one step", low=1, high=1 << 20)
@@ -70,6 +76,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    """The device and how the engine uses it."""
+
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
@@ -84,6 +92,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
+    """The HTTP server and its supervision of the engine process."""
+
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network, so set a key then")
     port: int = knob(8000, "port to listen on (0: any free one)", low=0, high=65535)
     api_key: str | None = knob(None, "key clients must send; several are separated by commas", secret=True)
@@ -127,12 +137,14 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    """All settings."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    # Where each knob that is not at its default was set; for people only, so it takes no part in comparisons.
+    # Origin of each setting that is not at its default. It is only shown, so comparisons ignore it.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -142,12 +154,12 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One leaf of the tree and all its names: `table` and `name` in TOML, `variable`, `flag`."""
+    """One setting and its names: `table` and `name` in TOML, `variable` in the environment, `flag`."""
 
     table: str
     name: str
     kind: type  # bool, int, float or str
-    optional: bool  # None is a value too
+    optional: bool  # None is allowed
     default: Any
     help: str
     choices: tuple[str, ...] | None
@@ -158,18 +170,21 @@ class Knob:
 
     @property
     def variable(self) -> str:
+        """Name of the environment variable."""
         return "QUIRE_" + self.name.upper()
 
     @property
     def flag(self) -> str:
+        """Name of the command-line flag."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def none_word(self) -> str | None:
-        """How None is written: a number is then chosen at start, a text is simply not there."""
+        """The spelling of None: "auto" for a number, which is chosen at start, and "none" for a text."""
         return ("none" if self.kind is str else "auto") if self.optional else None
 
     def read(self, config: Config) -> Any:
+        """Returns the setting's value."""
         return getattr(getattr(config, self.table), self.name)
 
 
@@ -179,13 +194,13 @@ def _is_table(kind: Any) -> bool:
 
 @cache
 def tables() -> dict[str, type]:
-    """The groups of the tree by name, in order."""
+    """Returns the groups of the tree by name, in order."""
     return {name: kind for name, kind in get_type_hints(Config).items() if _is_table(kind)}
 
 
 @cache
 def knobs() -> dict[str, Knob]:
-    """Every leaf by name, in the order of the tree."""
+    """Returns every setting by name, in the order of the tree."""
     found: dict[str, Knob] = {}
     for table, kind in tables().items():
         hints = get_type_hints(kind)

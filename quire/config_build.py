@@ -1,7 +1,7 @@
 """Builds the `Config` tree: defaults < TOML file < environment < flags, each value parsed strictly and checked once.
 
-The command line calls `add_config_flags` and `config_from_args`; `LLM` calls `build_config` and `override_config`.
-Whatever is unknown or out of bounds is an error that names the setting, where it stood and what would be right.
+The command line calls `add_config_flags` and `config_from_args`; `LLM` calls `library_config`. An unknown setting or a
+value out of bounds is an error that names the setting, its origin and the nearest correct name or value.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any, NamedTuple
 from quire.config import Config, Knob, knobs, tables
 from quire.types import QuireError
 
-# Variables of ours that are not knobs.
+# Environment variables with the prefix QUIRE_ that are not settings.
 OTHER_VARIABLES = {
     "QUIRE_CONFIG": "the TOML file to read",
     "QUIRE_DEBUG": "1 shows tracebacks of unexpected errors",
 }
 MASK = "********"
-ENGINE_TABLES = ("model", "cache", "scheduler", "engine")  # what commands without a server have flags for
+ENGINE_TABLES = ("model", "cache", "scheduler", "engine")  # groups that commands without a server have flags for
 
 
 class Setting(NamedTuple):
+    """A value with its origin."""
+
     name: str
     value: Any
     source: str
@@ -39,7 +41,7 @@ class Setting(NamedTuple):
 
 
 def build_config(*, file: Path | None, env: Mapping[str, str], flags: Mapping[str, Any], search: bool = True) -> Config:
-    """The settings in force. Without `file` the usual places are searched, unless `search` is off."""
+    """Returns the effective settings. Without `file`, the default places are searched unless `search` is False."""
     path = find_config_file(file, env) if file is not None or search else None
     settings = _token_from_hub_variable(env)
     if path is not None:
@@ -50,25 +52,26 @@ def build_config(*, file: Path | None, env: Mapping[str, str], flags: Mapping[st
 
 
 def override_config(config: Config, values: Mapping[str, Any]) -> Config:
-    """The same settings with some replaced: what `LLM(..., dtype="float32")` means."""
+    """Returns the same settings with some replaced, as in `LLM(..., dtype="float32")`."""
     return _apply(config, [_parse(_known(name, "among the arguments"), v, "argument") for name, v in values.items()])
 
 
 def library_config(model: str | None, config: Config | None, knobs: Mapping[str, Any]) -> Config:
-    """What a Python program gets: a given config, or defaults and the environment; then its own arguments."""
+    """Returns the settings of a Python program: a config, or defaults and environment, then its own arguments."""
     base = config if config is not None else build_config(file=None, env=os.environ, flags={}, search=False)
     return override_config(base, {**knobs, **({} if model is None else {"model": model})})
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings another process builds the same engine from: all that differ from their defaults, the server's own
-    not."""
+    """Returns the settings from which another process builds the same engine: those not at their defaults, without the
+    server's.
+    """
     values = {name: item.read(config) for name, item in knobs().items() if item.table != "server"}
     return {name: value for name, value in values.items() if value != knobs()[name].default}
 
 
 def find_config_file(file: Path | None, env: Mapping[str, str]) -> Path | None:
-    """The file named by flag or variable, which must exist; else ./quire.toml or the user's own, where there is one."""
+    """Returns the file named by flag or variable, which must exist; else ./quire.toml or the user's, if one exists."""
     for named, source in ((file, "--config"), (env.get("QUIRE_CONFIG"), "QUIRE_CONFIG")):
         if named:
             path = Path(named).expanduser()
@@ -87,7 +90,7 @@ def find_config_file(file: Path | None, env: Mapping[str, str]) -> Path | None:
 
 
 def describe_config(config: Config) -> list[Setting]:
-    """Every setting with its value and where it came from, fit to be shown: secrets are masked."""
+    """Returns every setting with its value and origin for display; secrets are masked."""
     shown = []
     for name, item in knobs().items():
         value = item.read(config)
@@ -107,11 +110,11 @@ def _apply(config: Config, settings: Iterable[Setting]) -> Config:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The places settings come from
+# Sources of settings
 
 
 def _from_file(path: Path) -> list[Setting]:
-    import tomllib  # only where there is a file
+    import tomllib  # imported only if there is a file
 
     try:
         content = tomllib.loads(path.read_text("utf-8"))
@@ -137,7 +140,7 @@ def _from_file(path: Path) -> list[Setting]:
 
 
 def _misplaced(name: str, value: Any, path: Path) -> QuireError:
-    """The error for something at the top of a file that is not one of our tables."""
+    """Returns the error for a top-level entry of a file that is not a known table."""
     if name in tables():
         hint = f"[{name}] is a table: write the setting below a line that says [{name}]."
     elif name in knobs():
@@ -158,13 +161,13 @@ def _from_environment(env: Mapping[str, str]) -> list[Setting]:
             known = {name.removeprefix("QUIRE_"): name for name in (*by_variable, *OTHER_VARIABLES)}
             hint = _did_you_mean(variable.removeprefix("QUIRE_"), known)
             raise QuireError("unknown_setting", f"Unknown setting {variable} in the environment.", hint, param=variable)
-        if env[variable]:  # `QUIRE_X= quire run` is how a shell unsets one
+        if env[variable]:  # an empty variable counts as unset
             settings.append(_parse(by_variable[variable], env[variable], variable))
     return settings
 
 
 def _token_from_hub_variable(env: Mapping[str, str]) -> list[Setting]:
-    """HF_TOKEN is not ours, so anything said to us directly is stronger, the file included."""
+    """Returns the token from HF_TOKEN, which every source of Quire's own overrides, including the file."""
     return [Setting("hub_token", env["HF_TOKEN"], "HF_TOKEN")] if env.get("HF_TOKEN") else []
 
 
@@ -189,11 +192,11 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d[\d_]{0,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE | re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d(_?\d){0,30}", re.ASCII)
-_LARGEST = 1 << 62  # of knobs without an upper bound: what is above can't be meant, and would not fit a tensor's size
+_LARGEST = 1 << 62  # default upper bound: more would overflow the size of a tensor
 
 
 def _parse(item: Knob, raw: Any, source: str, *, typed: bool = False) -> Setting:
-    """The value of one knob, in its type and within its bounds. `typed` sources say 5, not "5"."""
+    """Parses one value to its type and checks its bounds. `typed`: the source distinguishes 5 from "5"."""
     if item.optional and (raw is None or (isinstance(raw, str) and raw.strip().lower() == item.none_word)):
         return Setting(item.name, None, source)
     if isinstance(raw, os.PathLike):
@@ -222,7 +225,7 @@ def _check_bounds(item: Knob, raw: Any, value: float, source: str) -> None:
 
 
 def _from_text(item: Knob, text: str) -> Any:
-    """What the text says in the knob's type, or None where it says nothing of the kind."""
+    """Parses a text to the setting's type; None if it is not valid."""
     if item.kind is bool:
         return _WORDS.get(text.lower())
     if item.unit == "bytes":
@@ -236,7 +239,7 @@ def _from_text(item: Knob, text: str) -> Any:
 
 
 def _from_number(item: Knob, raw: Any) -> Any:
-    """An int where a float is meant becomes one, and so do the integers of other libraries; NaN is no number."""
+    """Converts an int to a float where a float is required, and other libraries' integers to int; rejects NaN."""
     if isinstance(raw, (bool, str)):
         return raw
     if item.kind is int and hasattr(raw, "__index__"):
@@ -247,7 +250,7 @@ def _from_number(item: Knob, raw: Any) -> Any:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes in "4096", "512M" (thousands) or "1.5GiB" (1024s); None where the text is not a size."""
+    """Returns the bytes of "4096", "512M" (powers of 1000) or "1.5GiB" (powers of 1024); None for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -275,7 +278,7 @@ def _refuse(item: Knob, raw: Any, source: str, why: str) -> QuireError:
 
 
 def add_config_flags(parser: ArgumentParser, groups: Iterable[str] | None = None) -> None:
-    """A flag for every knob of these groups (all by default), plus --config and --show-config."""
+    """Adds a flag for every setting of these groups (all by default), --config and --show-config."""
     general = parser.add_argument_group("configuration")
     general.add_argument(
         "--config",
@@ -293,7 +296,7 @@ def add_config_flags(parser: ArgumentParser, groups: Iterable[str] | None = None
 
 
 def config_from_args(args: Namespace, env: Mapping[str, str] | None = None) -> Config:
-    """The settings in force for a command whose parser went through `add_config_flags`."""
+    """Returns the effective settings of a command whose parser has the flags of `add_config_flags`."""
     flags = {name: value for name, value in vars(args).items() if name in knobs()}
     return build_config(file=args.config_file, env=os.environ if env is None else env, flags=flags)
 
@@ -303,7 +306,7 @@ def _flag(name: str) -> str:
 
 
 def _add_flag(section: Any, item: Knob) -> None:
-    """Values stay text here: one place parses and checks them, whatever they come from."""
+    """Adds the flag of one setting. Its value stays text, since `_parse` handles the values of all sources."""
     help_text = (item.help + _default_note(item)).replace("%", "%%")
     if item.kind is bool:
         section.add_argument(item.flag, action=BooleanOptionalAction, default=SUPPRESS, help=help_text)

@@ -1,7 +1,7 @@
-"""The edge: where prompts become requests and token ids become text, the same for every front end.
+"""The edge between front ends and engine: turns prompts into validated requests, and deltas into text.
 
-Everything a person or client sends is validated here, once; past it types are trusted. `Edge` makes requests,
-`Reply` gathers the deltas of the n samples of one prompt. No torch and no engine in here.
+All input from users is validated here, once; code behind the edge trusts its types. `Edge` builds requests, `Reply`
+collects the deltas of the n samples of one prompt. This module imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(slots=True)
 class Output:
-    """What became of one prompt. With n > 1 this is the first sample, and `samples` has all n."""
+    """The result of one prompt. With n > 1 it is the first sample, and `samples` has all n."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -46,7 +46,7 @@ class Output:
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
-    embedding: list[float] | None = None  # with `pooling`: the prompt's hidden states as one vector
+    embedding: list[float] | None = None  # the prompt's pooled hidden states, with `pooling`
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     error: str | None = None
@@ -57,29 +57,31 @@ class Output:
 
 @dataclass(slots=True)
 class Chunk:
-    """News of a stream: new text and ids; with the last one the whole output of that sample."""
+    """One increment of a stream: new text and token ids. The last chunk of a sample includes its whole output."""
 
     text: str
     token_ids: list[int]
-    index: int = 0  # which of n
+    index: int = 0  # of the sample, below n
     finish_reason: str | None = None
     output: Output | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
+    """Validates prompts and builds requests for one model."""
+
     tokenizer: Tokenizer | None
     template: Callable[[], ChatTemplate]
     vocab_size: int
-    max_len: int  # the longest sequence the model and the cache take
+    max_len: int  # maximum tokens of a sequence, by model and cache
     eos_ids: tuple[int, ...]
-    defaults: dict[str, Any]  # the model's own sampling parameters
+    defaults: dict[str, Any]  # sampling parameters that the model's files recommend
     clock: Callable[[], float] = time.monotonic
-    special_in_content: bool = False  # control tokens spelled in messages keep their meaning
+    special_in_content: bool = False  # spellings of control tokens in messages become control tokens
     tool_format: str | None = None  # None: read from the chat template
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Text, token ids or messages to token ids, within the model's limits."""
+        """Returns the token ids of a text, of token ids or of messages, after a check of the model's limits."""
         if isinstance(prompt, str):
             tokens = encode_within(self._need_tokenizer(), prompt, self.max_len - 1)
         elif prompt and isinstance(prompt[0], dict):
@@ -97,6 +99,7 @@ class Edge:
             raise PromptTooLong(len(tokens), self.max_len - 1)
 
     def encode_chat(self, messages: list[Message], **template_kwargs: Any) -> list[int]:
+        """Returns the token ids of a conversation, rendered with the chat template."""
         _refuse_pictures(messages)
         tokenizer = self._need_tokenizer()
         segments = render_chat(
@@ -142,7 +145,7 @@ class Edge:
 
     def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
-        """The n requests of one prompt, ready for the engine."""
+        """Returns the n requests of one prompt, validated and with all defaults filled in."""
         if self._knows_more:
             self._check_known(tokens)
         params = params.resolve(self.defaults)
@@ -159,7 +162,7 @@ class Edge:
             raise QuireError("invalid_parameter", f"timeout={timeout!r} must be above 0 seconds.", param="timeout")
         grammar = params.grammar
         if grammar is not None:
-            params = replace(params, grammar=None)  # the engine keeps it with the request
+            params = replace(params, grammar=None)  # stored in the request, not in its parameters
         name = request_id or f"req-{secrets.token_hex(8)}"
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         now = self.clock()
@@ -192,7 +195,7 @@ class Edge:
 
     @property
     def _knows_more(self) -> bool:
-        """Some tokenizers know more tokens than their model, which has nothing to look up for them."""
+        """Whether the tokenizer has more tokens than the model's embedding."""
         return self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
 
     def _check_known(self, tokens: list[int]) -> None:
@@ -203,7 +206,7 @@ class Edge:
             raise QuireError("invalid_prompt", what, f"Leave it out; the model has tokens 0 to {self.vocab_size - 1}.")
 
     def _without_unknown(self, params: SamplingParams) -> SamplingParams:
-        """What the model can't say needs no ban, and breaks no repetition."""
+        """Removes token ids that the model does not have, and can't sample, from bans and DRY breakers."""
         size = self.vocab_size
         return replace(
             params,
@@ -214,7 +217,7 @@ class Edge:
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
         are_ints = countOf(map(type, prompt), int) == len(prompt) > 0
         if are_ints and min(prompt) >= 0 and max(prompt) < self.vocab_size:
-            return list(prompt)  # the same as below, without a look at each: prompts can be long
+            return list(prompt)  # same result as below, but faster for long prompts
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 what = f"{token!r} is no token id of this model (0 to {self.vocab_size - 1})."
@@ -223,7 +226,7 @@ class Edge:
 
 
 class Reply:
-    """The samples of one prompt as they come in: deltas in, chunks out."""
+    """Collects the deltas of one prompt's samples: `push` turns each into a chunk, `output` is the result."""
 
     def __init__(self, edge: Edge, requests: list[Request]):
         self._requests = list(requests)
@@ -238,22 +241,24 @@ class Reply:
 
     @property
     def done(self) -> bool:
+        """Whether all samples have ended."""
         return self._open == 0
 
     @property
     def output(self) -> Output:
+        """The first sample, with all samples in `samples` if there are several."""
         first = self._outputs[0]
         if len(self._outputs) > 1:
-            scores = first.prompt_logprobs  # computed once for all
+            scores = first.prompt_logprobs  # the samples share one prompt
             first.samples = [replace(one, samples=[], prompt_logprobs=scores) for one in self._outputs]
         return first
 
     def push(self, delta: Delta) -> tuple[Chunk | None, str | None]:
-        """One delta's news, and the id of the request to cancel when a stop string has ended its text."""
+        """Returns the delta's chunk, and the id of the request to cancel if a stop string has ended its text."""
         index = self._places[delta.request_id]
         output = self._outputs[index]
         if output.finish_reason:
-            return None, None  # it ended here already; the engine just heard of it
+            return None, None  # its text has ended; the engine had not processed the cancel yet
         new = self._decoders[index].push(delta)
         output.token_ids += new.token_ids
         if new.logprobs is not None:
@@ -284,7 +289,7 @@ class Reply:
 
 
 def _refuse_pictures(messages: list[Message]) -> None:
-    """Models take text only. A template may know better, and would leave a mark where no one looks at a picture."""
+    """Refuses messages with parts other than text: a template might render a placeholder for an image, unread."""
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():

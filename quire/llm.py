@@ -1,7 +1,7 @@
-"""`LLM`: a model in this process, for scripts and notebooks. Prompts in, outputs out, in the same order.
+"""`LLM`: runs a model in this process, for scripts and notebooks. Outputs are in the order of the prompts.
 
-It turns the engine's loop by hand in the calling thread; several threads may share one LLM. Ctrl-C ends what its caller
-asked for and nothing else. `AsyncLLM` is the same for programs with an event loop. Neither knows about HTTP.
+It runs the engine's loop in the calling thread; several threads may share one LLM. Ctrl-C ends only the call that it
+interrupts. `AsyncLLM` is the equivalent for programs with an event loop. Neither uses HTTP.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
+    """A loaded model with its engine. Thread-safe; use it as a context manager or call `close`."""
+
     def __init__(self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None,
                  **knobs: Any):  # fmt: skip
-        """`model` and `knobs` are leaves of the config tree: LLM("smollm2", dtype="float32", max_model_len=2048)."""
+        """`model` and `knobs` are settings: LLM("smollm2", dtype="float32", max_model_len=2048)."""
         self.config = library_config(model, config, knobs)
         self._parts: Assembly = open_engine(self.config, progress)
         self._engine = self._parts.engine
         self._lock = threading.RLock()
-        self._replies: dict[str, _Open] = {}  # request id -> where its news go
-        self._num_ended = 0  # ends seen so far, by whichever thread turned the loop
-        self._unwanted: deque[str] = deque()  # ids of requests to cancel; appended to at any moment, without the lock
-        self._is_torn = False  # the engine was entered and not left in order: its books can't be relied on
+        self._replies: dict[str, _Open] = {}  # request id -> its reply
+        self._num_ended = 0  # requests that have ended, seen by any thread
+        self._unwanted: deque[str] = deque()  # ids of requests to cancel; appended without the lock
+        self._is_torn = False  # a call left the engine in an undefined state, for example after an interrupt
         self._in_engine = False
         self._closed = False
 
-    # -- what people call -----------------------------------------------------------------------------------------
+    # -- public methods -------------------------------------------------------------------------------------------
 
     def generate(self, prompts: str | Sequence[Any], params: Params = None, *, progress: bool = False,
                  priority: int = 0, timeout: float | None = None) -> list[Output]:  # fmt: skip
-        """Complete one prompt or many: strings, lists of token ids, or conversations."""
+        """Completes one prompt or several: strings, lists of token ids, or conversations."""
         many = _as_list(prompts)
         each = _params_for(params, len(many))
         todo = deque(
@@ -69,7 +71,7 @@ class LLM:
                     self._submit(waiting)
                     self._turn()
                     interrupts.release()
-                    if seen != self._num_ended:  # looked at only when somebody ended, not at every step
+                    if seen != self._num_ended:  # checked only after a request has ended, not at every step
                         seen = self._num_ended
                         _check_lost(opened)
                         unfinished = [o for o in unfinished if not o.reply.done]
@@ -104,21 +106,23 @@ class LLM:
 
     def embed(self, prompts: str | Sequence[Any], *, pooling: str | None = None, normalize: bool | None = None,
               progress: bool = False) -> list[Output]:  # fmt: skip
-        """One vector for each prompt, in `Output.embedding`. `pooling` is "mean" or "last"; left out, it is what the
-        model's own files or the setting `pooling` say, or else the last token's hidden state, normalised. A model's
-        files also say whether vectors are normalised. `SamplingParams(pooling=…)` in `generate` gives the same vector
-        as it is, beside the text."""
+        """Computes one vector per prompt, in `Output.embedding`.
+
+        `pooling` is "mean" or "last". Its default is the setting `pooling`, then the rule in the model's files, then
+        the normalised hidden state of the last token. The model's files also decide whether vectors are normalised.
+        `generate` with `SamplingParams(pooling=…)` returns the vector without normalisation, beside the text.
+        """
         rule = choose_pooling(read_pooling(self._parts.files), self.config.model.pooling, pooling, normalize)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=rule.kind)
         outputs = self.generate(prompts, params, progress=progress)
-        for output in outputs:  # the one token that ends the prompt's last step is sampled all the same
+        for output in outputs:  # the engine samples one token after the prompt, which is not part of the result
             output.text, output.token_ids, output.usage.completion_tokens = "", [], 0
             output.embedding = rule.scaled(output.embedding) if output.embedding is not None else None
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
                timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip
-        """Text as it comes. Closing the iterator cancels the request."""
+        """Yields text as it is generated. Closing the iterator cancels the request."""
         tokens = self.edge.encode(prompt)
         requests = self._requests(tokens, params or SamplingParams(), priority, timeout)
         opened = _Open(Reply(self.edge, requests))
@@ -142,7 +146,7 @@ class LLM:
             self._forget([opened])
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """How much of a prompt would come from the prefix cache now, and where it leaves what is cached."""
+        """Returns how many tokens of a prompt are in the prefix cache, and where the prompt diverges from it."""
         tokens = self.edge.encode(prompt)
         with HeldInterrupts(), self._lock:
             self._enter()
@@ -151,7 +155,7 @@ class LLM:
         return found
 
     def pin(self, prompt: Prompt, *, pinned: bool = True) -> int:
-        """Ask for what is cached of a prompt to be evicted last, or no longer. Returns how many tokens that is."""
+        """Pins the cached pages of a prompt, so that they are evicted last, or unpins them. Returns their tokens."""
         tokens = self.edge.encode(prompt)
         with HeldInterrupts(), self._lock:
             self._enter()
@@ -169,7 +173,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence, prompt and output together."""
+        """Maximum tokens of a sequence, prompt and output together."""
         return self._parts.edge.max_len
 
     @property
@@ -178,23 +182,23 @@ class LLM:
 
     @property
     def engine(self) -> Any:
-        """For measurements and tests: statistics, the scheduler, the cache index."""
+        """The engine, for measurements and tests: statistics, scheduler, cache index."""
         return self._engine
 
     def prepare(self) -> None:
-        """Compile kernels and capture graphs now, so that nothing is left to do while requests run. Optional: what is
-        not prepared is done when it is first needed."""
+        """Compiles kernels and captures graphs now instead of at first use. Optional."""
         with self._lock, HeldInterrupts() as interrupts:
             while self._engine.do_chore():
                 interrupts.release()
             gc.collect()
-            gc.freeze()  # what is there now stays: no later collection, in the midst of a step, need walk over it
+            gc.freeze()  # these objects stay, so later collections skip them
 
     def close(self) -> None:
+        """Ends the engine and releases its memory."""
         if not self._closed:
             self._closed = True
             self._engine.close()
-            gc.unfreeze()  # what was frozen for it may go with it
+            gc.unfreeze()  # so that the engine's objects can be collected
 
     def __enter__(self) -> LLM:
         return self
@@ -202,7 +206,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- turning the loop -----------------------------------------------------------------------------------------
+    # -- running the loop -----------------------------------------------------------------------------------------
 
     def _requests(
         self, tokens: list[int], params: SamplingParams, priority: int, timeout: float | None
@@ -215,7 +219,7 @@ class LLM:
         return requests
 
     def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:
-        """Hand over as many as the queue takes; the rest wait here."""
+        """Adds requests to the engine until its queue is full; the rest stay in `waiting`."""
         if not waiting:
             return
         with self._lock:
@@ -228,7 +232,7 @@ class LLM:
                         self._replies[requests[0].id] = opened
                         requests.pop(0)
                     waiting.popleft()
-            except QuireError as error:  # refused, and nothing has changed
+            except QuireError as error:  # refused without a change of state
                 if error.code != "queue_full" or not self._engine.has_work:
                     self._leave()
                     raise
@@ -250,8 +254,10 @@ class LLM:
             self._leave()
 
     def _forget(self, opened: list[_Open]) -> None:
-        """Whatever is not done by now is not wanted any more. A stream that nobody holds may be collected, and come
-        here, in the middle of a turn: then the next one cancels it."""
+        """Cancels the requests of these replies that have not ended.
+
+        The garbage collector may close an abandoned stream and call this inside a turn; the next turn then cancels it.
+        """
         self._unwanted.extend([request_id for o in opened for request_id in o.reply.ids])
         with HeldInterrupts(), self._lock:
             if not self._in_engine:
@@ -259,15 +265,17 @@ class LLM:
                 self._leave()
 
     def _sweep(self) -> None:
-        """Forget streams that ended without doing so: an interrupt hit them while they did."""
+        """Cancels the requests of streams whose cleanup was interrupted."""
         with self._lock:
             left = {id(o): o for o in self._replies.values() if o.is_left}
         if left:
             self._forget(list(left.values()))
 
     def _enter(self) -> None:
-        """Before anything is done with the engine, with the lock held. What was not left in order, whatever ended it,
-        is built anew; callers whose requests were lost with it are told."""
+        """Begins a use of the engine; the caller holds the lock.
+
+        If the last use did not end with `_leave`, the engine is rebuilt and its requests are marked as lost.
+        """
         if self._is_torn:
             for request_id, opened in list(self._replies.items()):
                 opened.is_lost = True
@@ -282,28 +290,30 @@ class LLM:
             self._unwanted.popleft()
 
     def _leave(self) -> None:
+        """Ends a use of the engine that has kept it consistent."""
         self._is_torn = self._in_engine = False
 
 
 class _Open:
-    """A reply under way, with the news nobody has read yet, unless nobody will."""
+    """An open reply with its unread chunks. `keep`: whether chunks are kept for a stream."""
 
     def __init__(self, reply: Reply, keep: bool = True):
         self.reply = reply
         self._keep = keep
         self.chunks: deque[Chunk] = deque()
         self.num_tokens = 0
-        self.is_lost = False  # the engine was built anew before it was done
-        self.stream: weakref.ref[Generator[Chunk, None, None]] | None = None  # who reads it
+        self.is_lost = False  # the engine was rebuilt before the reply was complete
+        self.stream: weakref.ref[Generator[Chunk, None, None]] | None = None  # the stream that reads it
 
     @property
     def is_left(self) -> bool:
-        """Its stream is gone, or has ended."""
+        """Whether its stream has ended or was garbage collected."""
         stream = self.stream() if self.stream is not None else None
         ended = isinstance(stream, GeneratorType) and stream.gi_frame is None
         return self.stream is not None and (stream is None or ended)
 
     def take(self, delta: Any) -> str | None:
+        """Adds a delta. Returns the id of a request to cancel, if a stop string ended its text."""
         chunk, stop = self.reply.push(delta)
         if chunk is not None:
             if self._keep:
@@ -322,7 +332,7 @@ def _as_list(prompts: str | Sequence[Any]) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], (int, dict)):
-        return [prompts]  # one prompt as token ids, or one conversation
+        return [prompts]  # one prompt: token ids or a conversation
     return list(prompts)
 
 

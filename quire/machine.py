@@ -1,6 +1,6 @@
-"""What this process may use of the machine: processor, cores, memory, and which packages are installed.
+"""Reads what this process may use of the machine: processor, cores, memory, and installed packages.
 
-`doctor` shows it. Limits of a container count as much as what the hardware has, so both are read; torch is not needed.
+`quire doctor` prints it. Limits of a container are included. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """The resources of this machine, within the limits of a container."""
+
     system: str
     cpu: str
-    num_cores: int  # the hardware's
-    num_usable_cores: int  # what affinity and the container's quota leave of them
-    memory_total: int | None  # bytes, within the container's limit
-    memory_available: int | None
+    num_cores: int  # of the hardware
+    num_usable_cores: int  # within CPU affinity and the container's quota
+    memory_total: int | None  # bytes; None if the system does not report it
+    memory_available: int | None  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
+    """A dependency that `quire doctor` checks."""
+
     name: str
     why: str
     required: bool
-    install: str  # what to ask pip for
+    install: str  # requirement for pip
 
 
 PACKAGES = (
@@ -51,7 +55,7 @@ PACKAGES = (
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """`root` is where /proc and /sys are; a test puts its own there."""
+    """Returns this machine's resources. `root`: folder with proc and sys; tests pass their own."""
     num_cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cores
     quota = _core_quota(root)
@@ -67,8 +71,10 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def num_memory_kills(root: Path = Path("/")) -> int:
-    """How many processes the system has ended for lack of memory: of our control group, or where that is not counted of
-    the whole machine; 0 where neither is."""
+    """Returns the number of processes that the out-of-memory killer has ended in this control group.
+
+    Without that counter it is the machine's number, and 0 without either.
+    """
     for folder in _cgroup_folders(root):
         for line in _read(folder / "memory.events").splitlines():
             key, _, value = line.partition(" ")
@@ -82,6 +88,7 @@ def num_memory_kills(root: Path = Path("/")) -> int:
 
 
 def installed_version(name: str) -> str | None:
+    """Returns the version of an installed package; None if it is missing."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -95,24 +102,24 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
 
 
 def may_have_gpu(root: Path = Path("/")) -> bool:
-    """Whether it is worth asking; in a container a device may be all there is of a driver."""
+    """Whether there are signs of a GPU. A container may have the device files but no driver entry in /proc."""
     return has_nvidia_driver(root) or any((root / "dev" / name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
 
 
 def nvidia_card_names(root: Path = Path("/")) -> tuple[str, ...]:
-    """Such as NVIDIA H200, one for each card the driver has; none where there is no driver."""
+    """Returns the name of each GPU of the driver, such as "NVIDIA H200"; empty without a driver."""
     told = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
     return tuple(found.group(1).strip() for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.M)))
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
-    """Such as 580.95.05; None where there is no driver, or it says something else."""
+    """Returns the driver's version, such as "580.95.05"; None if there is no driver or no such version."""
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _read(root / "proc/driver/nvidia/version"))
     return found.group(1) if found else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Linux says all of it in files; elsewhere we know less and say so
+# Linux has these values in files; on other systems most of them are None
 
 
 def _read(path: Path) -> str:
@@ -131,7 +138,7 @@ def _cpu_name(root: Path) -> str:
 
 
 def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """Our control group and those around it, innermost first; each may set a limit, and the smallest one holds."""
+    """Yields this process's control group and its parents; the smallest limit of all applies."""
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, path = line.partition("::")
@@ -157,7 +164,7 @@ def _core_quota(root: Path) -> float | None:
 
 
 def _memory(root: Path) -> tuple[int | None, int | None]:
-    """Bytes in all and bytes free, as the tightest limit leaves them."""
+    """Returns total and available bytes within the tightest limit."""
     known = {}
     for line in _read(root / "proc/meminfo").splitlines():
         key, _, value = line.partition(":")
@@ -174,7 +181,7 @@ def _memory(root: Path) -> tuple[int | None, int | None]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Every limit with what counts against it now, less the file cache the kernel gives back when asked."""
+    """Yields every memory limit with its current usage, without file cache that the kernel can reclaim."""
     places = [(folder, "memory.max", "memory.current") for folder in _cgroup_folders(root)]
     places.append((root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))  # version 1
     for folder, limit_name, used_name in places:
